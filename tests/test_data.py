@@ -1,0 +1,89 @@
+"""Tasks, files, templates and the order of the data."""
+import csv
+import json
+
+import pytest
+from conftest import SHARED
+
+import data
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "countdown"])
+def test_generated_examples_are_right_distinct_and_seeded(task):
+    a = data.load(task, "train", size=300, seed=1)
+    assert a == data.load(task, "train", size=300, seed=1) != data.load(task, "train", size=300, seed=2)
+    assert len({e["question"] for e in a}) == 300
+    for e in a:
+        if task == "arithmetic":
+            assert eval(e["question"]) == int(e["answer"])
+        else:
+            assert eval(e["answer"]) == e["target"] and str(e["target"]) in e["question"]
+            assert all(str(n) in e["question"] for n in e["numbers"])
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "countdown"])
+def test_no_seed_puts_a_test_question_into_training(task):
+    train = {e["question"] for seed in range(3) for e in data.load(task, "train", size=2000, seed=seed)}
+    assert not train & {e["question"] for e in data.load(task, "test", size=500)}
+
+
+def test_every_file_format_gives_the_same_examples(tmp_path):
+    rows = [{"problem": f"what is {i}\u2028?", "solution": str(i), "level": str(i % 3)} for i in range(5)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in rows))
+    (tmp_path / "a.json").write_text(json.dumps({"data": rows}))
+    with (tmp_path / "a.csv").open("w", newline="") as f:
+        writer = csv.DictWriter(f, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    import pyarrow
+    from pyarrow import parquet
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    loaded = [data.load(str(tmp_path / f"a.{kind}")) for kind in ("jsonl", "json", "csv", "parquet")]
+    assert loaded[0] == loaded[1] == loaded[2] == loaded[3]
+    assert loaded[0][3] == {**rows[3], "question": rows[3]["problem"], "answer": "3"}
+    assert data.load(str(tmp_path / "a.jsonl"), size=2) == loaded[0][:2]
+    assert data.load(str(tmp_path / "a.jsonl"), question_key="level", answer_key="problem")[1]["answer"].startswith("what is 1")
+
+
+@pytest.mark.parametrize("row, says", [({"question": 3, "answer": "x"}, "must be text"), ({"question": "a", "answer": None}, "no 'answer'"),
+                                       ({"question": "", "answer": "x"}, "no 'question'"), (["a", "b"], "must be an object")])
+def test_a_bad_row_is_named_with_its_line(tmp_path, row, says):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"question": "a", "answer": 0}) + "\n\n" + json.dumps(row))
+    with pytest.raises(ValueError, match=says) as e:
+        data.load(str(tmp_path / "a.jsonl"))
+    assert "a.jsonl:3:" in str(e.value)  # blank lines count as lines
+
+
+def test_templates(tokenizer):
+    example = {"question": "Let {x} be {question}?"}
+    decode = lambda template: tokenizer.decode(data.encode(example, tokenizer, template))  # noqa: E731
+    assert decode("none") == example["question"]
+    assert decode("chat") == f"<|user|>{example['question']}<|assistant|>"
+    assert decode("r1").endswith("User: Let {x} be {question}?. Assistant:")
+    assert decode("qwen_math").endswith("<|im_start|>user\nLet {x} be {question}?<|im_end|>\n<|im_start|>assistant\n")
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        data.encode(example, tokenizer, "chat")
+
+
+def test_an_epoch_shows_every_example_once_and_ranks_share_a_batch():
+    examples = list(range(10))
+    epoch = [e for step in range(5) for e in data.batch_at(examples, step, 2)]
+    assert sorted(epoch) == examples and epoch != [e for step in range(5, 10) for e in data.batch_at(examples, step, 2)]
+    for step in range(7):
+        whole = data.batch_at(examples, step, 4, seed=3)
+        assert whole == data.batch_at(examples, step, 4, 3, 0, 2) + data.batch_at(examples, step, 4, 3, 1, 2)
+    assert len(data.batch_at([1, 2], 0, 8)) == 8  # a small data set comes round more than once a batch
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no folder with GSM8K, MATH-500, AIME and AMC beside the repository")
+@pytest.mark.parametrize("name, count", [("gsm8k/train", 7473), ("gsm8k/test", 1319), ("math500/test", 500), ("aime24/test", 30), ("amc23/test", 83)])
+def test_real_files_load_whole(name, count):
+    examples = data.load(str(SHARED / f"{name}.jsonl"))
+    assert len(examples) == count and all(e["question"] and e["answer"] for e in examples)
+
+
+def test_docstring_examples():
+    import doctest
+    assert doctest.testmod(data).failed == 0 and doctest.testmod(data).attempted >= 2

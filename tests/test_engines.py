@@ -1,0 +1,184 @@
+"""The loop's rim with the real vLLM and the real DeepSpeed: rollouts, log-prob parity, sync and its proof, files of a run."""
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, fixed_rollouts, make_config
+
+import data
+import nano_rlvr as nr
+import rewards
+
+PROMPTS = 8
+
+
+def prompts_of(tokenizer, n=PROMPTS):
+    return [data.encode(e, tokenizer, "chat") for e in data.load("arithmetic", "train", size=n)]
+
+
+def sample(llm, tokenizer, step=0, n=4, max_tokens=64):
+    prompts = prompts_of(tokenizer)
+    return nr.rollout(llm, prompts, n, 1.0, max_tokens, [nr.request_seed(0, step, i) for i in range(len(prompts))])
+
+
+def gap(engine, rollouts):
+    """Largest |log-prob of vLLM - log-prob of the trainer| over all sampled tokens."""
+    batch = nr.collate(rollouts)
+    with torch.no_grad():
+        return (engine(batch)[0] - batch.vllm).abs().max().item()
+
+
+def moved_policy(lr=1e-2):
+    """An engine one AdamW step away from the bundled weights (each weight moves by about lr)."""
+    engine = nr.make_policy(make_config(lr=lr))
+    from transformers import AutoTokenizer
+    rollouts = fixed_rollouts(AutoTokenizer.from_pretrained(make_config().model))
+    nr.update(engine, [rollouts], make_config(mismatch_bound=1e9, kl_coef=0.0))
+    return engine
+
+
+def test_rollouts_of_a_prompt_lie_side_by_side_and_end_with_eos(llm, tokenizer):
+    prompts, rollouts = prompts_of(tokenizer), sample(llm, tokenizer)
+    assert [r.prompt for r in rollouts] == [p for p in prompts for _ in range(4)]
+    for r in rollouts:
+        assert len(r.vllm_logps) == len(r.completion) and max(r.vllm_logps) <= 0
+        assert r.truncated == (r.completion[-1] != tokenizer.eos_token_id)
+        assert r.text == tokenizer.decode(r.completion, skip_special_tokens=True)
+    cut = sample(llm, tokenizer, max_tokens=5)
+    assert all(r.truncated == (len(r.completion) == 5 and r.completion[-1] != tokenizer.eos_token_id) for r in cut) and any(r.truncated for r in cut)
+
+
+def test_sampling_is_a_function_of_seed_step_and_place(llm, tokenizer):
+    tokens = [r.completion for r in sample(llm, tokenizer, step=3)]
+    assert tokens == [r.completion for r in sample(llm, tokenizer, step=3)]
+    assert tokens != [r.completion for r in sample(llm, tokenizer, step=4)]
+    prompt = prompts_of(tokenizer, 1) * 2  # the same prompt twice in a batch: other noise
+    a, b = (r.completion for r in nr.rollout(llm, prompt, 1, 5.0, 20, [nr.request_seed(0, 0, i) for i in range(2)]))
+    assert a != b
+
+
+def test_vllm_and_trainer_agree_before_and_after_a_sync_and_only_then(fresh_llm, tokenizer):
+    llm = fresh_llm
+    assert gap(nr.make_policy(make_config()), sample(llm, tokenizer)) < 1e-4
+    engine = moved_policy()
+    assert gap(engine, sample(llm, tokenizer)) > 0.1  # other weights
+    nr.sync_weights(engine, llm)
+    assert gap(engine, sample(llm, tokenizer, step=1)) < 1e-4
+
+
+def test_log_probs_agree_at_another_temperature(llm, tokenizer):
+    prompts = prompts_of(tokenizer)
+    hot = nr.rollout(llm, prompts, 4, 1.7, 32, [nr.request_seed(0, 0, i) for i in range(len(prompts))])
+    assert gap(nr.TokenLogps(nr.load_model(make_config()), 1.7), hot) < 1e-4
+    assert gap(nr.TokenLogps(nr.load_model(make_config()), 1.0), hot) > 0.1
+
+
+@pytest.mark.parametrize("left_out", ["model.layers.2.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"])
+def test_a_sync_that_leaves_one_tensor_out_stops_the_run(fresh_llm, tokenizer, monkeypatch, left_out):
+    engine, whole = moved_policy(), nr.named_weights
+    old = dict(nr.load_model(make_config()).state_dict())
+    # what a sync that skips a tensor leaves in vLLM: the new weights and one old one
+    monkeypatch.setattr(nr, "named_weights", lambda e: ((n, old[n] if n == left_out else w) for n, w in whole(e)))
+    nr.sync_weights(engine, fresh_llm)
+    before = engine.module.model.model.norm.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="vLLM and the trainer disagree"):
+        nr.update(engine, [sample(fresh_llm, tokenizer)], make_config(kl_coef=0.0))
+    assert torch.equal(engine.module.model.model.norm.weight, before)  # the step was not taken
+
+
+def test_a_sync_with_a_damaged_iterator_stops_the_run(fresh_llm, tokenizer, monkeypatch):
+    engine, whole = moved_policy(), nr.named_weights
+    monkeypatch.setattr(nr, "named_weights", lambda e: ((n, w) for n, w in whole(e) if "layers.1" not in n))
+    with pytest.raises((RuntimeError, ValueError, AssertionError)):  # vLLM itself may object
+        nr.sync_weights(engine, fresh_llm)
+        nr.update(engine, [sample(fresh_llm, tokenizer)], make_config(kl_coef=0.0))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_zero_stage_takes_the_step_of_plain_adamw(group, tokenizer, stage):
+    cfg = make_config(zero_stage=stage, lr=1e-3, kl_coef=0.0, mismatch_bound=1e9, weight_decay=0.1)
+    rollouts = fixed_rollouts(tokenizer)
+    engine = nr.make_policy(cfg)
+    for _ in range(2):
+        metrics = nr.update(engine, nr.pack(rollouts, 150), cfg)
+    ours = {n: w.clone() for n, w in nr.named_weights(engine)}
+
+    plain = nr.TokenLogps(nr.load_model(cfg))
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
+    for _ in range(2):
+        batch = nr.collate(rollouts)
+        nr.policy_loss(plain(batch)[0], None, None, batch, cfg)[0].backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), cfg.max_grad_norm)
+        adam.step()
+        adam.zero_grad()
+    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    for name, w in plain.model.state_dict().items():
+        assert torch.allclose(ours[name], w, atol=2e-5), name
+
+
+def test_minibatches_and_epochs_use_the_log_probs_of_the_policy_that_sampled(group, tokenizer):
+    cfg = make_config(kl_coef=0.0, mismatch_bound=1e9, lr=1e-3)
+    engine, rollouts = nr.make_policy(cfg), fixed_rollouts(tokenizer)
+    nr.annotate(engine, [rollouts], "old")
+    first, second = nr.update(engine, [rollouts], cfg), nr.update(engine, [rollouts], cfg)
+    assert first["ratio"] == pytest.approx(1, abs=1e-5) and abs(second["ratio"] - 1) > 1e-3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, llm, tokenizer):
+    """Two steps of the real loop through train(), and what they left."""
+    cfg = make_config(out=str(tmp_path_factory.mktemp("runs")), name="two", eval_n=4, prompts=8, samples=4, eval_size=16, eval_every=2)
+    log, verifier = nr.Log(cfg, tokenizer), rewards.Verifier(cfg.rewards, messages=True)
+    _, train_set, eval_set = nr.prepare(cfg)
+    nr.train(cfg, llm, nr.make_policy(cfg), nr.make_reference(cfg), train_set, eval_set, verifier, log)
+    verifier.close()
+    yield log.folder
+    nr.sync_weights(nr.make_policy(cfg), llm)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_kl_is_zero_at_step_0_and_not_after_it(run):
+    steps = [m for m in lines(run / "metrics.jsonl") if "kl" in m]
+    assert steps[0]["kl"] == 0 and steps[1]["kl"] > 0
+
+
+def test_metrics_hold_every_diagnostic(run):
+    first, second, last = lines(run / "metrics.jsonl")
+    for name in ("reward/mean", "reward/gsm8k", "group/flat", "completion/length", "completion/truncated", "loss", "kl", "ratio", "clipped", "entropy",
+                 "grad_norm", "lr", "mismatch/mean_abs", "mismatch/max", "mismatch/k3", "seconds/rollout", "seconds/reward", "seconds/update",
+                 "seconds/sync", "tokens_per_second"):
+        assert name in first and name in second, name
+    assert second["mismatch/max"] < 1e-4
+    assert {"eval/accuracy", "eval/low", "eval/high", "eval/length", "eval/truncated", "eval/mean@4", "eval/pass@2", "eval/pass@4", "eval/maj@4"} <= set(last)
+    assert first["eval/accuracy"] >= 0 and "eval/accuracy" not in second and last["step"] == 2
+    assert last["eval/low"] <= last["eval/accuracy"] <= last["eval/high"] and last["eval/mean@4"] <= last["eval/pass@2"] <= last["eval/pass@4"]
+
+
+def test_rollouts_file_tells_each_sample(run):
+    rows = lines(run / "rollouts.jsonl")
+    assert len(rows) == 2 * 32
+    for group in (rows[i:i + 4] for i in range(0, len(rows), 4)):
+        assert len({r["prompt"] for r in group}) == 1
+        assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-4)
+    assert all(r["prompt"].startswith("<|user|>") and r["reward"] == r["parts"]["gsm8k"] and r["finish"] in ("stop", "length") for r in rows)
+
+
+def test_config_file_names_values_commit_and_versions(run):
+    about = json.loads((run / "config.json").read_text())
+    assert about["config"]["lr"] == nr.MODELS["models/tiny"]["lr"] and {"torch", "deepspeed", "transformers", "python"} <= set(about["versions"])
+    assert "commit" in about and (run / "curve.png").stat().st_size > 5000
+
+
+def test_final_folder_is_a_model_that_transformers_and_vllm_load(run):
+    """transformers here; vLLM in the evaluation-only run of the next line, whose accuracy is the one the run ended with."""
+    from transformers import AutoModelForCausalLM
+    assert AutoModelForCausalLM.from_pretrained(run / "final").config.vocab_size == 263
+    subprocess.run([sys.executable, ROOT / "nano_rlvr.py", "--model", run / "final", "--task", "arithmetic", "--template", "chat", "--steps", "0",
+                    "--eval_size", "16", "--max_prompt", "64", "--max_tokens", "96", "--out", run, "--name", "again"], check=True, cwd=run)
+    again, ended = lines(run / "again/metrics.jsonl")[-1], lines(run / "metrics.jsonl")[-1]
+    assert again["eval/accuracy"] == ended["eval/accuracy"] and again["eval/length"] == ended["eval/length"]

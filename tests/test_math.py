@@ -1,0 +1,273 @@
+"""The pure functions of the loop against hand-derived cases and naive references."""
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import fixed_rollouts, make_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nano_rlvr as nr
+
+NAN = math.nan
+
+
+# ---- advantages
+
+
+def test_advantage_is_the_z_score_with_population_deviation_and_1e4():
+    a = nr.group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float64))
+    sigma = math.sqrt(3 / 16)  # mean 1/4, deviations 3/4 and three times 1/4
+    assert a[0].tolist() == pytest.approx([0.75 / (sigma + 1e-4)] + [-0.25 / (sigma + 1e-4)] * 3, rel=1e-12)
+
+
+def test_trl_deviation_differs_by_the_factor_sqrt_of_n_minus_1_over_n():
+    r = torch.rand(5, 8, dtype=torch.float64)
+    ours = nr.group_advantages(r, eps=0.0)
+    trl = (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True)  # n - 1
+    assert torch.allclose(trl, ours * math.sqrt(7 / 8), rtol=1e-12)
+
+
+def test_a_flat_group_has_no_advantage():
+    assert nr.group_advantages(torch.tensor([[1.0] * 4, [0.0] * 4])).eq(0).all()
+
+
+def test_no_verdict_gets_nothing_and_moves_nobody():
+    with_gap = nr.group_advantages(torch.tensor([[1.0, NAN, 0.0, 0.0]]))
+    without = nr.group_advantages(torch.tensor([[1.0, 0.0, 0.0]]))
+    assert with_gap[0, 1] == 0
+    assert torch.equal(with_gap[0, [0, 2, 3]], without[0])
+    for baseline in ("group", "leave_one_out", "none"):
+        for scale in ("group", "batch", "none"):
+            assert nr.group_advantages(torch.tensor([[NAN, NAN], [NAN, 1.0]]), baseline, scale).isfinite().all()
+
+
+def test_leave_one_out_is_the_group_mean_times_n_over_n_minus_1():
+    r = torch.rand(3, 5, dtype=torch.float64)
+    loo = nr.group_advantages(r, "leave_one_out", "none")
+    assert torch.allclose(loo, (r - r.mean(1, keepdim=True)) * 5 / 4)
+    assert loo[0, 0].item() == pytest.approx((r[0, 0] - r[0, 1:].mean()).item())
+
+
+def test_batch_scale_divides_every_group_by_the_deviation_of_all_rewards():
+    r = torch.tensor([[1.0, 0.0], [4.0, 4.0]], dtype=torch.float64)
+    a = nr.group_advantages(r, scale="batch")
+    assert torch.allclose(a, (r - r.mean(1, keepdim=True)) / (r.std(correction=0) + 1e-4))
+
+
+# ---- token weights
+
+
+def test_weights_average_as_each_aggregation_says():
+    lengths, losses = [2, 5, 3], [torch.rand(n, dtype=torch.float64) for n in (2, 5, 3)]
+    wanted = {"sequence": sum(x.mean() for x in losses) / 3, "token": torch.cat(losses).mean(), "constant": torch.cat(losses).sum() / (3 * 8)}
+    for aggregate, mean in wanted.items():
+        weights = nr.token_weights(lengths, aggregate, 8)
+        assert sum(w * x.sum() for w, x in zip(weights, losses)).item() == pytest.approx(mean.item(), rel=1e-12)
+
+
+def test_weights_of_two_ranks_are_those_of_one_batch():
+    lengths = [2, 5, 3, 7]
+    for aggregate in ("sequence", "token", "constant"):
+        whole = nr.token_weights(lengths, aggregate, 8)
+        halves = [nr.token_weights(part, aggregate, 8, sequences=4, tokens=17) for part in (lengths[:2], lengths[2:])]
+        assert whole == halves[0] + halves[1]
+
+
+# ---- pack and collate
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
+def test_packs_hold_every_rollout_once_within_the_budget(lengths, budget):
+    rollouts = [nr.Rollout([0], [1] * n, "", False, [0.0] * n) for n in lengths]
+    packs = nr.pack(rollouts, budget)
+    assert sorted(id(r) for p in packs for r in p) == sorted(map(id, rollouts))
+    assert all(len(p) == 1 or sum(map(len, p)) <= budget for p in packs)
+    free = [budget - sum(map(len, p)) for p in packs]
+    assert all(len(p[-1]) > f for i, p in enumerate(packs) for f in free[:i])  # first fit: nobody fits into an earlier pack
+
+
+def test_collate_points_at_the_token_before_each_completion_token():
+    a = nr.Rollout([10, 11], [12, 13, 14], "", False, [-1.0, -2.0, -3.0], advantage=0.5, weight=2.0)
+    b = nr.Rollout([20], [21], "", False, [-4.0], advantage=-1.0, weight=3.0)
+    batch = nr.collate([a, b])
+    assert batch.ids.tolist() == [[10, 11, 12, 13, 14, 20, 21]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1]]
+    assert batch.ends.tolist() == [0, 5, 7]
+    assert batch.rows.tolist() == [1, 2, 3, 5]
+    assert batch.targets.tolist() == [12, 13, 14, 21]
+    assert batch.sequence.tolist() == [0, 0, 0, 1]
+    assert batch.advantage.tolist() == [0.5, 0.5, 0.5, -1.0]
+    assert batch.weight.tolist() == [2.0, 2.0, 2.0, 3.0]
+    assert batch.vllm.tolist() == [-1.0, -2.0, -3.0, -4.0]
+    assert batch.old is None and batch.ref is None
+
+
+# ---- log-probs
+
+
+def naive_logps(model, rollout, temperature):
+    """One sequence, the library's own forward with full logits."""
+    ids = torch.tensor([rollout.prompt + rollout.completion])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(rollout.prompt) - 1:-1].float() / temperature  # (R, V)
+    logp = logits.log_softmax(-1)
+    return logp.gather(1, ids[0, len(rollout.prompt):, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_chunked_logps_and_gradients_equal_one_sequence_at_a_time(model, tokenizer, implementation, temperature):
+    from transformers import AutoModelForCausalLM
+    rollouts = fixed_rollouts(tokenizer)
+    naive = AutoModelForCausalLM.from_pretrained(make_config().model, dtype=torch.float32, attn_implementation=implementation)
+    wanted, entropy = zip(*(naive_logps(naive, r, temperature) for r in rollouts))
+    sum((w * r.advantage).sum() for w, r in zip(wanted, rollouts)).backward()
+
+    policy = nr.TokenLogps(model, temperature, chunk=7)
+    order = [r for p in nr.pack(rollouts, 100) for r in p]
+    for members in nr.pack(rollouts, 100):
+        batch = nr.collate(members)
+        logp, h = policy(batch)
+        assert torch.allclose(logp, torch.cat([wanted[rollouts.index(r)] for r in members]), atol=1e-5)
+        assert torch.allclose(h, torch.cat([entropy[rollouts.index(r)] for r in members]), atol=1e-5)
+        (logp * batch.advantage).sum().backward()
+    assert len(order) == len(rollouts) and len(nr.pack(rollouts, 100)) > 3
+    for (name, p), q in zip(model.named_parameters(), naive.parameters()):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5 * q.grad.abs().max()), name
+
+
+def test_no_tensor_of_T_times_V_is_made(model, tokenizer):
+    rollouts, largest = fixed_rollouts(tokenizer, groups=8), 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if torch.is_tensor(out) and out.ndim == 2 and out.shape[-1] == model.config.vocab_size:
+                largest = max(largest, out.shape[0])
+            return out
+
+    batch = nr.collate(rollouts)
+    with Watch():
+        nr.TokenLogps(model, chunk=16)(batch)[0].sum().backward()
+    assert len(batch.targets) > 400
+    assert 16 <= largest <= 128  # 16 rows of logits; 128 is the head's own weight, transposed
+
+
+def test_any_split_into_packs_gives_the_same_gradient(model, tokenizer):
+    cfg, grads = make_config(kl_coef=0.05), []
+    rollouts = fixed_rollouts(tokenizer)
+    policy = nr.TokenLogps(model)
+    nr.annotate(policy, [rollouts], "old")
+    nr.annotate(policy, [rollouts], "ref")
+    for r in rollouts:  # off-policy, away from the reference
+        r.old, r.ref = r.old + 0.3 * torch.randn_like(r.old), r.ref + 0.3 * torch.randn_like(r.ref)
+    for budget in (1, 64, 200, 10**6):
+        model.zero_grad()
+        for members in nr.pack(rollouts, budget):
+            batch = nr.collate(members)
+            nr.policy_loss(policy(batch)[0], batch.old, batch.ref, batch, cfg)[0].backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    for g in grads[1:]:
+        assert (g - grads[0]).norm() < 1e-5 * grads[0].norm()
+
+
+# ---- loss
+
+
+def loss_of(ratio, advantage, **changes):
+    """Loss and gradient with respect to the log-prob of a single token."""
+    cfg = dataclasses.replace(nr.Config(), **changes)
+    logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    batch = SimpleNamespace(advantage=torch.tensor([advantage], dtype=torch.float64), weight=torch.ones(1), sizes=torch.ones(1),
+                            sequence=torch.zeros(1, dtype=torch.long))
+    loss, sums = nr.policy_loss(logp, torch.zeros(1, dtype=torch.float64), None, batch, cfg)
+    loss.backward()
+    return loss.item(), logp.grad.item(), int(sums["clipped"])
+
+
+@pytest.mark.parametrize("ratio, advantage, loss, gradient, clipped", [
+    (1.1, +1.0, -1.1, -1.1, 0),  # inside the band: plain policy gradient
+    (0.9, -1.0, +0.9, +0.9, 0),
+    (1.5, +1.0, -1.28, 0.0, 1),  # good and already 28 % likelier: stop
+    (0.5, -1.0, +0.8, 0.0, 1),  # bad and already 20 % less likely: stop
+    (0.5, +1.0, -0.5, -0.5, 0),  # good but less likely: pulled back
+    (1.5, -1.0, +1.5, +1.5, 0),  # bad but likelier: pulled back, however far it went
+])
+def test_the_four_quadrants_of_the_clip(ratio, advantage, loss, gradient, clipped):
+    got = loss_of(ratio, advantage, clip_low=0.2, clip_high=0.28)
+    assert got[:2] == pytest.approx((loss, gradient)) and got[2] == clipped
+
+
+def test_mean_of_k3_under_the_policy_is_the_exact_kl():
+    torch.manual_seed(0)
+    p, q = torch.randn(50, dtype=torch.float64).log_softmax(0), torch.randn(50, dtype=torch.float64).log_softmax(0)
+    exact = (p.exp() * (p - q)).sum()
+    assert (p.exp() * nr.k3(p, q)).sum().item() == pytest.approx(exact.item())  # expectation over samples of p
+    assert (q.exp() * nr.k3(p, q)).sum().item() != pytest.approx(exact.item(), rel=0.05)  # ... and of nothing else
+    assert (nr.k3(p, q) >= 0).all()
+
+
+def test_kl_pulls_the_policy_towards_the_reference():
+    cfg = dataclasses.replace(nr.Config(), kl_coef=0.5)
+    batch = SimpleNamespace(advantage=torch.zeros(2), weight=torch.ones(2), sizes=torch.ones(2), sequence=torch.arange(2))
+    logp = torch.tensor([-1.0, -3.0], requires_grad=True)
+    loss, sums = nr.policy_loss(logp, None, torch.tensor([-2.0, -2.0]), batch, cfg)
+    loss.backward()
+    assert logp.grad[0] > 0 > logp.grad[1]  # descent lowers the token that is too likely and raises the other
+    wanted = sum(math.exp(d) - d - 1 for d in (-1.0, 1.0))
+    assert loss.item() == pytest.approx(0.5 * wanted) and sums["kl"].item() == pytest.approx(wanted)
+
+
+def test_on_policy_the_loss_is_minus_the_advantage_but_has_its_gradient():
+    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    batch = SimpleNamespace(advantage=torch.tensor([2.0, -1.0]), weight=torch.tensor([0.5, 0.25]), sizes=torch.ones(2), sequence=torch.arange(2))
+    loss, _ = nr.policy_loss(logp, None, None, batch, nr.Config())
+    loss.backward()
+    assert loss.item() == pytest.approx(-(0.5 * 2 - 0.25)) and logp.grad.tolist() == [-1.0, 0.25]
+
+
+def test_sequence_ratio_is_the_geometric_mean_of_the_token_ratios():
+    logp = torch.tensor([0.1, 0.3, -0.2], requires_grad=True)
+    batch = SimpleNamespace(advantage=torch.ones(3), weight=torch.ones(3), sizes=torch.tensor([2, 1]), sequence=torch.tensor([0, 0, 1]))
+    _, sums = nr.policy_loss(logp, torch.zeros(3), None, batch, dataclasses.replace(nr.Config(), ratio="sequence"))
+    assert sums["ratio"].item() == pytest.approx(2 * math.exp(0.2) + math.exp(-0.2))
+
+
+# ---- evaluation and schedule
+
+
+def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_one():
+    from itertools import combinations
+    right = [1, 0, 0, 1, 0, 0]
+    for k in range(1, 7):
+        subsets = list(combinations(right, k))
+        assert nr.pass_at_k(6, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_wilson_interval_of_known_cases():
+    assert nr.wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)  # Wilson's closed form: z^2 / (n + z^2)
+    low, high = nr.wilson(50, 100)
+    assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+
+
+def test_learning_rate_warms_up_and_ends_at_lr_end():
+    cfg = dataclasses.replace(nr.Config(), lr=1.0, warmup=4, steps=10, lr_end=0.0)
+    assert [nr.lr_at(s, cfg) for s in (0, 3)] == pytest.approx([0.25, 0.7]) and nr.lr_at(10, cfg) == 0
+    assert nr.lr_at(7, dataclasses.replace(cfg, lr_end=1.0)) == 1.0
+
+
+def test_request_seeds_do_not_meet():
+    n = 8  # vLLM gives sample j of a request seed + j
+    seeds = {nr.request_seed(0, step, i) + j for step in range(20) for i in range(64) for j in range(n)}
+    assert len(seeds) == 20 * 64 * n
+    assert nr.request_seed(0, 1, 2) == nr.request_seed(0, 1, 2) != nr.request_seed(1, 1, 2)
+
+
+def test_docstring_examples():
+    import doctest
+    assert doctest.testmod(nr).failed == 0 and doctest.testmod(nr).attempted >= 3

@@ -1,0 +1,37 @@
+"""The same numbers on one process and on two, with the real DeepSpeed, and the whole script under torchrun."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+ENV |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+@pytest.mark.parametrize("aggregate, stage", [("sequence", 2), ("token", 3), ("constant", 1)])
+def test_two_ranks_take_the_step_of_one(tmp_path, aggregate, stage):
+    results = []
+    for launcher, name in (([sys.executable], "one"), (TORCHRUN, "two")):
+        subprocess.run(launcher + [ROOT / "tests/rank_worker.py", tmp_path / name, aggregate, str(stage)], check=True, env=ENV)
+        results.append(torch.load(tmp_path / name))
+    (one, a), (two, b) = results
+    for name in a:
+        assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
+    for name, w in one.items():
+        assert torch.allclose(w, two[name], atol=2e-6), name
+
+
+def test_the_script_runs_under_torchrun_and_sees_the_same_first_step(tmp_path):
+    args = [ROOT / "nano_rlvr.py", "--steps", "1", "--prompts", "4", "--samples", "4", "--eval_size", "9", "--max_prompt", "64", "--out", tmp_path]
+    subprocess.run([sys.executable] + args + ["--name", "one"], check=True, env=ENV)
+    subprocess.run(TORCHRUN + args + ["--name", "two"], check=True, env=ENV)
+    one, two = ([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("one", "two"))
+    assert len(one) == len(two) == 2
+    for name in ("reward/mean", "completion/length", "loss", "grad_norm", "entropy", "eval/accuracy", "eval/length", "eval/n"):
+        assert one[0][name] == pytest.approx(two[0][name], rel=1e-3, abs=1e-6), name
+    assert one[1]["eval/accuracy"] == two[1]["eval/accuracy"]
