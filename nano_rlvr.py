@@ -100,7 +100,7 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of compute: bfloat16 on CUDA with fp32 master weights, else float32
     pack_tokens: int = 16384  # most tokens in one forward pass (a longer sequence goes alone)
     checkpointing: bool = True  # recompute activations in the backward pass: less memory, a third more compute
-    zero_stage: Literal[0, 1, 2, 3] = 2  # DeepSpeed ZeRO: what is sharded over the ranks
+    zero_stage: Literal[1, 2, 3] = 2  # DeepSpeed ZeRO shards over the ranks: 1 optimizer, 2 + gradients, 3 + weights
     offload: Literal["auto", "none", "optimizer"] = "auto"  # keep optimizer and fp32 weights in host memory (auto: on cards under 40 GB)
     vllm_memory: float = 0.5  # share of the GPU that vLLM may take while it generates; it sleeps during the update
     mismatch_bound: float = 0.0  # stop when trainer and vLLM log-probs differ by more on average (0 = 1e-3 in fp32, 0.05 in bf16)
@@ -194,11 +194,11 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
 # ---------------------------------------------------------------------------------------------------------- 2. reward
 
 
-def score(rollouts, examples, verifier):
+def score(rollouts, examples, verifier, step=0):
     """Fills reward and parts of N rollouts of G examples; returns the verifier's counts (time-outs, crashes)."""
     n = len(rollouts) // len(examples)
-    columns = {key: [e.get(key) for e in examples for _ in range(n)] for key in examples[0]}  # N values each
-    columns |= {"prompts": columns["question"], "completion_ids": [r.completion for r in rollouts]}  # TRL's names
+    columns = {key: [e.get(key) for e in examples for _ in range(n)] for key in examples[0] if key != "prompt_ids"}  # N values each
+    columns |= {"prompts": columns["question"], "completion_ids": [r.completion for r in rollouts], "step": [step] * len(rollouts)}  # TRL's names
     values, parts, counts = verifier([r.text for r in rollouts], **columns)
     for i, r in enumerate(rollouts):
         r.reward, r.parts = values[i], {name: part[i] for name, part in parts.items()}
@@ -575,7 +575,7 @@ def evaluate(llm, examples, verifier, cfg):
         metrics |= {f"eval/pass@{k}": sum(pass_at_k(n, c, k) for c in counts) / len(counts) for k in (2**i for i in range(1, n.bit_length())) if k <= n}
         votes = []  # the most frequent answer of a group; the first seen wins a tie
         for g in groups:
-            answers = [rewards.answer_of(r.text) for r in g]
+            answers = [rewards.final_answer(r.text) for r in g]
             given = [a for a in answers if a is not None]
             votes.append(bool(given) and right(g[answers.index(max(given, key=given.count))]))
         votes = all_gather(votes)
@@ -632,7 +632,7 @@ def experience(cfg, llm, train_set, verifier, step, metrics):
         with timed(metrics, "rollout"):
             rollouts = rollout(llm, [e["prompt_ids"] for e in examples], cfg.samples, cfg.temperature, cfg.max_tokens, seeds, **sampling)
         with timed(metrics, "reward"):
-            for name, count in score(rollouts, examples, verifier).items():
+            for name, count in score(rollouts, examples, verifier, step).items():
                 metrics[name] = metrics.get(name, 0) + count
         new = [rollouts[i:i + cfg.samples] for i in range(0, len(rollouts), cfg.samples)]
         drawn += new
@@ -717,7 +717,7 @@ def main(argv=None):
         launch()
         cfg = dataclasses.replace(cfg, name=all_gather([cfg.name])[0])  # a clock may tick between the ranks
         tokenizer, train_set, eval_set = prepare(cfg)
-        verifier = rewards.Verifier(cfg.rewards, messages=cfg.template == "chat", seed=cfg.seed, max_tokens=cfg.max_tokens,
+        verifier = rewards.Verifier(cfg.rewards, messages=cfg.template == "chat", random_seed=cfg.seed, max_tokens=cfg.max_tokens,
                                     overlong_buffer=int(cfg.overlong_buffer * cfg.max_tokens))
     except (ValueError, OSError) as e:
         sys.exit(f"nano_rlvr: {e}" if rank() == 0 else 1)

@@ -65,12 +65,13 @@ def text_of(completion):
 
 
 def after_thinking(text):
-    """What follows the last </think>; nothing if the thinking was opened and never closed (cut at the length limit)."""
-    return "" if "<think>" in text and "</think>" not in text else text.rpartition("</think>")[2]
+    """What follows the last </think>; nothing if a <think> was not closed (the completion was cut at the length limit)."""
+    closed = text.rfind("</think>")
+    return "" if text.rfind("<think>") > closed else text[closed + len("</think>"):] if closed >= 0 else text
 
 
 def final_answer(text):
-    r"""The span of the answer that counts (the rule is at the top of the file), or None.
+    r"""The answer that counts (the rule is at the top of the file), "" if it cannot be read, None if nothing is marked.
 
     >>> final_answer(r"\boxed{1}? No, \boxed{\frac{1}{2}}. I am sure."), final_answer("The answer is 7 km.\nBye")
     ('\\frac{1}{2}', '7 km.')
@@ -88,8 +89,8 @@ def final_answer(text):
     elif mark.endswith("{"):
         span = _to_closing_brace(rest[:LONGEST + 1])
     else:
-        span = rest[:LONGEST + 1].partition("\n")[0]
-    return span.strip() if span is not None and len(span) <= LONGEST else None
+        span = re.match(r"[^\n]*?(?=</answer>|\n|\Z)", rest[:LONGEST + 1])[0]
+    return span.strip() if len(span) <= LONGEST else ""
 
 
 def _to_closing_brace(text):
@@ -98,7 +99,7 @@ def _to_closing_brace(text):
         depth += (m[0] == "{") - (m[0] == "}")
         if depth == 0:
             return text[:m.start()]
-    return None  # cut off in the middle: \boxed{7 may have been going to be 72
+    return ""  # cut off in the middle: \boxed{7 may have been going to be 72
 
 
 # ------------------------------------------------------------------------------------------------ numbers
@@ -115,6 +116,7 @@ DRESS = [  # (what, becomes): typography and LaTeX around a number; ¤ parts wha
     (r"([-+]?)\s?\\?[$€£¥₹]\s?", r"¤\1"),
     (r"\\?%|\\[()\[\]]", "¤"),
     (r"(?<=[A-Za-z])[-/](?=[A-Za-z])", " "),  # km/h
+    (r"(?<![A-Za-z])([kcmd]?m|ft|in|units?|inches|feet|met(?:er|re)s?)\s{0,2}\^\{?[23]\}?", r"\1 "),
 ]
 DRESS = [(re.compile(what), becomes) for what, becomes in DRESS]
 DIGITS = str.maketrans("０１２３４５６７８９−–－＋，．％＄", "0123456789---+,.%$")
@@ -210,7 +212,8 @@ def same_math(gold, answer):
 
 
 def _tidy(latex):
-    latex = re.sub(r"\\(?:left|right|!|,|;| )|\s+$|^\s+|\.$|(?<!\\)\$|[\u200b-\u200f\u202a-\u202e\u2066-\u2069]", "", latex)
+    invisible = r"(?<!\\)\\(?:left|right|[!,; ])(?![a-z])|\.\s*$|(?<!\\)\$|[\u200b-\u200f\u202a-\u202e\u2066-\u2069]"
+    latex = re.sub(invisible, "", latex)
     return re.sub(r"\s+", " ", re.sub(r"\\[dt]frac", r"\\frac", latex.replace("−", "-").replace("{,}", ","))).strip()
 
 
@@ -221,6 +224,7 @@ def _math_verify():
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that we switched its own timeouts off
     latex = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
 
+    @functools.lru_cache(1 << 12)  # a group's completions share their gold answer
     def read(text):  # timeouts: its signal.alarm cannot interrupt sympy's C code; Verifier kills the process instead
         return parse(rf"\boxed{{{text}}}", latex, "no_fallback", "first_match", parsing_timeout=None)
 

@@ -36,7 +36,8 @@ from multiprocessing.connection import Connection, wait
 # ------------------------------------------------------------------------------------------------ killable workers
 
 ASIDE = 32  # workers that may be set aside at one time (see Pool._late)
-MEMORY = 4 << 30  # bytes one worker may allocate: beyond it a verifier gets MemoryError, not the host its OOM killer
+MEMORY = 1 << 29  # bytes a worker may allocate beyond what it began with: then it gets MemoryError (10^{10^{10}} wants
+#                   4 GB), because 20 of them would fill the machine, and memory takes seconds to give back
 CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # read before vLLM pins our threads
 
 
@@ -44,6 +45,7 @@ CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # 
 class Job:
     tasks: list
     left: int
+    late: list = field(default_factory=list)  # when its calls that are set aside, or ran into the limit, began
     future: Future = field(default_factory=Future)
 
 
@@ -155,6 +157,8 @@ class Pool:
             while True:
                 item = worker.conn.recv()
                 now, task = time.monotonic(), worker.tasks[0]
+                if worker.aside and worker.since in task.job.late:
+                    task.job.late.remove(worker.since)  # it did not hang
                 self.usual += (now - worker.since - self.usual) / 20
                 worker.since = now
                 task.results.append(item)
@@ -173,9 +177,7 @@ class Pool:
             task.job.future.set_result([t.results for t in task.job.tasks])
 
     def _limit(self, worker):
-        job = worker.tasks[0].job
-        first = min(w.since for w in self.workers if w is worker or w.aside and w.tasks[0].job is job)
-        return max(worker.since + self.timeout / 2, first + self.timeout)
+        return max(worker.since + self.timeout / 2, min([worker.since, *worker.tasks[0].job.late]) + self.timeout)
 
     def _late(self, worker):
         # relative to what is usual: where every call is slow (programs, a loaded machine), setting them all aside
@@ -186,17 +188,17 @@ class Pool:
 
     def _set_aside(self, worker):
         worker.aside, task = True, worker.tasks.popleft()
+        task.job.late.append(worker.since)
         self.pending.extendleft(reversed(worker.tasks))
         worker.tasks = deque([task])
         with contextlib.suppress(OSError):  # it may have ended meanwhile
-            os.setpriority(os.PRIO_PROCESS, worker.pid, 5)  # those that may hang must not slow those that do not
+            os.setpriority(os.PRIO_PROCESS, worker.pid, 10)  # those that may hang must not slow those that do not
 
     def _lose(self, worker, verdict):
         self.workers.remove(worker)
         worker.conn.close()
         with contextlib.suppress(OSError):  # the mother is gone: so are her children
-            self.control.sendall(b"K%d" % worker.pid)
-            self.control.recv(16)
+            self.control.sendall(b"K%015d" % worker.pid)
         if worker.tasks:
             worker.tasks[0].results.append(verdict)
             self._finish(worker.tasks.popleft())
@@ -207,7 +209,7 @@ class Pool:
             ours, theirs = socket.socketpair()
             try:
                 with theirs:
-                    socket.send_fds(self.control, [b"F"], [theirs.fileno()])
+                    socket.send_fds(self.control, [b"F%015d" % 0], [theirs.fileno()])
                     pid = int(self.control.recv(16))  # ValueError: b"", end of file
                 self.workers.append(Worker(pid, Connection(ours.detach())))
                 return self.workers[-1]
@@ -252,10 +254,14 @@ def _mother(fd):
         return control.sendall(f"{type(e).__name__}: {e}"[:2000].encode("utf-8", "replace"))
     gc.freeze()  # the collector would otherwise touch, hence copy, every page in every worker
     control.sendall(b"ready")
-    children = set()
+    children, killed = set(), set()
     while True:
-        message, fds, *_ = socket.recv_fds(control, 64, 1)
-        if message == b"F":
+        control.settimeout(0.1 if killed else None)
+        try:
+            message, fds, *_ = socket.recv_fds(control, 16, 1)
+        except TimeoutError:
+            message = b"reap"
+        if message[:1] == b"F":
             pid = os.fork()
             if pid == 0:
                 control.close()
@@ -264,21 +270,23 @@ def _mother(fd):
             os.close(fds[0])
             children.add(pid)
             control.sendall(b"%d" % pid)
-        for pid in ({int(message[1:])} if message[:1] == b"K" else set() if message else set(children)):
-            os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)  # only the mother can: a pid cannot be reused, and another process be killed, before
-            children.discard(pid)
-        if message[:1] == b"K":
-            control.sendall(b"killed")
+        for pid in {int(message[1:])} if message[:1] == b"K" else set() if message else children - killed:
+            os.killpg(pid, signal.SIGKILL)  # never another's: until we have waited for it, its pid is not used again
+            killed.add(pid)
         if not message:
             return
+        gone = {pid for pid in killed if os.waitpid(pid, os.WNOHANG)[0]}
+        children, killed = children - gone, killed - gone
 
 
 def _work(fd, handle):
-    _die_with_parent()
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    """Serve the pool at the other end of a socket until it closes it."""
+    if sys.platform == "linux":
+        _die_with_parent()
+        used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, used + MEMORY))
     conn = Connection(fd)
-    with contextlib.suppress(EOFError, OSError):  # the pool has closed its end
+    with contextlib.suppress(EOFError, OSError):
         while True:
             for task in conn.recv():
                 for item in handle(task):
@@ -287,8 +295,7 @@ def _work(fd, handle):
 
 
 def _die_with_parent():
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
 
 
 # ------------------------------------------------------------------------------------------------ a jail for programs

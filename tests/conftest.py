@@ -1,5 +1,6 @@
 """What the tests share: the bundled model, one real vLLM engine for the session, real DeepSpeed engines, fixed rollouts."""
 import dataclasses
+import os
 import random
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ sys.path.insert(0, str(ROOT))
 
 import nano_rlvr as nr  # noqa: E402
 
+# for child processes: not the group that this one has joined
+ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 SHARED = ROOT.parent / "shared" / "data"  # GSM8K, MATH-500 ... as jsonl, where the machine has them
 
 

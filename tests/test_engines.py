@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, fixed_rollouts, make_config
+from conftest import ENV, ROOT, fixed_rollouts, make_config
 
 import data
 import nano_rlvr as nr
@@ -20,7 +20,10 @@ def prompts_of(tokenizer, n=PROMPTS):
 
 def sample(llm, tokenizer, step=0, n=4, max_tokens=64):
     prompts = prompts_of(tokenizer)
-    return nr.rollout(llm, prompts, n, 1.0, max_tokens, [nr.request_seed(0, step, i) for i in range(len(prompts))])
+    rollouts = nr.rollout(llm, prompts, n, 1.0, max_tokens, [nr.request_seed(0, step, i) for i in range(len(prompts))])
+    for r in rollouts:
+        r.reward, r.weight = 0.0, 1e-3
+    return rollouts
 
 
 def gap(engine, rollouts):
@@ -55,7 +58,7 @@ def test_sampling_is_a_function_of_seed_step_and_place(llm, tokenizer):
     assert tokens == [r.completion for r in sample(llm, tokenizer, step=3)]
     assert tokens != [r.completion for r in sample(llm, tokenizer, step=4)]
     prompt = prompts_of(tokenizer, 1) * 2  # the same prompt twice in a batch: other noise
-    a, b = (r.completion for r in nr.rollout(llm, prompt, 1, 5.0, 20, [nr.request_seed(0, 0, i) for i in range(2)]))
+    a, b = (r.completion for r in nr.rollout(llm, prompt, 1, 2.0, 20, [nr.request_seed(0, 0, i) for i in range(2)]))
     assert a != b
 
 
@@ -96,7 +99,7 @@ def test_a_sync_with_a_damaged_iterator_stops_the_run(fresh_llm, tokenizer, monk
         nr.update(engine, [sample(fresh_llm, tokenizer)], make_config(kl_coef=0.0))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_zero_stage_takes_the_step_of_plain_adamw(group, tokenizer, stage):
     cfg = make_config(zero_stage=stage, lr=1e-3, kl_coef=0.0, mismatch_bound=1e9, weight_decay=0.1)
     rollouts = fixed_rollouts(tokenizer)
@@ -179,6 +182,6 @@ def test_final_folder_is_a_model_that_transformers_and_vllm_load(run):
     from transformers import AutoModelForCausalLM
     assert AutoModelForCausalLM.from_pretrained(run / "final").config.vocab_size == 263
     subprocess.run([sys.executable, ROOT / "nano_rlvr.py", "--model", run / "final", "--task", "arithmetic", "--template", "chat", "--steps", "0",
-                    "--eval_size", "16", "--max_prompt", "64", "--max_tokens", "96", "--out", run, "--name", "again"], check=True, cwd=run)
+                    "--eval_size", "16", "--max_prompt", "64", "--max_tokens", "96", "--out", run, "--name", "again"], check=True, cwd=run, env=ENV)
     again, ended = lines(run / "again/metrics.jsonl")[-1], lines(run / "metrics.jsonl")[-1]
     assert again["eval/accuracy"] == ended["eval/accuracy"] and again["eval/length"] == ended["eval/length"]

@@ -1,15 +1,15 @@
 """The same numbers on one process and on two, with the real DeepSpeed, and the whole script under torchrun."""
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ENV, ROOT, make_config
 
-ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-ENV |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+import nano_rlvr as nr
+
+ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
@@ -22,8 +22,9 @@ def test_two_ranks_take_the_step_of_one(tmp_path, aggregate, stage):
     (one, a), (two, b) = results
     for name in a:
         assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
-    for name, w in one.items():
-        assert torch.allclose(w, two[name], atol=2e-6), name
+    start = nr.load_model(make_config()).state_dict()
+    for name, w in one.items():  # Adam divides by |gradient|: where that is next to nothing, rounding decides an element's sign
+        assert (w - two[name]).norm() < 1e-3 * (w - start[name]).norm(), name
 
 
 def test_the_script_runs_under_torchrun_and_sees_the_same_first_step(tmp_path):

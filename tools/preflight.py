@@ -36,7 +36,7 @@ def check(cfg):
         need(getattr(cfg, name) >= 1, f"--{name} must be at least 1")
     for name in ("steps", "warmup", "eval_size", "eval_n", "keep_rollouts", "kl_coef", "lr", "lr_end", "weight_decay", "clip_low", "clip_high", "top_k", "resample", "ref_reset_every"):
         need(getattr(cfg, name) >= 0, f"--{name} must not be negative")
-    need(cfg.temperature > 0, "--temperature must be above 0 (evaluation is greedy by itself)")
+    need(0 < cfg.temperature <= 2, "--temperature must be above 0 and at most 2, vLLM's limit (evaluation is greedy by itself)")
     need(cfg.samples > 1 or (cfg.baseline, cfg.scale) == ("none", "none"),
          "--samples 1: a group of one has no mean or deviation to compare with; take at least 2, or --baseline none --scale none")
     need(cfg.prompts % world() == 0, f"--prompts {cfg.prompts} cannot be shared evenly by {world()} ranks")
