@@ -29,6 +29,7 @@ import os
 import random
 import shutil
 import sys
+import warnings
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Literal
@@ -198,8 +199,8 @@ def score(rollouts, examples, verifier, step=0):
     """Fills reward and parts of N rollouts of G examples; returns the verifier's counts (time-outs, crashes)."""
     n = len(rollouts) // len(examples)
     columns = {key: [e.get(key) for e in examples for _ in range(n)] for key in examples[0] if key != "prompt_ids"}  # N values each
-    columns |= {"prompts": columns["question"], "completion_ids": [r.completion for r in rollouts], "step": [step] * len(rollouts)}  # TRL's names
-    values, parts, counts = verifier([r.text for r in rollouts], **columns)
+    columns |= {"prompts": columns["question"], "completion_ids": [r.completion for r in rollouts]}  # under TRL's names
+    values, parts, counts = verifier([r.text for r in rollouts], step=[step] * len(rollouts), **columns)
     for i, r in enumerate(rollouts):
         r.reward, r.parts = values[i], {name: part[i] for name, part in parts.items()}
     return counts
@@ -322,6 +323,8 @@ def packed_attention(module, query, key, value, mask, scaling=None, dropout=0.0,
 def load_model(cfg):
     """The causal language model in cfg.dtype with packed attention, on the CPU."""
     from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.utils import logging
+    logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
     return AutoModelForCausalLM.from_pretrained(cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation="packed")
 
@@ -429,7 +432,8 @@ def policy_loss(logp, old, ref, batch, cfg):
 
 
 def make_llm(cfg):
-    """The vLLM engine, in this process: then weights are handed over as tensors, not through pipes or files."""
+    """The vLLM engine, in this process: weights are then handed over as tensors, not through pipes or files."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")  # theirs to mend
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings here are about things that are as they should be
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB, CPU only
@@ -493,23 +497,21 @@ def update(engine, packs, cfg):
         logp, entropy = engine(batch)  # (R,), (R,)
         loss, parts = policy_loss(logp, batch.old, batch.ref, batch, cfg)
         engine.backward(loss * world())  # ZeRO averages over the ranks; our weights count over them already
-        if members[0].weight:  # not the stand-in of a rank that had fewer packs
-            gap = (logp.detach() if batch.old is None else batch.old) - batch.vllm  # (R,)
-            parts |= {"entropy": entropy.sum(), "mismatch/mean_abs": gap.abs().sum(), "mismatch/k3": k3(batch.vllm, batch.vllm + gap).sum()}
-            sums = {name: sums.get(name, 0.0) + x for name, x in parts.items()}
-            worst = max(worst, gap.abs().max().item())
-    names = ["loss", "tokens", "ratio", "clipped", "entropy", "mismatch/mean_abs", "mismatch/k3"] + ["kl"] * (cfg.kl_coef > 0)
-    names += ["correction/w", "correction/w2", "correction/share"] * (cfg.correction != "none")
-    totals = dict(zip(names, all_sum(*(float(sums.get(name, 0.0)) for name in names))))
-    tokens, loss = totals.pop("tokens"), totals.pop("loss")
-    metrics = {"loss": loss} | {name: x / tokens for name, x in totals.items()} | {"mismatch/max": max(all_gather([worst]))}
+        gap = (logp.detach() if batch.old is None else batch.old) - batch.vllm  # (R,)
+        parts |= {"entropy": entropy.sum(), "mismatch/mean_abs": gap.abs().sum(), "mismatch/k3": k3(torch.zeros_like(gap), gap).sum()}
+        real = float(members[0].weight > 0)  # 0: the stand-in of a rank that had fewer packs
+        sums = {name: sums.get(name, 0.0) + real * x for name, x in parts.items()}
+        worst = max(worst, real * gap.abs().max().item())
+    totals = dict(zip(sums, all_sum(*map(float, sums.values()))))
+    metrics = {name: x if name == "loss" else x / totals["tokens"] for name, x in totals.items() if name != "tokens"}
+    metrics["mismatch/max"] = max(all_gather([worst]))
     if cfg.correction != "none":  # effective sample size as a share of the tokens: 1 when all weigh the same
         metrics["correction/ess"] = metrics["correction/w"] ** 2 / max(metrics.pop("correction/w2"), 1e-30)
     if not metrics["mismatch/mean_abs"] <= cfg.mismatch_bound:  # also when it is NaN
         raise RuntimeError(
-            f"vLLM and the trainer disagree about the tokens vLLM sampled: mean |log-prob difference| {metrics['mismatch/mean_abs']:.2g} is above "
-            f"--mismatch_bound {cfg.mismatch_bound:.2g}. Either the weights that vLLM samples with are not the trainer's (a sync "
-            "that failed), or the two compute this model differently. The step was not taken.")
+            f"vLLM and the trainer disagree about the tokens vLLM sampled: mean |log-prob difference| {metrics['mismatch/mean_abs']:.2g} "
+            f"is above --mismatch_bound {cfg.mismatch_bound:.2g}. Either vLLM samples with other weights than the trainer's (a sync that "
+            "failed), or the two compute this model differently. The step was not taken.")
     engine.step()
     return metrics | {"grad_norm": float(engine.get_global_grad_norm() or 0.0)}
 
@@ -525,7 +527,8 @@ def lr_at(step, cfg):
 def named_weights(engine):
     """(name, tensor) of every weight under the checkpoint's names; gathers what ZeRO-3 has sharded, one at a time."""
     import deepspeed
-    for name, tensor in engine.module.model.state_dict(keep_vars=True).items():  # tied lm_head.weight is in here, in named_parameters it is not
+    weights = engine.module.model.state_dict(keep_vars=True)  # holds a tied lm_head.weight, which named_parameters() leaves out
+    for name, tensor in weights.items():
         with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
             yield name, tensor.detach()
 
