@@ -49,9 +49,9 @@ TASKS = {
     "countdown": {"make": countdown, "rewards": "countdown:1,format:0.1"},
     "gsm8k": {"hub": ("openai/gsm8k", "main"), "rewards": "gsm8k:1"},
     "math": {"hub": ("DigitalLearningGmbH/MATH-lighteval", None), "rewards": "math:1"},
-    "math500": {"hub": ("HuggingFaceH4/MATH-500", None), "rewards": "math:1"},
-    "aime24": {"hub": ("HuggingFaceH4/aime_2024", None), "rewards": "math:1"},
-    "amc23": {"hub": ("math-ai/amc23", None), "rewards": "math:1"},
+    "math500": {"hub": ("HuggingFaceH4/MATH-500", None), "rewards": "math:1", "test_only": True},
+    "aime24": {"hub": ("HuggingFaceH4/aime_2024", None), "rewards": "math:1", "test_only": True},
+    "amc23": {"hub": ("math-ai/amc23", None), "rewards": "math:1", "test_only": True},
 }
 QUESTION_KEYS = ("question", "problem", "prompt")  # the first that a source has is its question …
 ANSWER_KEYS = ("answer", "solution", "ground_truth")  # … and its answer, unless --question_key / --answer_key say more

@@ -24,6 +24,7 @@ Shapes: G prompts, n completions each, N = G*n sequences, T tokens of a pack, B 
 H hidden size, V vocabulary. Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import dataclasses
+import functools
 import math
 import os
 import random
@@ -31,6 +32,7 @@ import shutil
 import sys
 import warnings
 from dataclasses import dataclass, field
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Literal
 
@@ -199,8 +201,8 @@ def score(rollouts, examples, verifier, step=0):
     """Fills reward and parts of N rollouts of G examples; returns the verifier's counts (time-outs, crashes)."""
     n = len(rollouts) // len(examples)
     columns = {key: [e.get(key) for e in examples for _ in range(n)] for key in examples[0] if key != "prompt_ids"}  # N values each
-    columns |= {"prompts": columns["question"], "completion_ids": [r.completion for r in rollouts]}  # under TRL's names
-    values, parts, counts = verifier([r.text for r in rollouts], step=[step] * len(rollouts), **columns)
+    columns |= {"prompts": columns["question"], "completion_ids": [r.completion for r in rollouts], "step": [step] * len(rollouts)}
+    values, parts, counts = verifier([r.text for r in rollouts], **columns)
     for i, r in enumerate(rollouts):
         r.reward, r.parts = values[i], {name: part[i] for name, part in parts.items()}
     return counts
@@ -464,7 +466,7 @@ def make_policy(cfg):
     if cfg.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy, offload = TokenLogps(model, cfg.temperature), cfg.offload == "optimizer"
-    adam = deepspeed.ops.adam.DeepSpeedCPUAdam if offload else torch.optim.AdamW
+    adam = deepspeed.ops.adam.DeepSpeedCPUAdam if offload else functools.partial(torch.optim.AdamW, fused=torch.cuda.is_available())
     optimizer = adam(policy.parameters(), lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config={
         "train_micro_batch_size_per_gpu": 1,
@@ -536,6 +538,7 @@ def named_weights(engine):
 def sync_weights(engine, llm):
     """The trainer's weights into vLLM, in place. The next update() proves it: stale weights do not raise by themselves."""
     if torch.cuda.is_available():  # weights first: with the KV cache awake too, the hand-over might not fit
+        torch.cuda.empty_cache()  # what PyTorch keeps for itself, vLLM cannot map
         llm.wake_up(tags=["weights"])
     # without an iterator, reload_weights would read the old checkpoint from disk again and say nothing
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(engine)})
@@ -574,15 +577,15 @@ def evaluate(llm, examples, verifier, cfg):
         seeds = [request_seed(cfg.seed, "eval", i) for i in range(rank(), len(examples), world())]  # the same at every evaluation
         groups = sample(n, cfg.temperature, seeds)
         counts = all_gather([sum(map(right, g)) for g in groups])
-        metrics[f"eval/mean@{n}"] = sum(counts) / n / len(counts)
-        metrics |= {f"eval/pass@{k}": sum(pass_at_k(n, c, k) for c in counts) / len(counts) for k in (2**i for i in range(1, n.bit_length())) if k <= n}
-        votes = []  # the most frequent answer of a group; the first seen wins a tie
+        metrics[f"eval/mean@{n}"] = fmean(counts) / n
+        for k in (2**i for i in range(1, n.bit_length())):
+            metrics[f"eval/pass@{k}"] = fmean(pass_at_k(n, c, k) for c in counts)
+        votes = []  # whether the most frequent answer of a group is right; the first seen wins a tie
         for g in groups:
             answers = [rewards.final_answer(r.text) for r in g]
             given = [a for a in answers if a is not None]
             votes.append(bool(given) and right(g[answers.index(max(given, key=given.count))]))
-        votes = all_gather(votes)
-        metrics[f"eval/maj@{n}"] = sum(votes) / len(votes)
+        metrics[f"eval/maj@{n}"] = fmean(all_gather(votes))
     return metrics
 
 
@@ -627,13 +630,13 @@ def experience(cfg, llm, train_set, verifier, step, metrics):
     With drop_flat_groups, groups whose rewards are all the same are left out; with resample, new prompts are drawn until every
     rank has its share (DAPO's dynamic sampling). The data of a draw is a function of (step, draw), whatever came before.
     """
-    share, sampling = cfg.prompts // world(), {} if (cfg.top_p, cfg.top_k) == (1.0, 0) else {"top_p": cfg.top_p, "top_k": cfg.top_k}
-    groups, drawn = [], []
+    share, groups, drawn = cfg.prompts // world(), [], []
     for draw in range(1 + cfg.resample):
         examples = data.batch_at(train_set, step * (1 + cfg.resample) + draw, cfg.prompts, cfg.seed, rank(), world())
         seeds = [request_seed(cfg.seed, step, draw, rank() * share + i) for i in range(share)]
         with timed(metrics, "rollout"):
-            rollouts = rollout(llm, [e["prompt_ids"] for e in examples], cfg.samples, cfg.temperature, cfg.max_tokens, seeds, **sampling)
+            rollouts = rollout(llm, [e["prompt_ids"] for e in examples], cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
+                               top_p=cfg.top_p, top_k=cfg.top_k)
         with timed(metrics, "reward"):
             for name, count in score(rollouts, examples, verifier, step).items():
                 metrics[name] = metrics.get(name, 0) + count
@@ -706,7 +709,7 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
             sync_weights(engine, llm)
 
         metrics["lr"] = lr_at(step, cfg)
-        log.write(step, metrics | summary(drawn, metrics), [r for g in drawn for r in g][:cfg.keep_rollouts - cfg.keep_rollouts % cfg.samples])
+        log.write(step, metrics | summary(drawn, metrics), [r for g in drawn[:cfg.keep_rollouts // cfg.samples] for r in g])
     save(engine, log.tokenizer, log.folder / "final")
     log.close()
 

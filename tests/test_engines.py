@@ -99,9 +99,10 @@ def test_a_sync_with_a_damaged_iterator_stops_the_run(fresh_llm, tokenizer, monk
         nr.update(engine, [sample(fresh_llm, tokenizer)], make_config(kl_coef=0.0))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_zero_stage_takes_the_step_of_plain_adamw(group, tokenizer, stage):
-    cfg = make_config(zero_stage=stage, lr=1e-3, kl_coef=0.0, mismatch_bound=1e9, weight_decay=0.1)
+@pytest.mark.parametrize("engine_flags", [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"offload": "optimizer"},
+                                          {"checkpointing": True}], ids=str)
+def test_every_engine_takes_the_step_of_plain_adamw(group, tokenizer, engine_flags):
+    cfg = make_config(lr=1e-3, kl_coef=0.0, mismatch_bound=1e9, weight_decay=0.1, **engine_flags)
     rollouts = fixed_rollouts(tokenizer)
     engine = nr.make_policy(cfg)
     for _ in range(2):
@@ -119,6 +120,17 @@ def test_every_zero_stage_takes_the_step_of_plain_adamw(group, tokenizer, stage)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     for name, w in plain.model.state_dict().items():
         assert torch.allclose(ours[name], w, atol=2e-5), name
+
+
+def test_bf16_weights_have_fp32_masters_that_move_when_they_cannot(group, tokenizer):
+    from deepspeed.utils import safe_get_full_fp32_param
+    cfg = make_config(dtype="bfloat16", lr=1e-6, kl_coef=0.0, mismatch_bound=1e9)
+    engine, start = nr.make_policy(cfg), nr.load_model(cfg).state_dict()
+    nr.update(engine, [fixed_rollouts(tokenizer)], cfg)
+    weight = engine.module.model.model.layers[0].mlp.up_proj.weight
+    before = start["model.layers.0.mlp.up_proj.weight"]
+    assert (weight == before).float().mean() > 0.9  # a step of 1e-6 is below the last bit of nearly every bf16 weight ...
+    assert (safe_get_full_fp32_param(weight) != before.float()).float().mean() > 0.9  # ... and is kept all the same
 
 
 def test_minibatches_and_epochs_use_the_log_probs_of_the_policy_that_sampled(group, tokenizer):

@@ -34,18 +34,20 @@ def check(cfg):
 
     for name in ("prompts", "samples", "max_prompt", "max_tokens", "epochs", "minibatches", "eval_every", "pack_tokens"):
         need(getattr(cfg, name) >= 1, f"--{name} must be at least 1")
-    for name in ("steps", "warmup", "eval_size", "eval_n", "keep_rollouts", "kl_coef", "lr", "lr_end", "weight_decay", "clip_low", "clip_high", "top_k", "resample", "ref_reset_every"):
+    for name in ("steps", "warmup", "eval_size", "eval_n", "keep_rollouts", "kl_coef", "lr", "lr_end", "weight_decay", "clip_low",
+                 "clip_high", "top_k", "resample", "ref_reset_every"):
         need(getattr(cfg, name) >= 0, f"--{name} must not be negative")
     need(0 < cfg.temperature <= 2, "--temperature must be above 0 and at most 2, vLLM's limit (evaluation is greedy by itself)")
     need(cfg.samples > 1 or (cfg.baseline, cfg.scale) == ("none", "none"),
          "--samples 1: a group of one has no mean or deviation to compare with; take at least 2, or --baseline none --scale none")
     need(cfg.prompts % world() == 0, f"--prompts {cfg.prompts} cannot be shared evenly by {world()} ranks")
-    need(cfg.prompts // world() % cfg.minibatches == 0, f"--minibatches {cfg.minibatches} must divide the {cfg.prompts // world()} prompts of a rank")
+    need(cfg.prompts // world() % cfg.minibatches == 0,
+         f"--minibatches {cfg.minibatches} must divide the {cfg.prompts // world()} prompts of a rank")
     need(cfg.task in data.TASKS, f"--task {cfg.task}: choose one of {', '.join(data.TASKS)} (any file or hub set goes to --data)")
     need(0 < cfg.vllm_memory < 1, "--vllm_memory is a share between 0 and 1")
     need((cfg.top_p, cfg.top_k) == (1.0, 0) or (cfg.correction, cfg.temperature) == ("none", 1.0),
-         "--top_p and --top_k sample from a cut distribution, whose log-probs the trainer cannot compute: the importance correction would be "
-         "wrong; take --correction none --temperature 1 with them")
+         "--top_p and --top_k sample from a cut distribution, whose log-probs the trainer cannot compute: the importance correction "
+         "would be wrong; take --correction none --temperature 1 with them")
     need(0 < cfg.top_p <= 1, "--top_p is a share above 0 and at most 1")
     need(cfg.delta == 0 or cfg.delta > 1 + cfg.clip_high, f"--delta must be above 1 + clip_high = {1 + cfg.clip_high:g}, or 0 for off")
     need(cfg.correction_cap >= 1, "--correction_cap must be at least 1")
@@ -62,7 +64,7 @@ def check(cfg):
     if not cuda or cfg.offload == "optimizer":  # DeepSpeed compiles its shared-memory and CPU-Adam operators at first use
         os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # the ninja that pip installed is there
         for tool in (os.environ.get("CXX", "g++"), "ninja"):
-            need(shutil.which(tool), f"DeepSpeed needs '{tool}' to compile its CPU operators; install it (apt-get install g++ ninja-build)")
+            need(shutil.which(tool), f"DeepSpeed needs '{tool}' to compile its CPU operators (apt-get install g++ ninja-build)")
     dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32"
     name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{time.strftime('%Y%m%d-%H%M%S')}"
     need(not (Path(cfg.out) / name / "metrics.jsonl").exists(), f"{Path(cfg.out) / name} holds a run already; choose another --name")
@@ -81,6 +83,8 @@ def prepare(cfg):
         raise ValueError(f"--model {cfg.model}: no folder here, and the hub does not give it ({str(e).splitlines()[0]})") from e
     if cfg.max_prompt + cfg.max_tokens > limit:
         raise ValueError(f"--max_prompt {cfg.max_prompt} + --max_tokens {cfg.max_tokens} is beyond the {limit} positions of {cfg.model}")
+    if not cfg.data and data.TASKS[cfg.task].get("test_only"):
+        raise ValueError(f"--task {cfg.task} has no training examples; evaluate on it: --task math --eval_data {cfg.task}")
     keys = dict(question_key=cfg.question_key, answer_key=cfg.answer_key)
     train_set = data.load(cfg.data or cfg.task, "train", seed=cfg.seed, **keys)
     if cfg.data and not cfg.eval_data:
@@ -95,7 +99,7 @@ def prepare(cfg):
             e["prompt_ids"] = data.encode(e, tokenizer, cfg.template)
         kept.append([e for e in examples if len(e["prompt_ids"]) <= cfg.max_prompt])
         if len(kept[-1]) < world():
-            raise ValueError(f"{len(kept[-1])} {flag} prompts fit into --max_prompt {cfg.max_prompt} tokens: each of {world()} ranks needs one")
+            raise ValueError(f"{len(kept[-1])} {flag} prompts fit into --max_prompt {cfg.max_prompt} tokens: every rank needs one")
         if rank() == 0 and len(kept[-1]) < len(examples):
-            print(f"{len(examples) - len(kept[-1])} of {len(examples)} {flag} prompts are longer than --max_prompt {cfg.max_prompt}: left out")
+            print(f"{len(examples) - len(kept[-1])} of {len(examples)} {flag} prompts left out: longer than --max_prompt {cfg.max_prompt}")
     return tokenizer, *kept

