@@ -119,6 +119,7 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
 
     source: a name in TASKS, a path (.jsonl .json .csv .parquet) or a hub set ("org/name" or "org/name:config").
     size: number of examples, 0 = all (a generated task: 8192). Files have no split of their own: `split` is ignored.
+    answer_key "none": the rows have no answer, their reward reads other columns (code, instruction, judge).
     Returns a list of dicts with at least `question` and `answer` as strings.
     Raises ValueError or FileNotFoundError with one line that names the file, the line and the key.
     """
@@ -145,11 +146,12 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
             question_key = question_key or next((k for k in QUESTION_KEYS if k in row), QUESTION_KEYS[0])
             answer_key = answer_key or next((k for k in ANSWER_KEYS if k in row), ANSWER_KEYS[0])
         for key, flag in ((question_key, "--question_key"), (answer_key, "--answer_key")):
-            if row.get(key) is None or row[key] == "":
+            if key != "none" and (row.get(key) is None or row[key] == ""):
                 raise ValueError(f"{place}: no '{key}' (it has {', '.join(map(str, row))}); {flag} names another column")
         if not isinstance(row[question_key], str):
             raise ValueError(f"{place}: '{question_key}' must be text, this is {type(row[question_key]).__name__}")
-        examples.append({**row, "question": row[question_key], "answer": str(row[answer_key])})
+        answer = {} if answer_key == "none" else {"answer": str(row[answer_key])}
+        examples.append({**row, "question": row[question_key], **answer})
         if len(examples) == size:
             break
     if not examples:

@@ -36,6 +36,8 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Literal
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that wait by spinning crawl when a core is shared
+
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -59,9 +61,13 @@ class Config:
     data: str = ""  # train on this file (jsonl, json, csv, parquet) or hub set instead of the task's own
     eval_data: str = ""  # evaluate on this one; with --data alone, up to a tenth of it is held out
     question_key: str = ""  # column of the question ("" = the first of question, problem, prompt that is there)
-    answer_key: str = ""  # column of the answer ("" = the first of answer, solution, ground_truth that is there)
+    answer_key: str = ""  # column of the answer ("" = the first of answer, solution, ground_truth; "none" = rows have none)
     template: Literal["chat", "none", "r1", "qwen_math"] = "qwen_math"  # how a question becomes a prompt (data.py)
     rewards: str = ""  # name:weight,... or my_file.py:my_reward ("" = the task's own); evaluation counts the first == 1
+    reward_timeout: float = 5.0  # seconds a verifier may take for a completion; then it has no verdict
+    allow_unsafe_code: bool = False  # --rewards code: run the model's programs even where they cannot be isolated
+    judge_url: str = "http://localhost:8000/v1"  # --rewards judge: an OpenAI-compatible endpoint ...
+    judge_model: str = ""  # ... and the model that judges there
     # rollout
     steps: int = 200  # optimizer steps (rollout batches)
     prompts: int = 64  # G: prompts a step, over all ranks
@@ -201,7 +207,7 @@ def score(rollouts, examples, verifier, step=0):
     """Fills reward and parts of N rollouts of G examples; returns the verifier's counts (time-outs, crashes)."""
     n = len(rollouts) // len(examples)
     columns = {key: [e.get(key) for e in examples for _ in range(n)] for key in examples[0] if key != "prompt_ids"}  # N values each
-    columns |= {"prompts": columns["question"], "completion_ids": [r.completion for r in rollouts], "step": [step] * len(rollouts)}
+    columns |= {"prompts": columns["question"], "completion_ids": [r.completion for r in rollouts], "step": step}
     values, parts, counts = verifier([r.text for r in rollouts], **columns)
     for i, r in enumerate(rollouts):
         r.reward, r.parts = values[i], {name: part[i] for name, part in parts.items()}
@@ -723,9 +729,11 @@ def main(argv=None):
         launch()
         cfg = dataclasses.replace(cfg, name=all_gather([cfg.name])[0])  # a clock may tick between the ranks
         tokenizer, train_set, eval_set = prepare(cfg)
-        verifier = rewards.Verifier(cfg.rewards, messages=cfg.template == "chat", random_seed=cfg.seed, max_tokens=cfg.max_tokens,
-                                    overlong_buffer=int(cfg.overlong_buffer * cfg.max_tokens))
-    except (ValueError, OSError) as e:
+        verifier = rewards.Verifier(
+            cfg.rewards, timeout=cfg.reward_timeout, messages=cfg.template == "chat", allow_unsafe_code=cfg.allow_unsafe_code,
+            random_seed=cfg.seed, max_tokens=cfg.max_tokens, overlong_buffer=int(cfg.overlong_buffer * cfg.max_tokens),
+            judge_url=cfg.judge_url, judge_model=cfg.judge_model)
+    except (ValueError, OSError, RuntimeError) as e:
         sys.exit(f"nano_rlvr: {e}" if rank() == 0 else 1)
     log = Log(cfg, tokenizer)
     llm = make_llm(cfg)  # first: it measures what is free on the GPU

@@ -41,6 +41,7 @@ import os
 import re
 import sqlite3
 import sys
+import time
 import traceback
 import urllib.request
 from fractions import Fraction
@@ -147,9 +148,8 @@ def read_number(text, only=True):
         size = re.match(r"\s?([A-Za-z]+)", behind)
         values.append(value and value * WORTH.get(size and size[1].lower(), 1))
     rest = BLOB.sub("", text)
-    if not values or only and (len(set(values)) > 1 or re.search(r"[-+*/^<>≤≥±×÷\\_|]|(?i:\b(?:not|or|than|between)\b)", rest)):
-        return None
-    return values[0]
+    hedge = re.search(r"[-+*/^<>≤≥±×÷\\_|]|(?i:\b(?:not|or|than|between)\b)", rest)
+    return None if not values or only and (hedge or len(set(values)) > 1) else values[0]
 
 
 def _exact(blob):
@@ -206,7 +206,7 @@ def same_math(gold, answer):
         return Fraction(a.replace(",", "")) == Fraction(b.replace(",", ""))
     if r"\text" in gold or re.fullmatch("[A-Za-z]{2,}", a):  # a word or a letter of choice: (B) is B, East is east
         words = [re.sub(r"\\[a-z]+|[^a-z0-9]", "", side.lower()) for side in (a, b)]
-        if words[0] == words[1] != "":
+        if words[0] == words[1] and words[0].isalpha():  # no digits: 5.4 cents is not 54 cents
             return True
     return _math_verify()(a, b)
 
@@ -231,10 +231,12 @@ def _math_verify():
     return lambda gold, answer: verify(read(gold), read(answer), timeout_seconds=None)
 
 
-def _warm_math():  # one of each kind: parsers and caches are then ready in every worker
-    for pair in ((r"\frac{1}{2}", "2/4"), ("(1,2]", "[1,3)"), ("x^2+1", "(x+2)^3"), (r"\{1,\pi\}", r"\sqrt{2}"), ("x=1", "y<2"),
-                 (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} a \\ 1 \end{pmatrix}"), ("(1, 2)", "(3, 4)")):
-        same_math(*pair)
+def _warm_math():  # one of each kind, so that every worker begins with the parser's and sympy's caches filled
+    kinds = (r"\frac{3\sqrt{3}}{4}", "(1,2]", r"(3, \frac{\pi}{2})", r"\{1,\pi\}", "x=1", "y<2", "x^2+2x-1", "(x+1)^3", r"30^\circ",
+             r"1 \pm \sqrt{19}", r"(-\infty, 2) \cup (3, \infty)", r"\begin{pmatrix} 1 \\ a \end{pmatrix}", r"\text{cents}", "1+2i",
+             r"\cot x", "4_{5}", "1,-2", "12", r"33\%", r"\$18.90")
+    for gold, answer in zip(kinds, kinds[1:] + kinds[:1]):
+        same_math(gold, answer)
 
 
 math_reward.warm = _warm_math
@@ -301,7 +303,7 @@ def format_reward(completions, format_partial=False, **_):
 
 # ------------------------------------------------------------------------------------------------ code
 
-FENCE = re.compile(r"```[ \t]{0,9}(?:python|py|python3)?[ \t]{0,9}\r?\n(.*?)\n?```", re.S | re.I)
+FENCE = re.compile(r"```[ \t]{0,9}([\w+-]{0,20})[^\n`]{0,99}\n(.*?)\n?```", re.S)  # of any language: a bash block ends, too
 
 
 def code_reward(completions, tests, timeout=5.0, allow_unsafe_code=False, code_partial=False, **_):
@@ -318,15 +320,19 @@ def code_reward(completions, tests, timeout=5.0, allow_unsafe_code=False, code_p
         program = program_of(text_of(completion))
         passed = [False] * len(cases)
         if program and cases:
-            limits = {"seconds": 0.9 * timeout, "allow_unsafe_code": allow_unsafe_code}
             asserts = [case for case in cases if isinstance(case, str)]
             pairs = [case for case in cases if not isinstance(case, str)]
-            passed = sandbox.run_asserts(program, asserts, **limits) if asserts else []
-            outputs = sandbox.run_program(program, [case["input"] for case in pairs], **limits) if pairs else []
+            end = time.monotonic() + 0.9 * timeout
+            passed = sandbox.run_asserts(program, asserts, 0.9 * timeout, allow_unsafe_code) if asserts else []
+            outputs = sandbox.run_program(program, [case["input"] for case in pairs], end - time.monotonic(),
+                                          allow_unsafe_code=allow_unsafe_code) if pairs else []
             passed += [out is not None and _lines(out) == _lines(case["output"]) for out, case in zip(outputs, pairs)]
         share = sum(passed) / max(1, len(cases))
         rewards.append((share if code_partial else float(share == 1)) if cases else None)
     return rewards
+
+
+code_reward.warm = sandbox.isolation
 
 
 def program_of(text):
@@ -336,7 +342,7 @@ def program_of(text):
     'print(2)'
     """
     text = after_thinking(text)
-    blocks = FENCE.findall(text)
+    blocks = [block for language, block in FENCE.findall(text) if language.lower() in ("", "python", "python3", "py")]
     return blocks[-1] if blocks else final_answer(text) if "<answer>" in text else None
 
 
@@ -358,15 +364,22 @@ def _times(word, text):
     return len(re.findall(rf"(?<!\w){re.escape(word.lower())}(?!\w)", text.lower()))
 
 
+def _sentences(text):
+    text = re.sub(r"(?<=\d)\.(?=\d)|\b(?:Mr|Mrs|Ms|Dr|e\.g|i\.e|etc)\.", "", text)
+    return sum(any(map(str.isalnum, part)) for part in re.split(r"(?<![.!?。！？])[.!?。！？]++(?=\s|$|[^\x00-\x7f])", text))
+
+
 def _json(text, json_schema=None, **_):
-    text = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.I)
+    text = text.strip()
+    if text.startswith("```"):
+        text = text.removeprefix("```").removeprefix("json").removesuffix("```")
     try:
         value = json.loads(text)
         if json_schema is not None:
             import jsonschema
 
             jsonschema.validate(value, json_schema)
-    except (ValueError, RecursionError) as e:  # ValueError: also integers of more than 4300 digits
+    except (ValueError, RecursionError):  # ValueError: also integers of more than 4300 digits
         return False
     except Exception as e:
         if type(e).__name__ != "ValidationError":
@@ -383,7 +396,7 @@ INSTRUCTIONS = {
         sum(w.isupper() for w in WORDS.findall(t)), capital_relation, capital_frequency),
     "length_constraints:number_words": lambda t, num_words, relation="at least": _count(len(WORDS.findall(t)), relation, num_words),
     "length_constraints:number_sentences": lambda t, num_sentences, relation="at least": _count(
-        len(re.findall(r"[^.!?。！？\s][^.!?。！？]*(?:[.!?。！？]+(?=\s|$|[^\x00-\x7f])|\Z)", re.sub(r"(?<=\d)\.(?=\d)|\b(?:Mr|Mrs|Ms|Dr|e\.g|i\.e|etc)\.", "", t))), relation, num_sentences),
+        _sentences(t), relation, num_sentences),
     "length_constraints:number_paragraphs": lambda t, num_paragraphs: len(
         [p for p in re.split(r"\s?\*\*\*\s?", t) if p.strip()]) == num_paragraphs,
     "keywords:existence": lambda t, keywords: all(_times(w, t) for w in keywords),
@@ -395,9 +408,9 @@ INSTRUCTIONS = {
     "detectable_format:number_bullet_lists": lambda t, num_bullets: len(
         re.findall(r"^[ \t]{0,9}(?:\*(?!\*)|-(?!-))[ \t]{0,9}\S", t, re.M)) == num_bullets,
     "detectable_format:number_highlighted_sections": lambda t, num_highlights: len(
-        re.findall(r"\*\*[^\n*]*[^\s*][^\n*]*\*\*|\*[^\n*]*[^\s*][^\n*]*\*", t)) >= num_highlights,
-    "detectable_format:title": lambda t: bool(re.search(r"<<[^\n<>]*[^\s<>][^\n<>]*>>", t)),
-    "detectable_content:number_placeholders": lambda t, num_placeholders: len(re.findall(r"\[[^\[\]]+\]", t)) >= num_placeholders,
+        [x for x in re.findall(r"\*{1,2}([^\n*]++)\*{1,2}", t) if x.strip()]) >= num_highlights,
+    "detectable_format:title": lambda t: any(map(str.strip, re.findall(r"<<([^\n<>]++)>>", t))),
+    "detectable_content:number_placeholders": lambda t, num_placeholders: len(re.findall(r"\[[^\[\]]++\]", t)) >= num_placeholders,
     "detectable_content:postscript": lambda t, postscript_marker: postscript_marker.lower() in t.lower(),
     "punctuation:no_comma": lambda t: "," not in t,
     "startend:end_checker": lambda t, end_phrase: t.strip().strip('"').lower().endswith(end_phrase.strip().lower()),
@@ -567,8 +580,9 @@ def language_reward(completions, question=None, prompts=None, language=None, **_
     for completion, ask, code in zip(completions, asked, wanted, strict=True):
         code, text = code or language_of(ask), text_of(completion)
         count = {}
-        for language_, words in _stretches(text.rpartition("</think>")[0] or text):
-            count[language_] = count.get(language_, 0) + words
+        reasoning = (text.rpartition("</think>")[0] if "</think>" in text else text).replace("<think>", "")
+        for found, words in _stretches(reasoning):
+            count[found] = count.get(found, 0) + words
         rewards.append(count.get(code, 0) / sum(count.values()) if count and code else None)
     return rewards
 
@@ -578,15 +592,19 @@ EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 
 
 def _stretches(text):
-    """(language, number of words) of each stretch of a text that is long enough to tell."""
-    for run in re.findall(rf"[{EAST_ASIAN}]+|[^{EAST_ASIAN}]+", text):
-        stretch = ""
-        for piece in re.split(r"(?<=[.!?\n])", run) + [None]:
-            stretch += piece or ""
-            words = len(stretch) if re.match(f"[{EAST_ASIAN}]", stretch) else len(re.findall(r"[^\W\d_]{2,}", stretch))
-            if words and (piece is None or sum(map(str.isalpha, stretch)) >= 40):
-                yield language_of(stretch), words
-                stretch = ""
+    """(language, number of words) of each stretch of a text that is long enough to tell; of its first 100,000 characters."""
+    for run in re.findall(rf"[{EAST_ASIAN}]+|[^{EAST_ASIAN}]+", text[:100_000]):
+        if re.match(f"[{EAST_ASIAN}]", run):
+            yield language_of(run), len(run)
+            continue
+        pieces, words, letters = [], 0, 0
+        for piece in [*re.split(r"(?<=[.!?\n])", run), None]:
+            if piece is not None:
+                pieces.append(piece)
+                words, letters = words + len(re.findall(r"[^\W\d_]{2,}", piece)), letters + sum(map(str.isalpha, piece))
+            if words and (piece is None or letters >= 40):
+                yield language_of("".join(pieces)), words
+                pieces, words, letters = [], 0, 0
 
 
 def repetition_reward(completions, completion_ids=None, repetition_ngram=4, **_):
@@ -607,11 +625,11 @@ def random_reward(completions, prompts=None, index=None, step=None, random_seed=
 
     0.0 or 1.0 from a hash of (random_seed, step, place in the batch, prompt, completion), so that a resumed run tosses
     the same coins. Without the place, equal texts would always share a coin, which is something to learn; `index` and
-    `step` are columns (Verifier adds index; pass step so that the same text at the same place is tossed anew).
+    `step` are columns (Verifier adds index; pass step, a number, so that the same text at the same place is tossed anew).
     """
     n = len(completions)
-    rows = zip(step or [None] * n, index or range(n), prompts or [None] * n, map(text_of, completions), strict=True)
-    return [float(hashlib.blake2b(_bytes(repr((random_seed, *row))), digest_size=1).digest()[0] & 1) for row in rows]
+    rows = zip(index or range(n), prompts or [None] * n, map(text_of, completions), strict=True)
+    return [float(hashlib.blake2b(_bytes(repr((random_seed, step, *row))), digest_size=1).digest()[0] & 1) for row in rows]
 
 
 def _bytes(text):
@@ -661,17 +679,17 @@ def parse_rewards(spec):
 def _load(where, name):
     try:
         if where.endswith(".py"):
-            if not Path(where).is_file():
+            path = Path(where).resolve()
+            if not path.is_file():
                 raise ValueError(f"reward file {where!r} does not exist")
-            plan = importlib.util.spec_from_file_location(Path(where).stem, where)
-            module = importlib.util.module_from_spec(plan)
+            sys.path += [str(path.parent)] * (str(path.parent) not in sys.path)  # it may import its neighbours
+            plan = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+            module = sys.modules[plan.name] = importlib.util.module_from_spec(plan)
             plan.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
         function = getattr(module, name)
-    except AttributeError as e:
-        raise ValueError(f"reward {where}:{name}: {e}") from None
-    except ImportError as e:
+    except (AttributeError, ImportError) as e:
         raise ValueError(f"reward {where}:{name}: {e}") from None
     if not callable(function):
         raise ValueError(f"reward {where}:{name} is not a function")
@@ -692,21 +710,24 @@ class Verifier:
     of this batch. The first crash of each function is told on stderr, the others are only counted.
 
     A column with one value a completion is dealt out; anything else (a number, a string) reaches every call as it is.
-    Columns added here: index (place in the batch) and, for whole_batch functions, correct (the first part).
-    Functions see one completion a call; a function with the attribute `whole_batch = True` sees all, once, after the rest.
+    Functions see one completion a call, `timeout` seconds long at most; a function with the attribute `whole_batch = True`
+    sees all of them in one call, after the rest. Columns added here: index (place in the batch) and, for whole_batch
+    functions, correct (the first part that is not one of them).
 
-    settings reach every function by name: max_tokens, overlong_buffer, format_partial, judge_url, …
+    settings reach every function by name: max_tokens, overlong_buffer, format_partial, judge_url, … memory_mb is what one
+    call may allocate: raise it for a function that loads a model.
+
     Raises ValueError for a bad spec, sandbox.NoIsolation for `code` without a jail, RuntimeError if no worker starts.
     """
 
-    def __init__(self, spec, workers=None, timeout=5.0, messages=False, allow_unsafe_code=False, **settings):
+    def __init__(self, spec, workers=None, timeout=5.0, messages=False, allow_unsafe_code=False, memory_mb=512, **settings):
         self.rewards, self.messages, self.told = parse_rewards(spec), messages, set()
-        if any(f is code_reward for _, _, f in self.rewards) and not allow_unsafe_code:
-            sandbox.run_program("", [])
+        if any(f is code_reward for _, _, f in self.rewards):
+            sandbox.jail(allow_unsafe_code)  # refuse now, not at the first batch
         settings = {"timeout": timeout, "allow_unsafe_code": allow_unsafe_code, **settings}
         self.single = [k for k, (_, _, f) in enumerate(self.rewards) if not getattr(f, "whole_batch", False)]
         self.whole = [k for k in range(len(self.rewards)) if k not in self.single]
-        self.pool = sandbox.Pool("rewards:_handler", (spec, settings), workers, timeout)
+        self.pool = sandbox.Pool("rewards:_handler", (spec, settings), workers, timeout, memory_mb << 20)
 
     def __call__(self, completions, **columns):
         """(rewards, parts, metrics) of a batch; see the class."""
@@ -724,7 +745,7 @@ class Verifier:
         dealt["index"] = list(range(n))
         shared = {name: value for name, value in columns.items() if name not in dealt}
         tasks = [(self.single, completions[i:i + 1], {name: values[i:i + 1] for name, values in dealt.items()} | shared)
-                 for i in range(n)]
+                 for i in range(n) if self.single]
         return Handle(self, completions, dealt | shared, self.pool.submit(tasks, len(self.single)))
 
     def close(self):
@@ -743,37 +764,35 @@ class Handle:
 
     def __init__(self, verifier, completions, columns, future):
         self.verifier, self.completions, self.columns, self.future = verifier, completions, columns, future
+        self.table = [[None] * len(completions) for _ in verifier.rewards]  # [part][sample]: a number, None, "timeout", "crash"
+        self.metrics = {"reward/timeouts": 0.0, "reward/crashes": 0.0}
 
-    @functools.cache
     def result(self):
-        v, n = self.verifier, len(self.completions)
-        table = [[None] * n for _ in v.rewards]  # [part][sample]: a number, None, or "timeout" / "crash"
-        metrics = {"reward/timeouts": 0.0, "reward/crashes": 0.0}
-        for i, results in enumerate(self.future.result()):
-            self._enter(table, metrics, v.single, [i], results)
-        if v.whole and n:
-            first = [x if isinstance(x, float) else None for x in table[0]]
-            task = (v.whole, self.completions, self.columns | ({"correct": first} if v.single else {}))
-            (results,) = v.pool.submit([task], len(v.whole)).result()
-            self._enter(table, metrics, v.whole, range(n), results)
+        v, table = self.verifier, self.table
+        if self.future:
+            for i, results in enumerate(self.future.result()):
+                self._enter(v.single, [i], results)
+            if v.whole and self.completions:
+                first = {"correct": [x if isinstance(x, float) else None for x in table[v.single[0]]]} if v.single else {}
+                task = (v.whole, self.completions, self.columns | first)
+                (results,) = v.pool.submit([task], len(v.whole)).result()
+                self._enter(v.whole, range(len(self.completions)), results)
+            self.future = None
         rewards = []
         for sample in zip(*table):
             given = [w * x for (_, w, _), x in zip(v.rewards, sample) if isinstance(x, float)]
             rewards.append(sum(given) if given and not any(isinstance(x, str) for x in sample) else None)
         parts = {name: [x if isinstance(x, float) else None for x in row] for (name, _, _), row in zip(v.rewards, table)}
-        return rewards, parts, metrics
+        return rewards, parts, self.metrics
 
-    def _enter(self, table, metrics, which, samples, results):
+    def _enter(self, which, samples, results):
         for k, result in zip(which, results):
-            if isinstance(result, list):
-                for i, value in zip(samples, result):
-                    table[k][i] = value
-                continue
-            timed_out = result == sandbox.Pool.TIMEOUT
-            metrics["reward/timeouts" if timed_out else "reward/crashes"] += 1
-            for i in samples:
-                table[k][i] = "timeout" if timed_out else "crash"
-            if not timed_out:
+            failed = result == sandbox.Pool.TIMEOUT and "timeout" or not isinstance(result, list) and "crash"
+            for i, value in zip(samples, [failed] * len(samples) if failed else result):
+                self.table[k][i] = value
+            if failed:
+                self.metrics[{"timeout": "reward/timeouts", "crash": "reward/crashes"}[failed]] += 1
+            if failed == "crash":
                 self._tell(self.verifier.rewards[k][0], samples[0], result)
 
     def _tell(self, name, i, result):

@@ -36,8 +36,6 @@ from multiprocessing.connection import Connection, wait
 # ------------------------------------------------------------------------------------------------ killable workers
 
 ASIDE = 32  # workers that may be set aside at one time (see Pool._late)
-MEMORY = 1 << 29  # bytes a worker may allocate beyond what it began with: then it gets MemoryError (10^{10^{10}} wants
-#                   4 GB), because 20 of them would fill the machine, and memory takes seconds to give back
 CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None  # read before vLLM pins our threads
 
 
@@ -75,38 +73,42 @@ class Pool:
 
     A call that is late does not hold up the others: its worker is set aside and another one forked. Calls of a job that
     hang at the same time end together, `timeout` after the first began (though each has at least half of it), so that 20
-    cost what one costs.
+    cost what one costs. A call that allocates more than `memory` bytes gets MemoryError: 10^{10^{10}} wants 4 GB, 20 of
+    them would fill the machine, and memory takes seconds to give back.
     """
 
     TIMEOUT, DIED = "timeout", "died"
 
-    def __init__(self, handler, args=(), workers=None, timeout=5.0):
-        self.setup, self.timeout = pickle.dumps((list(sys.path), CPUS, handler, args)), timeout
+    def __init__(self, handler, args=(), workers=None, timeout=5.0, memory=512 << 20):
+        self.setup, self.timeout = pickle.dumps((list(sys.path), CPUS, memory, handler, args)), timeout
         self.size = workers or len(CPUS or range(os.cpu_count() or 1))
         self.pending, self.workers, self.closed = deque(), [], False
         self.usual = 0.0  # seconds a step takes, a running mean
         self.ear, self.bell = os.pipe()
+        self.lock = threading.Lock()  # between closing and submitting: no job may be left behind
         self._start_mother()
         self.thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
         self.thread.start()
 
     def submit(self, tasks, steps):
-        """Queue tasks (picklable, each worth `steps` yields); returns a Future of their lists of results."""
-        if self.closed:
-            raise RuntimeError("the verifier pool is closed")
+        """Queue tasks (each worth `steps` yields); returns a Future of their lists of results. Raises what pickle raises."""
         job = Job([], len(tasks))
-        job.tasks = [Task(payload, steps, job) for payload in tasks]
+        job.tasks = [Task(pickle.dumps(payload), steps, job) for payload in tasks]
         if not tasks:
             job.future.set_result([])
-        self.pending.extend(job.tasks)
-        os.write(self.bell, b"!")
+        with self.lock:
+            if self.closed:
+                raise RuntimeError("the verifier pool is closed")
+            self.pending.extend(job.tasks)
+            os.write(self.bell, b"!")
         return job.future
 
     def close(self):
         """Kill the workers and the mother; work still queued raises RuntimeError where it is waited for."""
-        if not self.closed:
-            self.closed = True
-            os.write(self.bell, b"!")
+        with self.lock:
+            if not self.closed:
+                self.closed = True
+                os.write(self.bell, b"!")
         self.thread.join()
 
     # Everything below runs in the pool's own thread, which never blocks on a worker.
@@ -118,9 +120,14 @@ class Pool:
                 self._turn()
         except BaseException as e:  # without this, a bug here would leave the trainer waiting for ever
             error = e
-        self.closed = True
+        with self.lock:
+            self.closed = True
         self.control.close()  # the mother reads end of file, kills its workers and leaves
         self.mother.wait()
+        for conn in [worker.conn for worker in self.workers]:
+            conn.close()
+        os.close(self.ear)
+        os.close(self.bell)
         for job in {id(t.job): t.job for t in [*self.pending, *(t for w in self.workers for t in w.tasks)]}.values():
             job.future.set_exception(error)
 
@@ -141,7 +148,7 @@ class Pool:
 
     def _hand_out(self):
         while self.pending:
-            worker = next((w for w in self.workers if not w.tasks and not w.aside), None)
+            worker = next((w for w in self.workers if not w.tasks), None)
             if worker is None:
                 if sum(not w.aside for w in self.workers) >= self.size:
                     return
@@ -168,7 +175,7 @@ class Pool:
                     break
         except (EOFError, OSError):
             return self._lose(worker, Pool.DIED)
-        if worker.aside and not worker.tasks:  # not used again: without root its niceness cannot be taken back
+        if worker.aside and not worker.tasks:  # not used again: it goes on with what has been given to others
             self._lose(worker, None)
 
     def _finish(self, task):
@@ -242,7 +249,7 @@ class Pool:
 def _mother(fd):
     """Import the verifiers once, then fork (b"F" and a socket) and kill (b"K" and a pid) workers for the pool."""
     control = socket.socket(fileno=fd)
-    sys.path[:], cpus, handler, args = pickle.load(sys.stdin.buffer)
+    sys.path[:], cpus, memory, handler, args = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function that asks for input gets end of file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if cpus:
@@ -265,7 +272,7 @@ def _mother(fd):
             pid = os.fork()
             if pid == 0:
                 control.close()
-                _work(fds[0], handle)
+                _work(fds[0], handle, memory)
             os.setpgid(pid, pid)  # a worker is killed together with what it started
             os.close(fds[0])
             children.add(pid)
@@ -273,29 +280,28 @@ def _mother(fd):
         for pid in {int(message[1:])} if message[:1] == b"K" else set() if message else children - killed:
             os.killpg(pid, signal.SIGKILL)  # never another's: until we have waited for it, its pid is not used again
             killed.add(pid)
+        gone = {pid for pid in killed if os.waitpid(pid, os.WNOHANG if message else 0)[0]}
+        children, killed = children - gone, killed - gone
         if not message:
             return
-        gone = {pid for pid in killed if os.waitpid(pid, os.WNOHANG)[0]}
-        children, killed = children - gone, killed - gone
 
 
-def _work(fd, handle):
+def _work(fd, handle, memory):
     """Serve the pool at the other end of a socket until it closes it."""
-    if sys.platform == "linux":
-        _die_with_parent()
-        used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
-        resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY, used + MEMORY))
-    conn = Connection(fd)
-    with contextlib.suppress(EOFError, OSError):
+    try:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the mother, even inside C code
+            used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
+            resource.setrlimit(resource.RLIMIT_DATA, (used + memory, used + memory))
+        conn = Connection(fd)
         while True:
             for task in conn.recv():
-                for item in handle(task):
+                for item in handle(pickle.loads(task)):
                     conn.send(item)
-    os._exit(0)
-
-
-def _die_with_parent():
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 = PR_SET_PDEATHSIG
+    except (EOFError, OSError):
+        os._exit(0)  # the pool has closed its end
+    finally:
+        os._exit(1)  # nothing may escape into the mother's loop, of which this process is a copy
 
 
 # ------------------------------------------------------------------------------------------------ a jail for programs
@@ -322,7 +328,7 @@ def run_program(program, inputs, seconds=4.0, output=1 << 16, allow_unsafe_code=
     ['2\n', '42\n', None]
     """
     runs = [{"stdin": text, "extra": ""} for text in inputs]
-    done = _jail({"program": program, "runs": runs, "output": output}, seconds, _wall(allow_unsafe_code))
+    done = _jail({"program": program, "runs": runs, "output": output}, seconds, jail(allow_unsafe_code))
     return [out if status == 0 else None for status, out, _ in done]
 
 
@@ -339,7 +345,7 @@ def run_asserts(program, tests, seconds=4.0, allow_unsafe_code=False):
     secret = secrets.token_hex(16)
     job = {"program": program, "harness": inspect.getsource(_harness) + "_harness()", "output": 0,
            "runs": [{"stdin": "", "extra": json.dumps([secret, tests])}]}
-    (_, _, report), = _jail(job, seconds, _wall(allow_unsafe_code))
+    (_, _, report), = _jail(job, seconds, jail(allow_unsafe_code))
     return json.loads(report[len(secret):]) if report.startswith(secret) else [False] * len(tests)
 
 
@@ -349,7 +355,8 @@ def isolation():
     return next((make for make in (_bwrap, _unshare) if _holds(make)), None)
 
 
-def _wall(allow_unsafe_code):
+def jail(allow_unsafe_code=False):
+    """isolation(), but None only with allow_unsafe_code: otherwise raises NoIsolation."""
     make = isolation()
     if make is None and not allow_unsafe_code:
         raise NoIsolation("no isolation for the model's programs on this machine: install bubblewrap, allow Linux "
@@ -418,7 +425,8 @@ def _bwrap(command):
     # as root without a user namespace: /root/.pyenv is for root's eyes only, and root inside it would still be uid 0
     caps = [x for c in ("SETUID", "SETGID", "SETPCAP") for x in ("--cap-add", f"CAP_{c}")] if os.getuid() == 0 else []
     return ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--as-pid-1", "--new-session",
-            "--die-with-parent", "--cap-drop", "ALL", *caps, "--perms", "755", "--dir", "/dev", "--perms", "755", "--dir", "/etc", *see, *dev, "--proc", "/proc",
+            "--die-with-parent", "--cap-drop", "ALL", *caps, *(x for name in ("/dev", "/etc") for x in ("--perms", "755", "--dir", name)),
+            *see, *dev, "--proc", "/proc",
             "--perms", "1777", "--size", str(JAIL_DISK), "--tmpfs", SCRATCH, "--symlink", SCRATCH, "/tmp",
             "--remount-ro", "/", "--chdir", SCRATCH, *(_drop() if caps else []), *command]
 
@@ -525,7 +533,7 @@ def _inside():
 def _harness():
     """Runs in the jail with the program: load it, then (not before) read its tests and run them one by one."""
     import sys, types
-    from ast import Assert, Call, Compare, Eq, Load, Name, NodeTransformer, fix_missing_locations, parse
+    from ast import Call, Compare, Eq, Load, Name, NodeTransformer, fix_missing_locations, parse
     from json import dumps, loads
     from os import _exit, read, write
     # bound here, because the program may change what these names mean

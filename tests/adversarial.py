@@ -112,6 +112,8 @@ CASES = [
     *math(r"\text{east}", 0, "another word, or more words", "west", "northeast", "east or west", r"\text{not east}", "e", ""),
     *math(r"\text{(B)}", 1, "a letter of choice", "B", "(B)", r"\text{B}", r"\text{(B)}", r"\mathrm{B}"),
     *math(r"\text{(B)}", 0, "another choice, or all of them", "A", "(C)", "A, B", "ABCDE", "B or C"),
+    *math(r"5.4 \text{ cents}", 1, "a unit", r"5.4 \text{ cents}", r"5.4\text{ cents}", "5.4"),
+    *math(r"5.4 \text{ cents}", 0, "a unit is not all of it", r"54 \text{ cents}", "cents", r"5.5 \text{ cents}"),
     *math("Evelyn", 1, "a name", "Evelyn", r"\text{Evelyn}", "evelyn"),
     *math("58,500", 1, "thousands", "58500", "58,500", r"58{,}500", r"58,\!500", "58500.0"),
     *math("58,500", 0, "not its pieces", "58", "500", "5850"),
@@ -194,4 +196,19 @@ CASES = [
     *instruct("detectable_content:number_placeholders", {"num_placeholders": 2}, 0, "too few", "[name]", "[] []", "[" * 10**5),
     *instruct("detectable_format:number_highlighted_sections", {"num_highlights": 2}, 1, "highlights", "*a* and **b**"),
     *instruct("detectable_format:number_highlighted_sections", {"num_highlights": 2}, 0, "no highlights", "*a*", "****", "* *", "*" * 10**5),
+    # ---- a megabyte where a careless pattern would need hours
+    *[("instruction", text, {"instruction_id_list": [name], "kwargs": [arguments]}, 0, "a megabyte against " + name)
+      for name, arguments, texts in [
+          ("detectable_format:number_highlighted_sections", {"num_highlights": 3}, ["*" + "a" * 10**6, "* " * 500_000]),
+          ("detectable_format:title", {}, ["<<" + "a" * 10**6, "<< " * 300_000]),
+          ("detectable_format:json_format", {}, ["x" + " " * 10**6 + "x", "```" + " " * 10**6 + "x", "[" * 10**6, "{" * 10**6]),
+          ("length_constraints:number_sentences", {"num_sentences": 10**7, "relation": "at least"}, ["a" * 10**6 + ".b", "." * 10**6 + "b", "a." * 500_000, "Mr" * 500_000]),
+          ("length_constraints:number_words", {"num_words": 10**7, "relation": "at least"}, ["a-" * 500_000, "'" * 10**6, "a" * 10**6]),
+          ("length_constraints:number_paragraphs", {"num_paragraphs": 3}, [" " * 10**6 + "***", "*" * 10**6 + "a"]),
+          ("detectable_format:number_bullet_lists", {"num_bullets": 3}, ["\n" * 10**6 + "a", " " * 10**6 + "-", "-" * 10**6]),
+          ("detectable_content:number_placeholders", {"num_placeholders": 3}, ["[" * 10**6, "[" + "a" * 10**6]),
+          ("keywords:existence", {"keywords": ["a a"]}, ["a" * 10**6, "a\u00a0" * 500_000]),
+          ("language:response_language", {"language": "de"}, ["\u0301" * 10**6 + "a", "1" * 10**6]),
+      ] for text in texts],
+    *[("language", text, {"question": "Why is it so?"}, None, "a megabyte without words") for text in ("." * 10**6, "1.\n" * 300_000, "\n" * 10**6)],
 ]

@@ -54,6 +54,14 @@ def test_a_bad_row_is_named_with_its_line(tmp_path, row, says):
     assert "a.jsonl:3:" in str(e.value)  # blank lines count as lines
 
 
+def test_rows_without_an_answer_are_read_when_told_so(tmp_path):
+    row = {"question": "Write f.", "tests": ["assert f() == 1"]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    assert data.load(str(tmp_path / "a.jsonl"), answer_key="none") == [row]
+    with pytest.raises(ValueError, match="no 'answer'"):
+        data.load(str(tmp_path / "a.jsonl"))
+
+
 def test_templates(tokenizer):
     example = {"question": "Let {x} be {question}?"}
     decode = lambda template: tokenizer.decode(data.encode(example, tokenizer, template))  # noqa: E731
