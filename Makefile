@@ -10,6 +10,10 @@ demo: $(READY)
 test: $(READY)
 	.venv/bin/python -m pytest tests -q --durations=10
 
+# plant 43 faults, one at a time, and see which test notices
+mutations: $(READY)
+	.venv/bin/python tests/mutations.py
+
 setup: $(READY)
 
 $(READY): $(REQUIREMENTS)
@@ -28,4 +32,4 @@ endif
 clean:
 	rm -rf .venv
 
-.PHONY: demo test setup clean
+.PHONY: demo test mutations setup clean

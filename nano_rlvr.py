@@ -232,7 +232,8 @@ def group_advantages(rewards, baseline="group", scale="group", eps=1e-4, running
     r = rewards.nan_to_num()  # (G, n)
     count, total = known.sum(1, keepdim=True), r.sum(1, keepdim=True)  # (G, 1), (G, 1)
     group_mean, batch_mean = total / count.clamp(min=1), r.sum() / known.sum().clamp(min=1)  # (G, 1), ()
-    center = {"group": group_mean, "leave_one_out": (total - r) / (count - 1).clamp(min=1), "batch": batch_mean,
+    others = torch.where(count > 1, (total - r) / (count - 1).clamp(min=1), r)  # (G, n) the mean of the others; alone: itself
+    center = {"group": group_mean, "leave_one_out": others, "batch": batch_mean,
               "running": running, "none": 0.0}[baseline]
     deviation = {"group": (((r - group_mean) ** 2 * known).sum(1, keepdim=True) / count.clamp(min=1)).sqrt(),  # (G, 1)
                  "batch": (((r - batch_mean) ** 2 * known).sum() / known.sum().clamp(min=1)).sqrt(),  # ()
@@ -497,8 +498,6 @@ def update(engine, packs, cfg):
 
     Returns metrics over all ranks. Raises RuntimeError, before the step is taken, when vLLM sampled with other weights.
     """
-    if not packs:  # no completion got a verdict
-        return {}
     sums, worst = {}, 0.0
     for members in packs:
         batch = collate(members, device())
@@ -667,7 +666,7 @@ def table(groups, value, n):
 
 def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
     """The loop. It runs steps + 1 times, so that the last weights are evaluated like the first."""
-    running = None  # moving average of the reward, for --baseline running
+    running = math.nan  # moving average of the reward, for --baseline running
     sync_weights(engine, llm)
     for step in range(cfg.steps + 1):
         metrics = {}
@@ -683,10 +682,10 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
 
         values = table(groups, lambda r: math.nan if r.reward is None else r.reward, cfg.samples)  # (G, n) of all ranks
         lengths = table(groups, lambda r: len(r.completion), cfg.samples) if cfg.decorrelate_length else None  # (G, n)
-        mean = values.nanmean().nan_to_num().item()
-        running = mean if running is None else running
+        mean = values.nanmean().item()  # NaN when nothing got a verdict
+        running = mean if math.isnan(running) else running
         advantages = group_advantages(values, cfg.baseline, cfg.scale, cfg.eps, running, lengths)  # 3. (G, n)
-        running = 0.9 * running + 0.1 * mean
+        running = running if math.isnan(mean) else 0.9 * running + 0.1 * mean
         owner = table(groups, lambda r: rank(), cfg.samples)  # (G, n)
         for r, a in zip((r for g in groups for r in g), advantages[owner == rank()].tolist()):
             r.advantage = a
@@ -708,9 +707,8 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
             if cfg.epochs * cfg.minibatches > 1:  # the first step changes the policy that sampled: remember its log-probs
                 for packs in batches:
                     annotate(engine, packs, "old")
-            for _ in range(cfg.epochs):
-                for packs in batches:
-                    metrics |= update(engine, packs, cfg)
+            updates = [update(engine, packs, cfg) for _ in range(cfg.epochs) for packs in batches if packs]  # no packs: no verdict
+            metrics |= {name: fmean(u[name] for u in updates) for name in (updates[0] if updates else ())}
         with timed(metrics, "sync"):  # 8.
             sync_weights(engine, llm)
 

@@ -1,0 +1,465 @@
+"""The same numbers as TRL 1.16.0, from TRL's own code on the same inputs: advantages, log-probs, losses, gradients, whole runs.
+
+Only generation is replaced, by a fixed table of completions: through GRPOTrainer's own rollout_func, and for RLOOTrainer,
+which has none, in the method that calls generate(). Where we differ on purpose, the test says by what exactly.
+"""
+import os
+import random
+from contextlib import contextmanager
+from itertools import combinations, product
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, make_config
+
+import nano_rlvr as nr
+
+MAX_TOKENS = 40
+TEMPERATURE = 0.9  # not 1: a temperature that is missing on one side shows everywhere
+LOW, HIGH, DELTA, CAP = 0.2, 0.28, 1.5, 2.0  # clip_low, clip_high, delta and correction_cap where they are in use
+
+
+class Table:
+    """Fixed completions of fixed prompts, ragged, a quarter of them cut off: what TRL reads in the place of generation."""
+
+    def __init__(self, tokenizer, groups, n=4, seed=0):
+        rng, self.rollouts, self.of, self.eos = random.Random(seed), [], {}, tokenizer.eos_token_id
+        for g in range(groups):
+            text = f"<|user|>{g}" + "+1" * rng.randint(0, 9) + "<|assistant|>"
+            self.of[text] = []
+            while len(self.of[text]) < n:
+                truncated = rng.random() < 0.25
+                body = [rng.randrange(256) for _ in range(rng.randint(truncated, MAX_TOKENS - 1))]
+                if any(self.body(r.completion) == tuple(body) for r in self.of[text]):
+                    continue
+                completion = body + [self.eos] * (not truncated)
+                r = nr.Rollout(tokenizer(text)["input_ids"], completion, text, truncated, [], reward=rng.gauss(0, 1))
+                r.vllm_logps = [0.0] * len(r.completion)
+                self.of[text].append(r)
+            self.rollouts += self.of[text]
+        self.find = {(r.text, self.body(r.completion)): r for r in self.rollouts}
+        self.values = torch.tensor([r.reward for r in self.rollouts]).view(groups, n)  # (G, n)
+
+    def body(self, ids):
+        """Without the end-of-sequence token, which is also TRL's padding."""
+        return tuple(t for t in ids if t != self.eos)
+
+    def rollout_func(self, prompts, trainer):
+        """TRL's seam: the completions of a batch of prompts, each n times in a row."""
+        rows = [self.of[p][i % trainer.num_generations] for i, p in enumerate(prompts)]
+        columns = {"prompt_ids": "prompt", "completion_ids": "completion", "logprobs": "vllm_logps"}
+        return {column: [getattr(r, name) for r in rows] for column, name in columns.items()}
+
+    def reward(self, prompts, completion_ids, **columns):
+        return [self.find[p, self.body(c)].reward for p, c in zip(prompts, completion_ids)]
+
+    def members(self, tokenizer, inputs):
+        """Which rollouts are in one of TRL's padded micro-batches."""
+        prompts = [tokenizer.decode(row[mask.bool()]) for row, mask in zip(inputs["prompt_ids"], inputs["prompt_mask"])]
+        return [self.find[p, self.body(c)] for p, c in zip(prompts, inputs["completion_ids"].tolist())]
+
+
+@contextmanager
+def alone():
+    """One plain process: told of our process group (group, in conftest), accelerate would set up distributed training."""
+    kept = {k: os.environ.pop(k) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k in os.environ}
+    yield
+    os.environ.update(kept)
+
+
+@pytest.fixture(scope="module")
+def table(tokenizer):
+    return Table(tokenizer, groups=4)
+
+
+def make_trainer(folder, tokenizer, table, algo="GRPO", **options):
+    """A real trainer of TRL on the bundled model; `options` are its configuration's."""
+    import trl
+    from datasets import Dataset
+    common = dict(
+        use_cpu=True, bf16=False, model_init_kwargs={"dtype": "float32"}, gradient_checkpointing=False, optim="adamw_torch",
+        report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True, shuffle_dataset=False, num_generations=4,
+        per_device_train_batch_size=len(table.of) * 4, max_completion_length=MAX_TOKENS, temperature=TEMPERATURE)
+    seam = {"rollout_func": table.rollout_func} if algo == "GRPO" else {}
+    with alone():
+        args = getattr(trl, f"{algo}Config")(str(folder), **common | options)
+        trainer = getattr(trl, f"{algo}Trainer")(
+            model=str(ROOT / "models/tiny"), reward_funcs=table.reward, args=args, processing_class=tokenizer,
+            train_dataset=Dataset.from_dict({"prompt": list(table.of)}), **seam)
+    if algo == "RLOO":
+        completions = {tuple(rows[0].prompt): rows for rows in table.of.values()}
+        trainer._generate_single_turn = lambda prompt_ids, *_: [completions[tuple(p)][i % 4].completion for i, p in enumerate(prompt_ids)]
+    trainer.model.train()
+    return trainer
+
+
+def batch_of(table, n=4):
+    return [{"prompt": text} for text in table.of for _ in range(n)]
+
+
+# ---- 1. advantages
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory, tokenizer, table):
+    return make_trainer(tmp_path_factory.mktemp("grpo"), tokenizer, table, beta=0.04, use_bias_correction_kl=False)
+
+
+@pytest.mark.parametrize("scale, count", [("group", 4), ("batch", 16), ("none", None)])
+def test_advantages_equal_trls_after_the_stated_factor(trainer, table, scale, count):
+    """TRL divides by s + 1e-4 with s the deviation with count - 1, ours is s * c with c = sqrt((count - 1) / count): TRL's
+    advantage is c * (r - mean) / (c * s + c * 1e-4), which is c times ours when our eps is c * 1e-4."""
+    trainer.scale_rewards = scale
+    trls = trainer._generate_and_score_completions(batch_of(table))["advantages"].view(4, 4)
+    c = ((count - 1) / count) ** 0.5 if count else 1.0
+    torch.testing.assert_close(trls, c * nr.group_advantages(table.values, scale=scale, eps=c * 1e-4), rtol=1e-5, atol=1e-6)
+    if count:
+        assert not torch.allclose(trls, nr.group_advantages(table.values, scale=scale), rtol=0.03)
+
+
+@pytest.fixture
+def gaps(table):
+    """Completions without a verdict: none, one, two and three of a group."""
+    lost = [table.rollouts[i] for i in (4, 9, 10, 12, 13, 15)]
+    kept = [r.reward for r in lost]
+    for r in lost:
+        r.reward = None
+    yield torch.tensor([float("nan") if r.reward is None else r.reward for r in table.rollouts]).view(4, 4)
+    for r, reward in zip(lost, kept):
+        r.reward = reward
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_no_verdict_is_left_out_as_in_trl(trainer, table, gaps, scale):
+    """The same factor, with the count of the verdicts that are there. A single one has no deviation: advantage 0 on both sides."""
+    trainer.scale_rewards = scale
+    trls = trainer._generate_and_score_completions(batch_of(table))["advantages"].view(4, 4)
+    for i, count in enumerate([4, 3, 2, 1]):
+        c = {"group": (count - 1) / count, "batch": 9 / 10, "none": 1.0}[scale] ** 0.5 or 1.0
+        ours = c * nr.group_advantages(gaps, scale=scale, eps=c * 1e-4)
+        torch.testing.assert_close(trls[i], ours[i], rtol=1e-5, atol=1e-6)
+    assert trls[3].eq(0).all() and trls[gaps.isnan()].eq(0).all()
+
+
+def test_leave_one_out_advantages_equal_rloo_trainers(tmp_path, tokenizer, table, gaps):
+    rloo = make_trainer(tmp_path, tokenizer, table, "RLOO", beta=0.0)
+    trls = rloo._generate_and_score_completions(batch_of(table))["advantages"].view(4, 4)
+    ours = nr.group_advantages(gaps, "leave_one_out", "none")
+    torch.testing.assert_close(trls, ours, rtol=1e-5, atol=1e-6)
+    assert ours[3].eq(0).all()  # a lone verdict has nobody to be compared with
+
+
+# ---- 2. log-probs and entropy
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.7])
+def test_log_probs_and_entropy_equal_trls_on_padded_batches(tmp_path, tokenizer, table, temperature):
+    trainer = make_trainer(tmp_path, tokenizer, table, temperature=temperature)
+    inputs = trainer._generate_and_score_completions(batch_of(table))
+    mask = inputs["completion_mask"].bool()  # (N, C)
+    assert not mask.all() and not inputs["prompt_mask"].bool().all()  # padded on both sides
+    ids, attention = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))  # (N, P+C)
+    with torch.no_grad():
+        logp, entropy, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, attention, mask.shape[1], compute_entropy=True)
+        ours = nr.TokenLogps(nr.load_model(make_config()), temperature, chunk=50)(nr.collate(table.rollouts))
+    torch.testing.assert_close(ours[0], logp[mask], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours[1], entropy[mask], rtol=1e-5, atol=1e-5)
+
+
+# ---- 3. loss and the gradient of every parameter
+
+AXES = {  # of the grid; clip_low is never clip_high
+    "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"],
+    "level": ["token", "sequence"],
+    "beta": [0.0, 0.04],
+    "policy": ["on", "off"],
+    "delta": [None, DELTA],
+    "correction": ["none", "token_truncate", "token_mask"],
+    "masked": [False, True],
+    "micro": [1, 4],
+}
+OURS = {  # TRL's loss_type -> our axes
+    "grpo": dict(aggregate="sequence"), "bnpo": dict(aggregate="token"), "dr_grpo": dict(aggregate="constant"),
+    "dapo": dict(aggregate="token"), "cispo": dict(aggregate="token", gate="detach"), "sapo": dict(aggregate="sequence", gate="soft"),
+}
+
+
+def covering(axes, strength):
+    """Cases such that any values of any `strength` axes occur together in one of them; greedy, always the same."""
+    cases = [tuple(enumerate(case)) for case in product(*axes.values())]
+    together = {case: set(combinations(case, strength)) for case in cases}
+    missing = set().union(*together.values())
+    while missing:
+        best = max(cases, key=lambda case: len(together[case] & missing))
+        missing -= together[best]
+        yield {name: value for name, (_, value) in zip(axes, best)}
+
+
+def moved(parameters, seed, size=0.05):
+    """Weights some way off, so that a policy, its past and its reference are three different models."""
+    noise = torch.Generator().manual_seed(seed)
+    return [p.detach() + size * p.std() * torch.randn(p.shape, generator=noise) for p in parameters]
+
+
+def put(model, weights):
+    for p, w in zip(model.parameters(), weights, strict=True):
+        p.data.copy_(w)
+
+
+@pytest.fixture(scope="module")
+def setup(trainer, tokenizer, table):
+    """Policy, the policy that sampled and the reference: three sets of weights, and the log-probs under the latter two."""
+    policy, past, reference = (nr.TokenLogps(nr.load_model(make_config()), TEMPERATURE) for _ in range(3))
+    assert [n for n, _ in policy.model.named_parameters()] == [n for n, _ in trainer.model.named_parameters()]
+    start = [p.detach().clone() for p in policy.parameters()]
+    weights = {"now": moved(start, 3), "old": start, "ref": moved(start, 2)}
+    put(reference, weights["ref"])
+    put(trainer.ref_model, weights["ref"])
+    nr.annotate(past, [table.rollouts], "old")
+    nr.annotate(reference, [table.rollouts], "ref")
+    noise = torch.Generator().manual_seed(4)
+    for r, advantage in zip(table.rollouts, nr.group_advantages(table.values, scale="none").flatten().tolist()):
+        r.advantage = advantage
+        r.vllm_logps = (r.old + 0.7 * torch.randn(len(r.old), generator=noise)).tolist()  # vLLM's numerics, much exaggerated
+    return SimpleNamespace(trainer=trainer, tokenizer=tokenizer, table=table, policy=policy, weights=weights,
+                           old={id(r): r.old for r in table.rollouts}, ref={id(r): r.ref for r in table.rollouts})
+
+
+def trls_gradient(s, loss_type, level, beta, policy, delta, correction, masked, micro, bias_correction=False, steps=1):
+    """-> loss, gradients, and which rollouts were in which micro-batch, of the first of `steps` optimizer steps on the batch.
+    Everything from generation on is TRL's."""
+    t = s.trainer
+    t.loss_type, t.importance_sampling_level, t.beta, t.args.delta, t.scale_rewards = loss_type, level, beta, delta, "none"
+    t.epsilon_low, t.epsilon_high = LOW, HIGH + (loss_type == "cispo")  # cispo clamps at epsilon_high itself, ours at 1 + clip_high
+    t.use_vllm, t.vllm_importance_sampling_mode, t.vllm_importance_sampling_clip_max = correction != "none", correction, CAP
+    t._last_loaded_step = t.state.global_step  # "vLLM has these weights": nothing to sync
+    t.mask_truncated_completions, t.args.use_bias_correction_kl = masked, bias_correction
+    t.num_iterations = {"on": 1, "off": 2}[policy]  # two optimizer steps a batch: then TRL takes the old log-probs
+    t.args.gradient_accumulation_steps = t.current_gradient_accumulation_steps = micro
+    t.args.steps_per_generation = micro * steps
+    t._buffered_inputs, batches, total = None, [], 0.0
+    put(t.model, s.weights["now" if policy == "on" else "old"])  # the policy that samples
+    t.model.zero_grad()
+    torch.manual_seed(0)  # of TRL's shuffle before it cuts the batch
+    for t._step in range(micro):
+        inputs = t._prepare_inputs(batch_of(s.table))
+        put(t.model, s.weights["now"])
+        loss = t._compute_loss(t.model, inputs)
+        loss.backward()
+        total += loss.item()
+        batches.append(s.table.members(s.tokenizer, inputs))
+    t._step = 0
+    return total, [p.grad.clone() for p in t.model.parameters()], batches
+
+
+def our_gradient(s, batches, loss_type, level, beta, policy, delta, correction, masked, micro, means=False):
+    """-> loss, gradients. means: a mean over micro-batches of each one's own mean, instead of the mean over the batch."""
+    cfg = make_config(ratio=level, kl_coef=beta, clip_low=LOW, clip_high=HIGH, delta=delta or 0.0, correction=correction,
+                      correction_cap=CAP, mask_truncated=masked, max_tokens=MAX_TOKENS, **OURS[loss_type])
+    for r in s.table.rollouts:
+        r.old, r.ref = s.old[id(r)] if policy == "off" else None, s.ref[id(r)] if beta else None
+    parts = batches if means else [s.table.rollouts]
+    used = [nr.weigh(part, cfg) for part in parts]
+    packs = [p for part in used for p in nr.pack(part, 10**6 if micro == 1 else 100)]
+    assert len(packs) >= micro
+    put(s.policy, s.weights["now"])
+    s.policy.zero_grad()
+    total = 0.0
+    for members in packs:
+        batch = nr.collate(members)
+        loss, _ = nr.policy_loss(s.policy(batch)[0], batch.old, batch.ref, batch, cfg)
+        (loss / len(parts)).backward()
+        total += loss.item() / len(parts)
+    return total, [p.grad.clone() for p in s.policy.parameters()]
+
+
+def distance(ours, trls):
+    """Norm of the difference as a share of the norm, over all parameters and for the worst one."""
+    gap, size = ([x.norm().item() for x in xs] for xs in ([a - b for a, b in zip(ours, trls)], trls))
+    return sum(x * x for x in gap) ** 0.5 / sum(x * x for x in size) ** 0.5, max(x / y for x, y in zip(gap, size))
+
+
+@pytest.mark.parametrize("case", list(covering(AXES, 3)), ids=lambda case: "-".join(str(v) for v in case.values()))
+def test_loss_and_gradients_equal_trls(setup, case):
+    """bnpo in several micro-batches is the one exception: TRL takes the mean of each over its own tokens, then the mean of
+    those, so there we average the same way (the test below says what that does)."""
+    loss, gradients, batches = trls_gradient(setup, **case)
+    total, ours = our_gradient(setup, batches, **case, means=case["loss_type"] == "bnpo")
+    whole, worst = distance(ours, gradients)
+    assert abs(total - loss) < 1e-5 * max(abs(loss), sum(abs(r.advantage) for r in setup.table.rollouts) / 16)
+    assert whole < 1e-5 and worst < 2e-5
+
+
+def test_the_grid_meets_every_branch(setup):
+    """What the cases above compare is only as good as the tokens in them: each side of each bound is there, for both signs."""
+    put(setup.policy, setup.weights["now"])
+    batch = nr.collate(setup.table.rollouts)
+    with torch.no_grad():
+        gap = setup.policy(batch)[0] - batch.old  # (R,)
+    for cfg, enough in ((make_config(), 10), (make_config(ratio="sequence"), 5)):
+        ratio = (gap if cfg.ratio == "token" else nr.sequence_mean(gap, batch)).exp()  # (R,)
+        for sign in (batch.advantage > 0, batch.advantage < 0):
+            for inside in (ratio < 1 - LOW, ratio > 1 + HIGH, (ratio > 1 - LOW) & (ratio < 1)):
+                assert (sign & inside).sum() >= enough
+    assert ((batch.advantage < 0) & (gap.exp() > DELTA)).sum() >= 10
+    importance = (batch.old - batch.vllm).exp()  # (R,)
+    assert 10 <= (importance > CAP).sum() <= len(gap) / 2
+    assert sum(r.truncated for r in setup.table.rollouts) >= 3 and len({len(r.completion) for r in setup.table.rollouts}) >= 10
+
+
+PLAIN = dict(loss_type="grpo", level="token", beta=0.0, policy="off", delta=None, correction="none", masked=False, micro=1)
+
+
+def test_bnpo_in_several_micro_batches_is_a_mean_of_means_in_trl(setup):
+    """TRL's bnpo divides each micro-batch by its own tokens, so a token in a short micro-batch counts more, and the result
+    depends on how the batch was cut. Ours divides by the tokens of the batch, which is what TRL calls dapo."""
+    case = PLAIN | {"loss_type": "bnpo", "micro": 4}
+    _, trls, batches = trls_gradient(setup, **case)
+    tokens = [sum(len(r.completion) for r in part) for part in batches]
+    assert max(tokens) > 1.2 * min(tokens)
+    assert distance(our_gradient(setup, batches, **case, means=True)[1], trls)[0] < 1e-5
+    assert distance(our_gradient(setup, batches, **case)[1], trls)[0] > 0.05
+    for same in (case | {"loss_type": "dapo"}, case | {"micro": 1}):  # dapo in any number, bnpo in one: the mean over the batch
+        assert distance(our_gradient(setup, batches, **case)[1], trls_gradient(setup, **same)[1])[0] < 1e-5
+
+
+def test_dapo_in_several_optimizer_steps_divides_by_the_mean_tokens_of_a_step_in_trl(setup):
+    """TRL counts the tokens of the rollout batch once and gives each optimizer step an equal share; ours counts those of the step,
+    so that its weights add up to 1. With one step a batch the two are the same."""
+    case = PLAIN | {"loss_type": "dapo", "micro": 1}
+    _, trls, batches = trls_gradient(setup, **case, steps=4)
+    members, cfg = [r for part in batches for r in part], make_config(aggregate="token")
+    everyone, setup.table.rollouts = setup.table.rollouts, members
+    ours = our_gradient(setup, batches, **case)[1]
+    setup.table.rollouts = everyone
+    assert sum(r.weight * len(r.completion) for r in nr.weigh(members, cfg)) == pytest.approx(1)
+    tokens, total = (sum(len(r.completion) for r in rollouts) for rollouts in (members, everyone))
+    factor = tokens / (total / 4)
+    assert len(members) == 4 and abs(factor - 1) > 0.1
+    assert distance([factor * g for g in ours], trls)[0] < 1e-5
+
+
+def test_a_completion_without_verdict_stays_in_trls_denominator(setup, gaps):
+    """Its advantage is 0 on both sides. TRL still counts it as a sequence, ours leaves it out: 10 verdicts of 16."""
+    _, trls, batches = trls_gradient(setup, **PLAIN)
+    kept = [r.advantage for r in setup.table.rollouts]
+    for r, advantage in zip(setup.table.rollouts, nr.group_advantages(gaps, scale="none").flatten().tolist()):
+        r.advantage = advantage
+    ours = our_gradient(setup, batches, **PLAIN)[1]
+    for r, advantage in zip(setup.table.rollouts, kept):
+        r.advantage = advantage
+    assert distance([g * 10 / 16 for g in ours], trls)[0] < 1e-5
+
+
+def test_cispo_bounds_at_1_plus_clip_high_where_trl_bounds_at_epsilon_high(setup):
+    case = PLAIN | {"loss_type": "cispo"}
+    _, trls, batches = trls_gradient(setup, **case)  # epsilon_high = 1.28
+    assert distance(our_gradient(setup, batches, **case)[1], trls)[0] < 1e-5  # clip_high = 0.28
+    batch = nr.collate(setup.table.rollouts)
+    gap = setup.policy(batch)[0] - batch.old
+    assert (gap.exp() > 1 + HIGH).sum() >= 10
+
+
+def test_trls_default_kl_is_ours_times_the_ratio(setup):
+    """use_bias_correction_kl (on by default in TRL 1.16, from DeepSeek-V3.2) weighs k3 by the token's ratio; ours is GRPO's as in
+    the paper. On-policy the ratio is 1, but it has a gradient: the two differ there too, by k3 times that of the log-prob."""
+    for policy in ("off", "on"):
+        case = PLAIN | {"beta": 0.04, "policy": policy}
+        loss, trls, batches = trls_gradient(setup, **case, bias_correction=True)
+        total, ours = our_gradient(setup, batches, **case)
+        assert distance(ours, trls)[0] > 0.01
+        batch = nr.collate(setup.table.rollouts)
+        logp = setup.policy(batch)[0]
+        ratio = (logp - (logp.detach() if batch.old is None else batch.old)).exp()
+        extra = 0.04 * (batch.weight * (ratio - 1) * nr.k3(logp, batch.ref)).sum()
+        extra.backward()  # onto the gradients that our_gradient left
+        assert total + extra.item() == pytest.approx(loss, rel=1e-4)
+        assert distance([p.grad for p in setup.policy.parameters()], trls)[0] < 1e-5
+
+
+# ---- 4. whole runs
+
+STEPS, PARTS = 10, 2  # optimizer steps; micro-batches of each
+
+
+def run_trl(folder, tokenizer, table, algo, **options):
+    """TRL's train() for 10 optimizer steps -> final weights, start weights, and the rollouts of each optimizer step."""
+    trainer, seen = make_trainer(folder, tokenizer, table, algo, max_steps=STEPS, gradient_accumulation_steps=PARTS, **options), []
+    compute = trainer._compute_loss
+    trainer._compute_loss = lambda model, inputs: (seen.append(inputs), compute(model, inputs))[1]  # only looks
+    start = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert trainer.state.global_step == STEPS and len(seen) == STEPS * PARTS
+    order = [[r for inputs in seen[i:i + PARTS] for r in table.members(tokenizer, inputs)] for i in range(0, len(seen), PARTS)]
+    return [p.detach() for p in trainer.model.parameters()], start, order
+
+
+def run_ours(table, order, per_batch, factor, cfg):
+    """The same 10 optimizer steps through DeepSpeed ZeRO-2; a rollout batch lasts `per_batch` of them. -> weights, metrics.
+
+    The learning rate falls with every optimizer step here, as in TRL; train() moves it once a rollout batch."""
+    engine, reference, log = nr.make_policy(cfg), nr.make_reference(cfg), []
+    values = factor * nr.group_advantages(table.values, cfg.baseline, cfg.scale, factor * cfg.eps)  # TRL's n - 1, see 1.
+    for r, advantage in zip(table.rollouts, values.flatten().tolist()):
+        r.advantage, r.old, r.ref = advantage, None, None
+    for i, members in enumerate(order):
+        packs = nr.pack(nr.weigh(members, cfg), cfg.pack_tokens)
+        if per_batch > 1 and i % per_batch == 0:
+            nr.annotate(engine, order[i:i + per_batch], "old")
+        if reference:
+            nr.annotate(reference, packs, "ref")
+        for parameters in engine.optimizer.param_groups:
+            parameters["lr"] = nr.lr_at(i, cfg)
+        log.append(nr.update(engine, packs, cfg))
+    return [w.clone() for name, w in nr.named_weights(engine) if name != "lm_head.weight"], log
+
+
+def flat(weights):
+    return torch.cat([w.flatten() for w in weights])
+
+
+RUNS = {  # name -> algorithm, optimizer steps a rollout batch, max_grad_norm, TRL's options, ours
+    "grpo": ("GRPO", 1, 10.0, dict(beta=0.04), dict(kl_coef=0.04)),
+    "dr_grpo": ("GRPO", 1, 6.0, dict(loss_type="dr_grpo", scale_rewards="none"), dict(aggregate="constant", scale="none")),
+    "dapo, two epochs": ("GRPO", 2, 10.0, dict(loss_type="dapo", num_iterations=2, epsilon_high=HIGH),
+                         dict(aggregate="token", clip_high=HIGH)),
+    "gspo, two minibatches": ("GRPO", 2, 10.0, dict(steps_per_generation=4, importance_sampling_level="sequence"), dict(ratio="sequence")),
+    "rloo": ("RLOO", 1, 250.0, {}, nr.ALGOS["rloo"]),
+    "rloo, two epochs": ("RLOO", 2, 250.0, dict(num_iterations=2), nr.ALGOS["rloo"]),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_ten_steps_end_at_trls_weights(group, tmp_path, tokenizer, name):
+    """AdamW, gradient clipping and linear decay on both sides. Adam divides a gradient by its own size: where a weight's
+    gradient is all rounding (1e-8 of its neighbours'), so is its step, up to lr. A few hundred of 822,272 weights are such; they
+    hold nearly all of the difference, so the rest is also held to 1e-5 of the way the run went, not only of the weights' size."""
+    algo, per_batch, limit, theirs, ours = RUNS[name]
+    table = Table(tokenizer, groups=4 * STEPS // per_batch, seed=1)
+    if algo == "GRPO":
+        theirs = dict(loss_type="grpo", use_bias_correction_kl=False) | theirs
+    size = 8 if theirs.get("steps_per_generation") is None else 4
+    common = dict(learning_rate=1e-4, lr_scheduler_type="linear", max_grad_norm=limit, per_device_train_batch_size=size)
+    trls, start, order = run_trl(tmp_path, tokenizer, table, algo, **common, **({"beta": 0.0} | theirs))
+    for i in range(0, STEPS, per_batch):  # TRL took the table's batches in their order, however it cut them
+        wanted = table.rollouts[i // per_batch * 16:][:16]
+        assert sorted(map(id, wanted)) == sorted({id(r) for part in order[i:i + per_batch] for r in part})
+
+    cfg = make_config(**dict(lr=1e-4, lr_end=0.0, steps=STEPS, max_grad_norm=limit, kl_coef=0.0, correction="none", mismatch_bound=1e9,
+                             temperature=TEMPERATURE, max_tokens=MAX_TOKENS, pack_tokens=150) | ours)
+    factor = (3 / 4) ** 0.5 if cfg.scale == "group" else 1.0
+    weights, log = run_ours(table, order, per_batch, factor, cfg)
+    norms = [m["grad_norm"] for m in log]
+    assert min(norms) < limit < max(norms)  # clipped in some steps and not in others
+    if per_batch > 1:
+        assert log[1]["clipped"] > 0  # the second step is off-policy, far enough to meet the bounds
+
+    gap, way = flat(trls) - flat(weights), (flat(trls) - flat(start)).norm()
+    most = gap.abs().sort().values[:-len(gap) // 1000].norm()  # 999 weights in 1000
+    print(f"MEASURED {name}: {gap.norm() / flat(trls).norm():.2g} of the weights, {gap.norm() / way:.2g} and {most / way:.2g} of the way")
+    assert gap.norm() < 1e-6 * flat(trls).norm() and gap.norm() < 2e-4 * way and most < 1e-5 * way
+
+    if name == "grpo":  # the difference between n and n - 1 would show
+        other, _ = run_ours(table, order, per_batch, 1.0, cfg)
+        assert (flat(other) - flat(trls)).norm() > 1e-2 * way
