@@ -13,7 +13,7 @@ def read(folder):
 
 
 def draw(folders, out, labels=None):
-    """Two panels, a line a run: accuracy (held-out, greedy; thin: reward of the training samples) and completion length."""
+    """Two panels, a line a run: held-out greedy accuracy (thin: reward of the training samples) and completion length."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -27,7 +27,7 @@ def draw(folders, out, labels=None):
         top.plot(x, [m["eval/accuracy"] for m in evals], "o-", color=f"C{i}", ms=4, label=label)
         top.fill_between(x, [m["eval/low"] for m in evals], [m["eval/high"] for m in evals], color=f"C{i}", alpha=0.15, lw=0)
         right.plot([m["step"] for m in steps], [m["completion/length"] for m in steps], color=f"C{i}", label=label)
-    top.set(xlabel="step", ylabel="held-out accuracy (dots), training reward (thin)", ylim=(-0.02, None))
+    top.set(xlabel="step", ylabel="accuracy (thin: training reward)", ylim=(-0.02, None))
     right.set(xlabel="step", ylabel="tokens a completion", ylim=(0, None))
     for axis in (top, right):
         axis.grid(alpha=0.3)
