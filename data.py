@@ -5,7 +5,7 @@
 
 An example is a dict: `question` (str), `answer` (str) and whatever other columns its source has; every column reaches
 the reward functions. Nothing here keeps state: examples are a function of (source, split, seed), and the batch of a
-step is a function of (examples, step, seed, rank), so that a resumed run sees the data it would have seen.
+step is a function of (examples, step, seed, rank), whatever came before.
 """
 import csv
 import functools
@@ -120,7 +120,7 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
     source: a name in TASKS, a path (.jsonl .json .csv .parquet) or a hub set ("org/name" or "org/name:config").
     size: number of examples, 0 = all (a generated task: 8192). Files have no split of their own: `split` is ignored.
     answer_key "none": the rows have no answer, their reward reads other columns (code, instruction, judge).
-    Returns a list of dicts with at least `question` and `answer` as strings.
+    Returns a list of dicts with at least `question` and (but for "none") `answer` as strings.
     Raises ValueError or FileNotFoundError with one line that names the file, the line and the key.
     """
     task = TASKS.get(source, {})
@@ -146,7 +146,7 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
             question_key = question_key or next((k for k in QUESTION_KEYS if k in row), QUESTION_KEYS[0])
             answer_key = answer_key or next((k for k in ANSWER_KEYS if k in row), ANSWER_KEYS[0])
         for key, flag in ((question_key, "--question_key"), (answer_key, "--answer_key")):
-            if key != "none" and (row.get(key) is None or row[key] == ""):
+            if (flag, key) != ("--answer_key", "none") and (row.get(key) is None or row[key] == ""):
                 raise ValueError(f"{place}: no '{key}' (it has {', '.join(map(str, row))}); {flag} names another column")
         if not isinstance(row[question_key], str):
             raise ValueError(f"{place}: '{question_key}' must be text, this is {type(row[question_key]).__name__}")

@@ -14,7 +14,7 @@ One step of the loop, in the order of this file:
     5. log-probs   one forward pass gives log pi(token) of each completion token, never all T x V logits at once
     6. loss        clipped policy gradient per token + kl_coef * k3 KL to the frozen model we started from
     7. update      DeepSpeed ZeRO: backward per pack, one AdamW step
-    8. sync        the new weights go into vLLM in place; the next step's log-probs prove that they arrived
+    8. sync        the new weights go into vLLM in place; the next step's log-probs show whether they arrived
 
 What a textbook PPO has and this has not: a critic, GAE, padding, per-micro-batch means. Averages are taken by a weight
 on each token that is computed from counts over the whole batch, so that the gradient is the same for any packing,
@@ -47,7 +47,7 @@ import rewards
 from tools.preflight import check, find_model, prepare
 from tools.ranks import all_gather, all_sum, device, launch, rank, world
 from tools.runlog import Log, summary, timed
-from tools.stats import pass_at_k, wilson
+from tools.stats import flat, pass_at_k, wilson
 
 # ---------------------------------------------------------------------------------------------------------- config
 
@@ -69,19 +69,19 @@ class Config:
     judge_url: str = "http://localhost:8000/v1"  # --rewards judge: an OpenAI-compatible endpoint ...
     judge_model: str = ""  # ... and the model that judges there
     # rollout
-    steps: int = 200  # optimizer steps (rollout batches)
+    steps: int = 200  # rollout batches; each gives epochs * minibatches optimizer steps
     prompts: int = 64  # G: prompts a step, over all ranks
     samples: int = 8  # n: completions a prompt
     temperature: float = 1.0  # of sampling; the trainer's log-probs are taken at the same temperature
     top_p: float = 1.0  # below 1 biases the importance ratio: only with --correction none and --temperature 1
-    top_k: int = 0  # the same; 0 = off
+    top_k: int = 0  # sample from the k likeliest tokens, under the conditions of top_p; 0 = off
     max_prompt: int = 1024  # tokens; longer prompts are left out and counted
     max_tokens: int = 3000  # tokens of a completion; one that reaches it is "truncated"
-    # algorithm: four axes and their numbers
+    # algorithm: five axes and their numbers
     baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = "group"  # the mean that is subtracted from a reward
-    scale: Literal["group", "batch", "none"] = "group"  # whose standard deviation divides it
+    scale: Literal["group", "batch", "none"] = "group"  # divide the advantage by the standard deviation of the group, of the batch, or not
     ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old of a token, or its sequence's geometric mean or product
-    gate: Literal["clip", "detach", "soft"] = "clip"  # how it bounds a token: PPO's clip, CISPO's detached weight, SAPO's sigmoid
+    gate: Literal["clip", "detach", "soft"] = "clip"  # how the ratio enters the loss: PPO's clip, CISPO's detached weight, SAPO's sigmoid
     aggregate: Literal["sequence", "token", "constant"] = "sequence"  # mean over: each sequence, all tokens, N*max_tokens
     clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low ...
     clip_high: float = 0.2  # ... and 1 + clip_high
@@ -90,20 +90,20 @@ class Config:
     ref_reset_every: int = 0  # steps after which the policy becomes the new reference; 0 = never
     eps: float = 1e-4  # added to the standard deviation
     decorrelate_length: bool = False  # take from a group's advantages their projection on completion length
-    correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"  # for vLLM's and the trainer's numerics
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"  # importance weight for vLLM's numerics
     correction_cap: float = 2.0  # largest importance weight pi_trainer / pi_vllm
     drop_flat_groups: bool = False  # no update from groups whose rewards are all the same
-    resample: int = 0  # with it: draw new prompts up to this many times until G groups differ (dynamic sampling)
+    resample: int = 0  # with drop_flat_groups: draw new prompts up to this many times until G groups differ
     mask_truncated: bool = False  # truncated completions count in the group but do not push
-    overlong_buffer: float = 0.0  # share of max_tokens over whose last part the reward falls by up to 1; 0 = off
+    overlong_buffer: float = 0.0  # share of max_tokens at whose end the reward falls by up to 1 (DAPO's overlong penalty); 0 = off
     epochs: int = 1  # passes over a rollout batch
     minibatches: int = 1  # optimizer steps a pass; more than one step a batch needs log-probs of the old policy
     # optimizer
     lr: float = 1e-6  # AdamW's learning rate
-    lr_end: float = 1.0  # share of lr that is left at the last step (linear decay)
-    warmup: int = 0  # steps of linear warm-up
+    lr_end: float = 1.0  # linear decay reaches this share of lr right after the last step
+    warmup: int = 0  # rollout batches of linear warm-up
     beta2: float = 0.999  # AdamW's second beta (the first is 0.9)
-    weight_decay: float = 0.0  # AdamW's
+    weight_decay: float = 0.0  # AdamW's weight decay
     max_grad_norm: float = 1.0  # the gradient's norm is clipped to this
     # engines
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of compute: bfloat16 on CUDA with fp32 master weights, else float32
@@ -117,11 +117,11 @@ class Config:
     eval_every: int = 20  # steps; also before the first and after the last update
     eval_size: int = 512  # held-out examples, 0 = all
     eval_n: int = 0  # also draw this many samples an example: mean@n, pass@k, maj@n
-    name: str = ""  # of the run ("" = model-task-algo-time); its files are in <out>/<name>/
+    name: str = ""  # name of the run ("" = model-task-algo-time); its files are in <out>/<name>/
     out: str = "runs"  # folder of the runs
     keep_rollouts: int = 64  # rollouts a step and rank written to rollouts.jsonl, whole groups
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
-    seed: int = 0  # of data order, sampling and everything else
+    seed: int = 0  # seed of data order, sampling and everything else
 
 
 # name -> its difference from Config's defaults, which are GRPO's
@@ -156,7 +156,8 @@ def parse_config(argv=None):
     algo, model = given.get("--algo", Config.algo), given.get("--model", Config.model).rstrip("/")
     if algo not in ALGOS:
         raise ValueError(f"--algo {algo}: choose one of {', '.join(ALGOS)}")
-    defaults = dataclasses.replace(Config(), **{"algo": algo, "model": model} | MODELS.get(model, {}) | ALGOS[algo])
+    row = next((row for name, row in MODELS.items() if os.path.realpath(find_model(name)) == os.path.realpath(find_model(model))), {})
+    defaults = dataclasses.replace(Config(), **{"algo": algo, "model": model} | row | ALGOS[algo])
     cfg = tyro.cli(Config, args=argv, default=defaults, use_underscores=True, description=__doc__.split("\n\n")[0])
     return check(dataclasses.replace(cfg, model=find_model(cfg.model)))
 
@@ -214,6 +215,31 @@ def score(rollouts, examples, verifier, step=0):
     return counts
 
 
+def experience(cfg, llm, train_set, verifier, step, metrics):
+    """1. and 2.: this rank's share of the step's groups, sampled and scored. -> groups to train on, all groups drawn.
+
+    With drop_flat_groups, groups whose rewards are all the same are left out; with resample, new prompts are drawn until every
+    rank has its share (DAPO's dynamic sampling). The data of a draw is a function of (step, draw), whatever came before.
+    """
+    share, groups, drawn = cfg.prompts // world(), [], []
+    for draw in range(1 + cfg.resample):
+        examples = data.batch_at(train_set, step * (1 + cfg.resample) + draw, cfg.prompts, cfg.seed, rank(), world())
+        seeds = [request_seed(cfg.seed, step, draw, rank() * share + i) for i in range(share)]
+        with timed(metrics, "rollout"):
+            rollouts = rollout(llm, [e["prompt_ids"] for e in examples], cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
+                               top_p=cfg.top_p, top_k=cfg.top_k)
+        with timed(metrics, "reward"):
+            for name, count in score(rollouts, examples, verifier, step).items():
+                metrics[name] = metrics.get(name, 0) + count
+        new = [rollouts[i:i + cfg.samples] for i in range(0, len(rollouts), cfg.samples)]
+        drawn += new
+        groups += [g for g in new if not (cfg.drop_flat_groups and flat(g))]
+        if min(all_gather([len(groups)])) >= share:
+            break
+    metrics["draws"] = draw + 1
+    return groups[:share], drawn
+
+
 # ------------------------------------------------------------------------------------------------------- 3. advantage
 
 
@@ -237,30 +263,12 @@ def group_advantages(rewards, baseline="group", scale="group", eps=1e-4, running
               "running": running, "none": 0.0}[baseline]
     deviation = {"group": (((r - group_mean) ** 2 * known).sum(1, keepdim=True) / count.clamp(min=1)).sqrt(),  # (G, 1)
                  "batch": (((r - batch_mean) ** 2 * known).sum() / known.sum().clamp(min=1)).sqrt(),  # ()
-                 "none": 1.0 - eps}[scale]
+                 "none": 1.0 - eps}[scale]  # so that deviation + eps is 1
     advantage = ((r - center) / (deviation + eps)).masked_fill(~known, 0.0)  # (G, n)
     if lengths is not None:
         x = ((lengths - (lengths * known).sum(1, keepdim=True) / count.clamp(min=1)) * known).to(r)  # (G, n) centred
         advantage = advantage - x * (advantage * x).sum(1, keepdim=True) / (x * x).sum(1, keepdim=True).clamp(min=eps)  # (G, n)
     return advantage
-
-
-def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
-    """(N,) completion lengths -> (N,) weight of each token of a sequence, such that sum(weight * token loss) is the mean.
-
-    `sequences` and `tokens` are the counts over all ranks (default: of `lengths`); a length of 0 weighs nothing.
-        sequence  mean over sequences of the mean over their tokens: 1 / (N |o_i|)    GRPO; short answers weigh more a token
-        token     mean over all tokens: 1 / sum |o|                                   DAPO, eq. 12
-        constant  sum over tokens by a constant: 1 / (N max_tokens)                   Dr. GRPO: no length bias
-
-    >>> token_weights([1, 3], "sequence", 8), token_weights([1, 3], "token", 8), token_weights([1, 3], "constant", 8)
-    ([0.5, 0.16666666666666666], [0.25, 0.25], [0.0625, 0.0625])
-    """
-    sequences = sequences or len(lengths)
-    tokens = tokens or sum(lengths)
-    weight = {"sequence": lambda n: 1 / (sequences * n), "token": lambda n: 1 / tokens,
-              "constant": lambda n: 1 / (sequences * max_tokens)}[aggregate]
-    return [weight(n) if n else 0.0 for n in lengths]
 
 
 # ------------------------------------------------------------------------------------------------------------ 4. pack
@@ -276,6 +284,14 @@ def pack(rollouts, budget):
         home[0] -= len(r)
         home[1].append(r)
     return [members for _, members in packs]
+
+
+def pack_evenly(used, rollouts, budget):
+    """pack(), the same number of packs on every rank (each is a collective call): a rank with fewer repeats a weightless one."""
+    packs = pack(used, budget)
+    most = max(all_gather([len(packs)]))
+    idle = dataclasses.replace(min(rollouts, key=len), weight=0.0)
+    return packs + [[idle]] * (most - len(packs))
 
 
 def collate(members, device="cpu"):
@@ -348,7 +364,7 @@ class TokenLogps(torch.nn.Module):
     def __init__(self, model, temperature=1.0, chunk=None):
         super().__init__()
         self.model, self.temperature = model, temperature
-        self.chunk = chunk or max(64, 2**27 // model.config.vocab_size)  # half a GiB of fp32 logits
+        self.chunk = chunk or max(64, 2**27 // model.config.vocab_size)  # half a GiB of fp32 logits, held a few times over
 
     def forward(self, batch):
         # use_cache=False is not only thrift: with a cache, transformers ignores that positions restart
@@ -381,8 +397,36 @@ def annotate(model, packs, name):
 
 def k3(logp, ref):
     """Schulman's estimator of KL(pi || ref) from samples of pi: exp(d) - d - 1 with d = log ref - log pi. Unbiased, >= 0."""
-    d = ref - logp
-    return d.exp() - d - 1
+    d = ref - logp  # (R,)
+    return d.exp() - d - 1  # (R,)
+
+
+def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
+    """(N,) completion lengths -> (N,) weight of each token of a sequence, such that sum(weight * token loss) is the mean.
+
+    `sequences` and `tokens` are the counts over all ranks (default: of `lengths`); a length of 0 weighs nothing.
+        sequence  mean over sequences of the mean over their tokens: 1 / (N |o_i|)    GRPO; short answers weigh more a token
+        token     mean over all tokens: 1 / sum |o|                                   DAPO, eq. 12
+        constant  sum over tokens by a constant: 1 / (N max_tokens)                   Dr. GRPO: no length bias
+
+    >>> token_weights([1, 3], "sequence", 8), token_weights([1, 3], "token", 8), token_weights([1, 3], "constant", 8)
+    ([0.5, 0.16666666666666666], [0.25, 0.25], [0.0625, 0.0625])
+    """
+    sequences = sequences or len(lengths)
+    tokens = tokens or sum(lengths)
+    weight = {"sequence": lambda n: 1 / (sequences * n), "token": lambda n: 1 / tokens,
+              "constant": lambda n: 1 / (sequences * max_tokens)}[aggregate]
+    return [weight(n) if n else 0.0 for n in lengths]
+
+
+def weigh(rollouts, cfg):
+    """Fills the token weights of the rollouts of one optimizer step from counts over all ranks; returns those that push."""
+    judged = [r for r in rollouts if r.reward is not None]
+    lengths = [0 if cfg.mask_truncated and r.truncated else len(r.completion) for r in judged]
+    sequences, tokens = all_sum(len(lengths), sum(lengths))
+    for r, weight in zip(judged, token_weights(lengths, cfg.aggregate, cfg.max_tokens, sequences, tokens)):
+        r.weight = weight
+    return [r for r in judged if r.weight]
 
 
 def sequence_mean(x, batch):
@@ -429,7 +473,8 @@ def policy_loss(logp, old, ref, batch, cfg):
     if cfg.correction != "none":
         weight = importance(before - batch.vllm, batch, cfg)  # (R,)
         token_loss = token_loss * weight  # (R,)
-        sums |= {"correction/w": weight, "correction/w2": weight**2, "correction/share": weight != (before - batch.vllm).exp()}
+        free = 1.0 if cfg.correction == "sequence_mask" else (before - batch.vllm).exp()  # (R,) what it is inside the bounds
+        sums |= {"correction/w": weight, "correction/w2": weight**2, "correction/share": weight != free}
     if ref is not None:
         sums["kl"] = k3(logp, ref)  # (R,)
         token_loss = token_loss + cfg.kl_coef * sums["kl"]  # (R,)
@@ -437,7 +482,7 @@ def policy_loss(logp, old, ref, batch, cfg):
     return loss, {name: x.detach().sum() if torch.is_tensor(x) else x for name, x in sums.items()}
 
 
-# --------------------------------------------------------------------------------------------------------- 7. engines
+# ------------------------------------------------------------------------------------------------------------ engines
 
 
 def make_llm(cfg):
@@ -493,6 +538,9 @@ def make_reference(cfg):
     return TokenLogps(load_model(cfg).eval().requires_grad_(False), cfg.temperature) if cfg.kl_coef else None
 
 
+# ---------------------------------------------------------------------------------------------------------- 7. update
+
+
 def update(engine, packs, cfg):
     """One optimizer step on `packs` (every rank brings as many): a backward pass each, gradients add up, then AdamW.
 
@@ -524,7 +572,7 @@ def update(engine, packs, cfg):
 
 
 def lr_at(step, cfg):
-    """Linear warm-up, then linear decay to lr * lr_end at the last step."""
+    """Linear decay from lr at step 0 to lr * lr_end at step `steps` (after the last update), times a linear warm-up."""
     return cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup)) * (1 - (1 - cfg.lr_end) * step / max(1, cfg.steps))
 
 
@@ -541,7 +589,7 @@ def named_weights(engine):
 
 
 def sync_weights(engine, llm):
-    """The trainer's weights into vLLM, in place. The next update() proves it: stale weights do not raise by themselves."""
+    """The trainer's weights into vLLM, in place. The next update() compares: stale weights do not raise by themselves."""
     if torch.cuda.is_available():  # weights first: with the KV cache awake too, the hand-over might not fit
         torch.cuda.empty_cache()  # what PyTorch keeps for itself, vLLM cannot map
         llm.wake_up(tags=["weights"])
@@ -594,7 +642,7 @@ def evaluate(llm, examples, verifier, cfg):
     return metrics
 
 
-# ---------------------------------------------------------------------------------------------------- checkpoint, log
+# --------------------------------------------------------------------------------------------------------- checkpoint
 
 
 def save(engine, tokenizer, folder):
@@ -609,54 +657,6 @@ def save(engine, tokenizer, folder):
 
 
 # -------------------------------------------------------------------------------------------------------------- train
-
-
-def weigh(rollouts, cfg):
-    """Fills the token weights of the rollouts of one optimizer step from counts over all ranks; returns those that push."""
-    judged = [r for r in rollouts if r.reward is not None]
-    lengths = [0 if cfg.mask_truncated and r.truncated else len(r.completion) for r in judged]
-    sequences, tokens = all_sum(len(lengths), sum(lengths))
-    for r, weight in zip(judged, token_weights(lengths, cfg.aggregate, cfg.max_tokens, sequences, tokens)):
-        r.weight = weight
-    return [r for r in judged if r.weight]
-
-
-def pack_evenly(used, rollouts, budget):
-    """pack(), the same number of packs on every rank (each is a collective call): a rank with fewer repeats a weightless one."""
-    packs = pack(used, budget)
-    most = max(all_gather([len(packs)]))
-    idle = dataclasses.replace(min(rollouts, key=len), weight=0.0)
-    return packs + [[idle]] * (most - len(packs))
-
-
-def experience(cfg, llm, train_set, verifier, step, metrics):
-    """1. and 2.: this rank's share of the step's groups, sampled and scored. -> groups to train on, all groups drawn.
-
-    With drop_flat_groups, groups whose rewards are all the same are left out; with resample, new prompts are drawn until every
-    rank has its share (DAPO's dynamic sampling). The data of a draw is a function of (step, draw), whatever came before.
-    """
-    share, groups, drawn = cfg.prompts // world(), [], []
-    for draw in range(1 + cfg.resample):
-        examples = data.batch_at(train_set, step * (1 + cfg.resample) + draw, cfg.prompts, cfg.seed, rank(), world())
-        seeds = [request_seed(cfg.seed, step, draw, rank() * share + i) for i in range(share)]
-        with timed(metrics, "rollout"):
-            rollouts = rollout(llm, [e["prompt_ids"] for e in examples], cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
-                               top_p=cfg.top_p, top_k=cfg.top_k)
-        with timed(metrics, "reward"):
-            for name, count in score(rollouts, examples, verifier, step).items():
-                metrics[name] = metrics.get(name, 0) + count
-        new = [rollouts[i:i + cfg.samples] for i in range(0, len(rollouts), cfg.samples)]
-        drawn += new
-        groups += [g for g in new if not (cfg.drop_flat_groups and flat(g))]
-        if min(all_gather([len(groups)])) >= share:
-            break
-    metrics["draws"] = draw + 1
-    return groups[:share], drawn
-
-
-def flat(group):
-    """Whether all verdicts of a group are the same: nothing is learned from it."""
-    return len({r.reward for r in group} - {None}) <= 1
 
 
 def table(groups, value, n):
@@ -686,7 +686,7 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
         running = mean if math.isnan(running) else running
         advantages = group_advantages(values, cfg.baseline, cfg.scale, cfg.eps, running, lengths)  # 3. (G, n)
         running = running if math.isnan(mean) else 0.9 * running + 0.1 * mean
-        owner = table(groups, lambda r: rank(), cfg.samples)  # (G, n)
+        owner = table(groups, lambda r: rank(), cfg.samples)  # (G, n) ranks lie one after the other: the mask keeps our order
         for r, a in zip((r for g in groups for r in g), advantages[owner == rank()].tolist()):
             r.advantage = a
 
@@ -707,7 +707,8 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
             if cfg.epochs * cfg.minibatches > 1:  # the first step changes the policy that sampled: remember its log-probs
                 for packs in batches:
                     annotate(engine, packs, "old")
-            updates = [update(engine, packs, cfg) for _ in range(cfg.epochs) for packs in batches if packs]  # no packs: no verdict
+            # no packs: every completion without verdict, in a flat group or masked
+            updates = [update(engine, packs, cfg) for _ in range(cfg.epochs) for packs in batches if packs]
             metrics |= {name: fmean(u[name] for u in updates) for name in (updates[0] if updates else ())}
         with timed(metrics, "sync"):  # 8.
             sync_weights(engine, llm)
@@ -729,7 +730,7 @@ def main(argv=None):
         tokenizer, train_set, eval_set = prepare(cfg)
         verifier = rewards.Verifier(
             cfg.rewards, timeout=cfg.reward_timeout, messages=cfg.template == "chat", allow_unsafe_code=cfg.allow_unsafe_code,
-            random_seed=cfg.seed, max_tokens=cfg.max_tokens, overlong_buffer=int(cfg.overlong_buffer * cfg.max_tokens),
+            random_seed=cfg.seed, max_tokens=cfg.max_tokens, overlong_buffer=int(cfg.overlong_buffer * cfg.max_tokens) or None,
             judge_url=cfg.judge_url, judge_model=cfg.judge_model)
     except (ValueError, OSError, RuntimeError) as e:
         sys.exit(f"nano_rlvr: {e}" if rank() == 0 else 1)

@@ -1,6 +1,6 @@
 """Does the default run learn, from any seed, and for the right reason? Runs it with seeds 0, 1, 2 and once with random rewards.
 
-    python bench/learn.py            20 minutes on 2 cores; writes bench/results/learn.md, learn.json and learn.png
+    python bench/learn.py            25 minutes on 2 cores; writes bench/results/learn.md, learn.json and learn.png
 
 Held-out accuracy is measured on 512 questions that neither the cold start nor RL has seen: greedy, and the mean of 8 samples at
 temperature 1. In the control run every completion is rewarded by a coin: what it gains is not owed to verification.

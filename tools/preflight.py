@@ -1,5 +1,6 @@
 """Everything that can be refused before weights are loaded: flags, machine, model name, data. One clear line each."""
 import dataclasses
+import math
 import os
 import shutil
 import sys
@@ -18,12 +19,12 @@ ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "smollm": "HuggingFaceTB
 
 
 def find_model(name):
-    """A folder (here or beside this script) wins; a bare name such as Qwen2.5-Math-1.5B becomes Qwen/Qwen2.5-Math-1.5B."""
+    """A folder (here or beside nano_rlvr.py) wins; a bare name such as Qwen2.5-Math-1.5B becomes Qwen/Qwen2.5-Math-1.5B."""
     for folder in (Path(name), HERE / name):
         if folder.is_dir():
             return str(folder)
-    family = next((org for family, org in ORGANISATIONS.items() if name.lower().startswith(family)), None)
-    return f"{family}/{name}" if family and "/" not in name else name
+    org = next((org for family, org in ORGANISATIONS.items() if name.lower().startswith(family)), None)
+    return f"{org}/{name}" if org and "/" not in name else name
 
 
 def check(cfg):
@@ -54,7 +55,7 @@ def check(cfg):
     need(0 <= cfg.overlong_buffer < 1, "--overlong_buffer is a share of max_tokens between 0 and 1")
     need(not cfg.resample or cfg.drop_flat_groups, "--resample draws in place of dropped groups: it needs --drop_flat_groups")
     spec = cfg.rewards or data.TASKS[cfg.task]["rewards"]
-    if cfg.overlong_buffer and "overlong" not in spec:
+    if cfg.overlong_buffer and "overlong" not in [name for name, *_ in rewards.parse_rewards(spec)]:
         spec += ",overlong:1"
     rewards.parse_rewards(spec)
     cuda = torch.cuda.is_available()
@@ -77,7 +78,7 @@ def prepare(cfg):
     any weights are loaded. Raises ValueError or OSError with one line."""
     from transformers import AutoConfig, AutoTokenizer
     try:
-        limit = AutoConfig.from_pretrained(cfg.model).max_position_embeddings
+        limit = getattr(AutoConfig.from_pretrained(cfg.model), "max_position_embeddings", math.inf)
         tokenizer = AutoTokenizer.from_pretrained(cfg.model)
     except (OSError, ValueError) as e:
         raise ValueError(f"--model {cfg.model}: no folder here, and the hub does not give it ({str(e).splitlines()[0]})") from e

@@ -1,5 +1,4 @@
 """What a run leaves in its folder and on the screen. Rank 0 writes, the others pass by."""
-import collections
 import contextlib
 import dataclasses
 import json
@@ -17,6 +16,7 @@ import torch
 
 from tools.curve import draw
 from tools.ranks import all_gather, rank, world
+from tools.stats import flat
 
 
 class Log:
@@ -56,15 +56,14 @@ class Log:
             self.bar.write(f"step {step:4d}  held-out accuracy {metrics['eval/accuracy']:6.1%} (95 % interval {metrics['eval/low']:.1%} to "
                            f"{metrics['eval/high']:.1%}, n = {metrics['eval/n']}), mean length {metrics['eval/length']:.1f}"
                            + "".join(f", {name[5:]} {x:.1%}" for name, x in metrics.items() if "@" in name))
-        if "draws" in metrics:
-            show = {"reward": "{reward/mean:6.3f}", "length": "{completion/length:7.1f}", "flat": "{group/flat:4.0%}", "kl": "{kl:8.5f}",
-                    "entropy": "{entropy:6.3f}", "grad": "{grad_norm:7.3f}", "mismatch": "{mismatch/mean_abs:.1e}",
-                    "tok/s": "{tokens_per_second:7.0f}"}
-            m = collections.defaultdict(float, metrics)
-            text = {name: form.format_map(m) for name, form in show.items()}
+        if "lr" in metrics:
+            show = {"reward/mean": "reward {:6.3f}", "completion/length": "length {:7.1f}", "group/flat": "flat {:4.0%}",
+                    "kl": "kl {:8.5f}", "entropy": "entropy {:6.3f}", "grad_norm": "grad {:7.3f}",
+                    "mismatch/mean_abs": "mismatch {:.1e}", "tokens_per_second": "tok/s {:7.0f}"}
+            text = [form.format(metrics[name]) for name, form in show.items() if name in metrics]
             seconds = "  ".join(f"{name[8:]} {x:.1f}s" for name, x in metrics.items() if name.startswith("seconds/"))
-            self.bar.write(f"step {step:4d}  " + "  ".join(map(" ".join, text.items())) + "  " + seconds)
-            self.bar.set_postfix({name: text[name].strip() for name in ("reward", "length", "kl", "tok/s")})
+            self.bar.write(f"step {step:4d}  " + "  ".join(text) + "  " + seconds)
+            self.bar.set_postfix_str("  ".join(part for part in text if part.startswith(("reward", "length", "kl", "tok/s"))))
             self.bar.update()
 
     def close(self):
@@ -93,6 +92,6 @@ def summary(drawn, metrics):
     parts = {f"reward/{name}": [p[name] for p in parts if p[name] is not None] or [0.0] for name in parts[0]}
     return {"reward/mean": fmean(known), "reward/std": pstdev(known), "reward/no_verdict": values.count(None) / len(values),
             **{name: fmean(numbers) for name, numbers in parts.items()},
-            "group/flat": fmean(all_gather([len({r.reward for r in g} - {None}) <= 1 for g in drawn])),
+            "group/flat": fmean(all_gather([flat(g) for g in drawn])),
             "completion/length": fmean(lengths), "completion/truncated": fmean(truncated),
             "tokens_per_second": sum(lengths) / sum(metrics[f"seconds/{stage}"] for stage in ("rollout", "reward", "update", "sync"))}

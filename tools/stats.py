@@ -1,5 +1,10 @@
-"""Small statistics of evaluation."""
+"""Small statistics of groups and of evaluation."""
 import math
+
+
+def flat(group):
+    """Whether all verdicts of a group of rollouts are the same: nothing is learned from it."""
+    return len({r.reward for r in group} - {None}) <= 1
 
 
 def wilson(hits, n):
