@@ -142,6 +142,8 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
     for place, row in rows:
         if not isinstance(row, dict):
             raise ValueError(f"{place}: a row must be an object with named columns, this is {type(row).__name__}")
+        if None in row:  # csv.DictReader's name for what is too much
+            raise ValueError(f"{place}: more fields than the header has")
         if not examples:  # the first row decides which columns are the question and the answer
             question_key = question_key or next((k for k in QUESTION_KEYS if k in row), QUESTION_KEYS[0])
             answer_key = answer_key or next((k for k in ANSWER_KEYS if k in row), ANSWER_KEYS[0])

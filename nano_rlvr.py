@@ -110,7 +110,7 @@ class Config:
     pack_tokens: int = 16384  # most tokens in one forward pass (a longer sequence goes alone)
     checkpointing: bool = True  # recompute activations in the backward pass: less memory, a third more compute
     zero_stage: Literal[1, 2, 3] = 2  # DeepSpeed ZeRO shards over the ranks: 1 optimizer, 2 + gradients, 3 + weights
-    offload: Literal["auto", "none", "optimizer"] = "auto"  # keep optimizer and fp32 weights in host memory (auto: on cards under 40 GB)
+    offload: Literal["auto", "none", "optimizer"] = "auto"  # keep optimizer and fp32 weights in host memory (auto: on cards under 60 GB)
     vllm_memory: float = 0.5  # share of the GPU that vLLM may take while it generates; it sleeps during the update
     mismatch_bound: float = 0.0  # stop when trainer and vLLM log-probs differ by more on average (0 = 1e-3 in fp32, 0.05 in bf16)
     # evaluation and files
@@ -119,7 +119,8 @@ class Config:
     eval_n: int = 0  # also draw this many samples an example: mean@n, pass@k, maj@n
     name: str = ""  # name of the run ("" = model-task-algo-time); its files are in <out>/<name>/
     out: str = "runs"  # folder of the runs
-    keep_rollouts: int = 64  # rollouts a step and rank written to rollouts.jsonl, whole groups
+    save_every: int = 0  # steps; 0 = only the last weights are kept
+    keep_rollouts: int = 64  # rollouts a step of rank 0 written to rollouts.jsonl, whole groups
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
     seed: int = 0  # seed of data order, sampling and everything else
 
@@ -192,8 +193,9 @@ def request_seed(*place):
 def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     """n completions of each prompt in one call: G lists of token ids -> G*n Rollouts, the n of a prompt side by side."""
     from vllm import SamplingParams
-    params = [SamplingParams(n=n, temperature=temperature, max_tokens=max_tokens, seed=seed, logprobs=0, detokenize=False, **sampling)
-              for seed in seeds or [None] * len(prompts)]
+    turn_end = llm.get_tokenizer().get_vocab().get("<|im_end|>")  # of ChatML prompts; a base model's own EOS is another token
+    sampling |= dict(n=n, temperature=temperature, max_tokens=max_tokens, logprobs=0, detokenize=False)
+    params = [SamplingParams(seed=seed, stop_token_ids=turn_end and [turn_end], **sampling) for seed in seeds or [None] * len(prompts)]
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     samples = [(p, o) for p, out in zip(prompts, outputs) for o in out.outputs]
     texts = llm.get_tokenizer().batch_decode([list(o.token_ids) for _, o in samples], skip_special_tokens=True)
@@ -207,7 +209,8 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
 def score(rollouts, examples, verifier, step=0):
     """Fills reward and parts of N rollouts of G examples; returns the verifier's counts (time-outs, crashes)."""
     n = len(rollouts) // len(examples)
-    columns = {key: [e.get(key) for e in examples for _ in range(n)] for key in examples[0] if key != "prompt_ids"}  # N values each
+    keys = examples[0].keys() - {"prompt_ids", "completions"}
+    columns = {key: [e.get(key) for e in examples for _ in range(n)] for key in keys}  # N values each
     columns |= {"prompts": columns["question"], "completion_ids": [r.completion for r in rollouts], "step": step}
     values, parts, counts = verifier([r.text for r in rollouts], **columns)
     for i, r in enumerate(rollouts):
@@ -229,8 +232,9 @@ def experience(cfg, llm, train_set, verifier, step, metrics):
             rollouts = rollout(llm, [e["prompt_ids"] for e in examples], cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
                                top_p=cfg.top_p, top_k=cfg.top_k)
         with timed(metrics, "reward"):
-            for name, count in score(rollouts, examples, verifier, step).items():
-                metrics[name] = metrics.get(name, 0) + count
+            counts = score(rollouts, examples, verifier, step)
+        for name, count in zip(counts, all_sum(*counts.values())):
+            metrics[name] = metrics.get(name, 0) + count
         new = [rollouts[i:i + cfg.samples] for i in range(0, len(rollouts), cfg.samples)]
         drawn += new
         groups += [g for g in new if not (cfg.drop_flat_groups and flat(g))]
@@ -364,7 +368,7 @@ class TokenLogps(torch.nn.Module):
     def __init__(self, model, temperature=1.0, chunk=None):
         super().__init__()
         self.model, self.temperature = model, temperature
-        self.chunk = chunk or max(64, 2**27 // model.config.vocab_size)  # half a GiB of fp32 logits, held a few times over
+        self.chunk = chunk or max(64, 2**27 // model.config.get_text_config().vocab_size)  # half a GiB of fp32 logits at a time
 
     def forward(self, batch):
         # use_cache=False is not only thrift: with a cache, transformers ignores that positions restart
@@ -517,7 +521,8 @@ def make_policy(cfg):
     model = load_model(cfg).train()
     if cfg.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy, offload = TokenLogps(model, cfg.temperature), cfg.offload == "optimizer"
+    # ZeRO-3 gathers the head at each call, on all ranks together: one chunk there, since R and with it their number differs by rank
+    policy, offload = TokenLogps(model, cfg.temperature, 2**62 if cfg.zero_stage == 3 else None), cfg.offload == "optimizer"
     adam = deepspeed.ops.adam.DeepSpeedCPUAdam if offload else functools.partial(torch.optim.AdamW, fused=torch.cuda.is_available())
     optimizer = adam(policy.parameters(), lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config={
@@ -567,6 +572,8 @@ def update(engine, packs, cfg):
             f"vLLM and the trainer disagree about the tokens vLLM sampled: mean |log-prob difference| {metrics['mismatch/mean_abs']:.2g} "
             f"is above --mismatch_bound {cfg.mismatch_bound:.2g}. Either vLLM samples with other weights than the trainer's (a sync that "
             "failed), or the two compute this model differently. The step was not taken.")
+    if not math.isfinite(metrics["loss"]):
+        raise RuntimeError(f"the loss is {metrics['loss']}; the step was not taken")
     engine.step()
     return metrics | {"grad_norm": float(engine.get_global_grad_norm() or 0.0)}
 
@@ -677,6 +684,9 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
                 log.write(step, metrics)
                 break
 
+        if cfg.save_every and step and step % cfg.save_every == 0:
+            save(engine, log.tokenizer, log.folder / f"step-{step}")
+
         groups, drawn = experience(cfg, llm, train_set, verifier, step, metrics)  # 1. 2.
         sleep(llm)
 
@@ -714,7 +724,7 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
             sync_weights(engine, llm)
 
         metrics["lr"] = lr_at(step, cfg)
-        log.write(step, metrics | summary(drawn, metrics), [r for g in drawn[:cfg.keep_rollouts // cfg.samples] for r in g])
+        log.write(step, metrics | summary(drawn, metrics), [r for g in drawn[:-(-cfg.keep_rollouts // cfg.samples)] for r in g])
     save(engine, log.tokenizer, log.folder / "final")
     log.close()
 

@@ -27,6 +27,7 @@ def files(tmp_path):
     (tmp_path / "hole.jsonl").write_text("\n".join(good[:16] + ['{"question": "1+1"}'] + good[16:]))
     (tmp_path / "broken.jsonl").write_text("\n".join(good[:3] + ['{"question": '] + good[3:]))
     (tmp_path / "list.json").write_text('{"question": "1+1", "answer": "2"}')
+    (tmp_path / "wide.csv").write_text("question,answer\n1+1,2,3\n")
     (tmp_path / "data.txt").write_text("1+1=2")
     return tmp_path
 
@@ -47,6 +48,9 @@ def one_line(argv, capsys):
     ("--top_p 0.9", "the importance correction would be wrong"),
     ("--top_k 20 --correction none --temperature 0.7", "--temperature 1 with them"),
     ("--delta 1.1", "--delta must be above 1 + clip_high = 1.2"),
+    ("--eps 0", "--eps must be above 0"),
+    ("--beta2 1", "--beta2 must be at least 0 and below 1"),
+    ("--data {dir}/wide.csv", "wide.csv:2: more fields than the header has"),
     ("--resample 2", "it needs --drop_flat_groups"),
     ("--task aime24", "--task aime24 has no training examples"),
     ("--algo ppo", "--algo ppo: choose one of grpo"),

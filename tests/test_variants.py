@@ -245,7 +245,7 @@ class Sampler:
         return SimpleNamespace(token_ids=tokens, finish_reason="stop", logprobs=[{t: SimpleNamespace(logprob=-1.0)} for t in tokens])
 
     def get_tokenizer(self):
-        return self.tokenizer or SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [str(x) for x in ids])
+        return self.tokenizer or SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: [str(x) for x in ids], get_vocab=dict)
 
     def collective_rpc(self, name, kwargs):
         self.synced += 1

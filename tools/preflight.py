@@ -36,7 +36,8 @@ def check(cfg):
     for name in ("prompts", "samples", "max_prompt", "max_tokens", "epochs", "minibatches", "eval_every", "pack_tokens"):
         need(getattr(cfg, name) >= 1, f"--{name} must be at least 1")
     for name in ("steps", "warmup", "eval_size", "eval_n", "keep_rollouts", "kl_coef", "lr", "lr_end", "weight_decay", "clip_low",
-                 "clip_high", "top_k", "resample", "ref_reset_every"):
+                 "clip_high", "top_k", "resample", "ref_reset_every",
+                 "max_grad_norm", "save_every"):
         need(getattr(cfg, name) >= 0, f"--{name} must not be negative")
     need(0 < cfg.temperature <= 2, "--temperature must be above 0 and at most 2, vLLM's limit (evaluation is greedy by itself)")
     need(cfg.samples > 1 or (cfg.baseline, cfg.scale) == ("none", "none"),
@@ -51,6 +52,8 @@ def check(cfg):
          "would be wrong; take --correction none --temperature 1 with them")
     need(0 < cfg.top_p <= 1, "--top_p is a share above 0 and at most 1")
     need(cfg.delta == 0 or cfg.delta > 1 + cfg.clip_high, f"--delta must be above 1 + clip_high = {1 + cfg.clip_high:g}, or 0 for off")
+    need(cfg.eps > 0, "--eps must be above 0: a flat group has deviation 0")
+    need(0 <= cfg.beta2 < 1, "--beta2 must be at least 0 and below 1")
     need(cfg.correction_cap >= 1, "--correction_cap must be at least 1")
     need(0 <= cfg.overlong_buffer < 1, "--overlong_buffer is a share of max_tokens between 0 and 1")
     need(not cfg.resample or cfg.drop_flat_groups, "--resample draws in place of dropped groups: it needs --drop_flat_groups")
@@ -60,7 +63,7 @@ def check(cfg):
     rewards.parse_rewards(spec)
     cuda = torch.cuda.is_available()
     if cfg.offload == "auto":
-        small = cuda and torch.cuda.get_device_properties(0).total_memory < 40e9
+        small = cuda and torch.cuda.get_device_properties(0).total_memory < 60e9
         cfg = dataclasses.replace(cfg, offload="optimizer" if small else "none")
     if not cuda or cfg.offload == "optimizer":  # DeepSpeed compiles its shared-memory and CPU-Adam operators at first use
         os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # the ninja that pip installed is there
@@ -78,22 +81,27 @@ def prepare(cfg):
     any weights are loaded. Raises ValueError or OSError with one line."""
     from transformers import AutoConfig, AutoTokenizer
     try:
-        limit = getattr(AutoConfig.from_pretrained(cfg.model), "max_position_embeddings", math.inf)
+        config = AutoConfig.from_pretrained(cfg.model).get_text_config()
         tokenizer = AutoTokenizer.from_pretrained(cfg.model)
     except (OSError, ValueError) as e:
         raise ValueError(f"--model {cfg.model}: no folder here, and the hub does not give it ({str(e).splitlines()[0]})") from e
+    for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in (None, 1.0):  # TokenLogps goes from the head straight to the softmax
+            raise ValueError(f"--model {cfg.model} changes its logits by {name}, which is not supported")
+    limit = getattr(config, "max_position_embeddings", math.inf)
     if cfg.max_prompt + cfg.max_tokens > limit:
         raise ValueError(f"--max_prompt {cfg.max_prompt} + --max_tokens {cfg.max_tokens} is beyond the {limit} positions of {cfg.model}")
     if not cfg.data and data.TASKS[cfg.task].get("test_only"):
         raise ValueError(f"--task {cfg.task} has no training examples; evaluate on it: --task math --eval_data {cfg.task}")
     keys = dict(question_key=cfg.question_key, answer_key=cfg.answer_key)
-    train_set = data.load(cfg.data or cfg.task, "train", seed=cfg.seed, **keys)
+    train_set = data.load(cfg.data or cfg.task, "train", seed=cfg.seed, **keys if cfg.data else {})
     if cfg.data and not cfg.eval_data:
         held = min(cfg.eval_size or len(train_set), max(1, len(train_set) // 10))
         order = data.epoch_order(len(train_set), cfg.seed, "held out")
         train_set, eval_set = [train_set[i] for i in sorted(order[held:])], [train_set[i] for i in sorted(order[:held])]
     else:
-        eval_set = data.load(cfg.eval_data or cfg.task, "test", size=cfg.eval_size, **keys)
+        source = cfg.eval_data or cfg.task
+        eval_set = data.load(source, "test", size=cfg.eval_size, **{} if source in data.TASKS else keys)
     kept = []
     for flag, examples in (("training", train_set), ("evaluation", eval_set)):
         for e in examples:
