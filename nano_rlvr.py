@@ -141,7 +141,7 @@ ALGOS = {
 # a model that Config's defaults (meant for 1.5B parameters on one GPU) do not fit -> its own
 MODELS = {
     "models/tiny": dict(task="arithmetic", template="chat", steps=50, prompts=32, samples=16, max_prompt=1536, max_tokens=96,
-                        lr=1e-4, lr_end=0.1, checkpointing=False, eval_every=10, pack_tokens=4096),
+                        lr=1e-4, lr_end=0.1, kl_coef=0.1, checkpointing=False, eval_every=10, pack_tokens=4096),
 }
 
 
