@@ -44,6 +44,8 @@ from torch.utils.checkpoint import checkpoint
 
 import data
 import rewards
+from tools.cost import BUCKET, out_of_memory, plan
+from tools.lora import WithoutAdapters, add_adapters, merged, place_frozen
 from tools.preflight import check, find_model, prepare
 from tools.ranks import all_gather, all_sum, device, launch, rank, world
 from tools.runlog import Log, summary, timed
@@ -107,11 +109,13 @@ class Config:
     max_grad_norm: float = 1.0  # the gradient's norm is clipped to this
     # engines
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of compute: bfloat16 on CUDA with fp32 master weights, else float32
-    pack_tokens: int = 16384  # most tokens in one forward pass (a longer sequence goes alone)
-    checkpointing: bool = True  # recompute activations in the backward pass: less memory, a third more compute
+    lora_rank: int = 0  # train adapters of this rank on all linear layers; the reference is the model without them; 0 = all weights
+    memory_gb: float = 0.0  # GiB of the device this run may use; 0 = all. The next four are fitted into it (tools/cost.py)
+    pack_tokens: int = 0  # most tokens in one forward pass (a longer sequence goes alone); 0 = what fits
+    checkpointing: Literal["auto", "on", "off"] = "auto"  # recompute activations in the backward pass: less memory, a third more compute
+    offload: Literal["auto", "none", "optimizer"] = "auto"  # keep optimizer and fp32 weights in host memory
+    vllm_memory: float = 0.0  # share of the GPU that vLLM may take while it generates; it sleeps during the update; 0 = what is left
     zero_stage: Literal[1, 2, 3] = 2  # DeepSpeed ZeRO shards over the ranks: 1 optimizer, 2 + gradients, 3 + weights
-    offload: Literal["auto", "none", "optimizer"] = "auto"  # keep optimizer and fp32 weights in host memory (auto: on cards under 60 GB)
-    vllm_memory: float = 0.5  # share of the GPU that vLLM may take while it generates; it sleeps during the update
     mismatch_bound: float = 0.0  # stop when trainer and vLLM log-probs differ by more on average (0 = 1e-3 in fp32, 0.05 in bf16)
     # evaluation and files
     eval_every: int = 20  # steps; also before the first and after the last update
@@ -122,6 +126,7 @@ class Config:
     save_every: int = 0  # steps; 0 = only the last weights are kept
     keep_rollouts: int = 64  # rollouts a step of rank 0 written to rollouts.jsonl, whole groups
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
+    profile: bool = False  # write a torch profiler trace of step 1 (the second) to trace.json, for ui.perfetto.dev
     seed: int = 0  # seed of data order, sampling and everything else
 
 
@@ -141,7 +146,7 @@ ALGOS = {
 # a model that Config's defaults (meant for 1.5B parameters on one GPU) do not fit -> its own
 MODELS = {
     "models/tiny": dict(task="arithmetic", template="chat", steps=50, prompts=32, samples=16, max_prompt=1536, max_tokens=96,
-                        lr=1e-4, lr_end=0.1, kl_coef=0.1, checkpointing=False, eval_every=10, pack_tokens=4096),
+                        lr=1e-4, lr_end=0.1, kl_coef=0.1, eval_every=10),
 }
 
 
@@ -350,12 +355,15 @@ def packed_attention(module, query, key, value, mask, scaling=None, dropout=0.0,
 
 
 def load_model(cfg):
-    """The causal language model in cfg.dtype with packed attention, on the CPU."""
+    """The causal language model in cfg.dtype with packed attention, on the CPU; with --lora_rank, only adapters can be trained."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging
     logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
-    return AutoModelForCausalLM.from_pretrained(cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation="packed")
+    model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation="packed")
+    if cfg.lora_rank:
+        add_adapters(model, cfg.lora_rank)
+    return model
 
 
 class TokenLogps(torch.nn.Module):
@@ -519,12 +527,12 @@ def make_policy(cfg):
     import deepspeed
     torch.manual_seed(cfg.seed)
     model = load_model(cfg).train()
-    if cfg.checkpointing:
+    if cfg.checkpointing == "on":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # ZeRO-3 gathers the head at each call, on all ranks together: one chunk there, since R and with it their number differs by rank
     policy, offload = TokenLogps(model, cfg.temperature, 2**62 if cfg.zero_stage == 3 else None), cfg.offload == "optimizer"
     adam = deepspeed.ops.adam.DeepSpeedCPUAdam if offload else functools.partial(torch.optim.AdamW, fused=torch.cuda.is_available())
-    optimizer = adam(policy.parameters(), lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
+    optimizer = adam([p for p in policy.parameters() if p.requires_grad], lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config={
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -532,15 +540,20 @@ def make_policy(cfg):
         "gradient_clipping": cfg.max_grad_norm,
         "bf16": {"enabled": cfg.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": cfg.zero_stage, **({"offload_optimizer": {"device": "cpu", "pin_memory": True}} if offload else {})},
+        "zero_optimization": {"stage": cfg.zero_stage, "reduce_bucket_size": BUCKET,
+                              **({"offload_optimizer": {"device": "cpu", "pin_memory": True}} if offload else {})},
         "zero_allow_untested_optimizer": True,
     })
     return engine
 
 
-def make_reference(cfg):
+def make_reference(cfg, engine=None):
     """The frozen model that KL is measured to, in host memory while it is not needed; None when kl_coef is 0."""
-    return TokenLogps(load_model(cfg).eval().requires_grad_(False), cfg.temperature) if cfg.kl_coef else None
+    if not cfg.kl_coef:
+        return None
+    if cfg.lora_rank:
+        return WithoutAdapters(engine.module)  # the policy itself: no second copy
+    return TokenLogps(load_model(cfg).eval().requires_grad_(False), cfg.temperature)
 
 
 # ---------------------------------------------------------------------------------------------------------- 7. update
@@ -578,6 +591,25 @@ def update(engine, packs, cfg):
     return metrics | {"grad_norm": float(engine.get_global_grad_norm() or 0.0)}
 
 
+def rehearse(engine, ref, cfg):
+    """The largest pack that can come, forward, backward and AdamW, twice (the first step creates AdamW's moments): where
+    memory does not suffice, that shows now and not in hour 3. Its tokens weigh nothing and lr is 0: no weight moves."""
+    longest = Rollout([0] * cfg.max_prompt, [0] * cfg.max_tokens, "", True, [0.0] * cfg.max_tokens)
+    pack = [longest] * max(1, cfg.pack_tokens // len(longest))
+    if ref is not None:
+        ref.to(device())
+        annotate(ref, [pack], "ref")
+        ref.to("cpu")
+    for parameters in engine.optimizer.param_groups:
+        parameters["lr"] = 0.0
+    for _ in range(2):
+        batch = collate(pack, device())
+        engine.backward(policy_loss(engine(batch)[0], None, batch.ref, batch, cfg)[0])
+        engine.step()
+    for state in engine.optimizer.optimizer.state.values():
+        state["step"] *= 0  # an int or a tensor: the next step is AdamW's first
+
+
 def lr_at(step, cfg):
     """Linear decay from lr at step 0 to lr * lr_end at step `steps` (after the last update), times a linear warm-up."""
     return cfg.lr * min(1.0, (step + 1) / max(1, cfg.warmup)) * (1 - (1 - cfg.lr_end) * step / max(1, cfg.steps))
@@ -592,12 +624,13 @@ def named_weights(engine):
     weights = engine.module.model.state_dict(keep_vars=True)  # holds a tied lm_head.weight, which named_parameters() leaves out
     for name, tensor in weights.items():
         with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
-            yield name, tensor.detach()
+            yield from merged(engine.module.model, name, tensor.detach())
 
 
 def sync_weights(engine, llm):
     """The trainer's weights into vLLM, in place. The next update() compares: stale weights do not raise by themselves."""
     if torch.cuda.is_available():  # weights first: with the KV cache awake too, the hand-over might not fit
+        place_frozen(engine, "cpu")
         torch.cuda.empty_cache()  # what PyTorch keeps for itself, vLLM cannot map
         llm.wake_up(tags=["weights"])
     # without an iterator, reload_weights would read the old checkpoint from disk again and say nothing
@@ -607,10 +640,12 @@ def sync_weights(engine, llm):
     llm.reset_prefix_cache()  # cached keys and values are the old weights'
 
 
-def sleep(llm):
+def sleep(llm, engine=None):
     """Lends vLLM's GPU memory to the trainer (level 1: weights to the host, KV cache dropped). Nothing to do on a CPU."""
     if torch.cuda.is_available():
         llm.sleep(level=1)
+        if engine:
+            place_frozen(engine, device())
 
 
 # ----------------------------------------------------------------------------------------------------------- evaluate
@@ -677,6 +712,7 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
     sync_weights(engine, llm)
     for step in range(cfg.steps + 1):
         metrics = {}
+        log.begin(step)
         if step % cfg.eval_every == 0 or step == cfg.steps:
             with timed(metrics, "evaluate"):
                 metrics |= evaluate(llm, eval_set, verifier, cfg)
@@ -688,7 +724,7 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
             save(engine, log.tokenizer, log.folder / f"step-{step}")
 
         groups, drawn = experience(cfg, llm, train_set, verifier, step, metrics)  # 1. 2.
-        sleep(llm)
+        sleep(llm, engine)
 
         values = table(groups, lambda r: math.nan if r.reward is None else r.reward, cfg.samples)  # (G, n) of all ranks
         lengths = table(groups, lambda r: len(r.completion), cfg.samples) if cfg.decorrelate_length else None  # (G, n)
@@ -724,7 +760,7 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
             sync_weights(engine, llm)
 
         metrics["lr"] = lr_at(step, cfg)
-        log.write(step, metrics | summary(drawn, metrics), [r for g in drawn[:-(-cfg.keep_rollouts // cfg.samples)] for r in g])
+        log.write(step, metrics | summary(cfg, groups, drawn, metrics), [r for g in drawn[:-(-cfg.keep_rollouts // cfg.samples)] for r in g])
     save(engine, log.tokenizer, log.folder / "final")
     log.close()
 
@@ -738,6 +774,7 @@ def main(argv=None):
         launch()
         cfg = dataclasses.replace(cfg, name=all_gather([cfg.name])[0])  # a clock may tick between the ranks
         tokenizer, train_set, eval_set = prepare(cfg)
+        cfg = plan(cfg)
         verifier = rewards.Verifier(
             cfg.rewards, timeout=cfg.reward_timeout, messages=cfg.template == "chat", allow_unsafe_code=cfg.allow_unsafe_code,
             random_seed=cfg.seed, max_tokens=cfg.max_tokens, overlong_buffer=int(cfg.overlong_buffer * cfg.max_tokens) or None,
@@ -745,10 +782,15 @@ def main(argv=None):
     except (ValueError, OSError, RuntimeError) as e:
         sys.exit(f"nano_rlvr: {e}" if rank() == 0 else 1)
     log = Log(cfg, tokenizer)
-    llm = make_llm(cfg)  # first: it measures what is free on the GPU
-    sleep(llm)
-    engine, ref = make_policy(cfg), make_reference(cfg)
-    train(cfg, llm, engine, ref, train_set, eval_set, verifier, log)
+    try:
+        llm = make_llm(cfg)  # first: it measures what is free on the GPU
+        sleep(llm)
+        engine = make_policy(cfg)
+        ref = make_reference(cfg, engine)
+        rehearse(engine, ref, cfg)
+        train(cfg, llm, engine, ref, train_set, eval_set, verifier, log)
+    except torch.OutOfMemoryError as e:
+        sys.exit(out_of_memory(e, cfg))
     verifier.close()  # the process group is vLLM's to close
 
 

@@ -21,7 +21,7 @@ SHARED = ROOT.parent / "shared" / "data"  # GSM8K, MATH-500 ... as jsonl, where 
 def make_config(**changes):
     """The default configuration of the bundled model with small sizes, checked like a command line's."""
     base = dataclasses.replace(nr.Config(), model=str(ROOT / "models/tiny"), **nr.MODELS["models/tiny"])
-    small = dict(prompts=4, samples=4, steps=2, max_prompt=64, eval_size=32, kl_coef=0.001)
+    small = dict(prompts=4, samples=4, steps=2, max_prompt=64, eval_size=32, kl_coef=0.001, pack_tokens=4096)
     return nr.check(dataclasses.replace(base, **{**small, **changes}))
 
 

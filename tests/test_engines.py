@@ -1,4 +1,5 @@
 """The loop's rim with the real vLLM and the real DeepSpeed: rollouts, log-prob parity, sync and its proof, files of a run."""
+import dataclasses
 import json
 import subprocess
 import sys
@@ -100,12 +101,17 @@ def test_a_sync_with_a_damaged_iterator_stops_the_run(fresh_llm, tokenizer, monk
 
 
 @pytest.mark.parametrize("engine_flags", [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"offload": "optimizer"},
-                                          {"checkpointing": True}], ids=str)
-def test_every_engine_takes_the_step_of_plain_adamw(group, tokenizer, engine_flags):
+                                          {"checkpointing": "on"}], ids=str)
+def test_every_engine_takes_the_step_of_plain_adamw_after_a_rehearsal_that_leaves_no_trace(group, tokenizer, engine_flags):
     cfg = make_config(lr=1e-3, kl_coef=0.0, mismatch_bound=1e9, weight_decay=0.1, **engine_flags)
     rollouts = fixed_rollouts(tokenizer)
     engine = nr.make_policy(cfg)
+    before = {n: w.clone() for n, w in nr.named_weights(engine)}
+    nr.rehearse(engine, None, dataclasses.replace(cfg, pack_tokens=500))
+    assert all(torch.equal(w, before[n]) for n, w in nr.named_weights(engine))
     for _ in range(2):
+        for parameters in engine.optimizer.param_groups:  # as train() does at each step
+            parameters["lr"] = cfg.lr
         metrics = nr.update(engine, nr.pack(rollouts, 150), cfg)
     ours = {n: w.clone() for n, w in nr.named_weights(engine)}
 
@@ -131,6 +137,36 @@ def test_bf16_weights_have_fp32_masters_that_move_when_they_cannot(group, tokeni
     before = start["model.layers.0.mlp.up_proj.weight"]
     assert (weight == before).float().mean() > 0.9  # a step of 1e-6 is below the last bit of nearly every bf16 weight ...
     assert (safe_get_full_fp32_param(weight) != before.float()).float().mean() > 0.9  # ... and is kept all the same
+
+
+def test_adapters_alone_are_trained_and_reach_vllm_merged(fresh_llm, tokenizer, tmp_path):
+    cfg = make_config(lora_rank=4, lr=1e-2, kl_coef=0.1, mismatch_bound=1e9)
+    engine, plain = nr.make_policy(cfg), nr.TokenLogps(nr.load_model(make_config()))
+    ref, rollouts = nr.make_reference(cfg, engine), fixed_rollouts(tokenizer)
+    base = plain.model.state_dict()
+    assert all(torch.equal(w, base[n]) for n, w in nr.named_weights(engine))  # adapters begin at 0; names are the checkpoint's
+    assert {n for n, _ in nr.named_weights(engine)} == base.keys()
+    nr.rehearse(engine, ref, dataclasses.replace(cfg, pack_tokens=500))
+    for parameters in engine.optimizer.param_groups:
+        parameters["lr"] = cfg.lr
+    for _ in range(3):
+        nr.annotate(ref, [rollouts], "ref")
+        metrics = nr.update(engine, [rollouts], cfg)
+    assert metrics["kl"] > 1e-3  # the policy has left the reference ...
+    batch = nr.collate(rollouts)
+    with torch.no_grad():
+        assert torch.equal(batch.ref, plain(batch)[0])  # ... which is the base model still
+    moved = {n for n, w in nr.named_weights(engine) if not torch.equal(w, base[n])}
+    linear = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert moved == {n for n in base if n.endswith(tuple(f"{part}.weight" for part in linear))}
+    frozen = {n.replace(".base_layer", ""): p for n, p in engine.module.model.named_parameters() if not p.requires_grad}
+    assert all(torch.equal(p, base[n]) for n, p in frozen.items()) and moved <= frozen.keys()
+    nr.sync_weights(engine, fresh_llm)
+    assert gap(engine, sample(fresh_llm, tokenizer)) < 1e-4
+    nr.save(engine, tokenizer, tmp_path / "final")
+    again = nr.TokenLogps(nr.load_model(make_config(model=str(tmp_path / "final"))))
+    with torch.no_grad():
+        assert torch.allclose(again(batch)[0], engine(batch)[0], atol=1e-4)
 
 
 def test_minibatches_and_epochs_use_the_log_probs_of_the_policy_that_sampled(group, tokenizer):

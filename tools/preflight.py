@@ -33,11 +33,11 @@ def check(cfg):
         if not ok:
             raise ValueError(message)
 
-    for name in ("prompts", "samples", "max_prompt", "max_tokens", "epochs", "minibatches", "eval_every", "pack_tokens"):
+    for name in ("prompts", "samples", "max_prompt", "max_tokens", "epochs", "minibatches", "eval_every"):
         need(getattr(cfg, name) >= 1, f"--{name} must be at least 1")
     for name in ("steps", "warmup", "eval_size", "eval_n", "keep_rollouts", "kl_coef", "lr", "lr_end", "weight_decay", "clip_low",
                  "clip_high", "top_k", "resample", "ref_reset_every",
-                 "max_grad_norm", "save_every"):
+                 "max_grad_norm", "save_every", "lora_rank", "memory_gb", "pack_tokens"):
         need(getattr(cfg, name) >= 0, f"--{name} must not be negative")
     need(0 < cfg.temperature <= 2, "--temperature must be above 0 and at most 2, vLLM's limit (evaluation is greedy by itself)")
     need(cfg.samples > 1 or (cfg.baseline, cfg.scale) == ("none", "none"),
@@ -46,7 +46,9 @@ def check(cfg):
     need(cfg.prompts // world() % cfg.minibatches == 0,
          f"--minibatches {cfg.minibatches} must divide the {cfg.prompts // world()} prompts of a rank")
     need(cfg.task in data.TASKS, f"--task {cfg.task}: choose one of {', '.join(data.TASKS)} (any file or hub set goes to --data)")
-    need(0 < cfg.vllm_memory < 1, "--vllm_memory is a share between 0 and 1")
+    need(0 <= cfg.vllm_memory < 1, "--vllm_memory is a share between 0 and 1 (0 = what the memory plan leaves)")
+    need(not cfg.lora_rank or cfg.zero_stage < 3, "--lora_rank needs --zero_stage 1 or 2: the adapters are merged rank by rank")
+    need(not (cfg.lora_rank and cfg.ref_reset_every), "--ref_reset_every needs a reference of its own; with --lora_rank it is the model without adapters")
     need((cfg.top_p, cfg.top_k) == (1.0, 0) or (cfg.correction, cfg.temperature) == ("none", 1.0),
          "--top_p and --top_k sample from a cut distribution, whose log-probs the trainer cannot compute: the importance correction "
          "would be wrong; take --correction none --temperature 1 with them")
@@ -62,18 +64,21 @@ def check(cfg):
         spec += ",overlong:1"
     rewards.parse_rewards(spec)
     cuda = torch.cuda.is_available()
-    if cfg.offload == "auto":
-        small = cuda and torch.cuda.get_device_properties(0).total_memory < 60e9
-        cfg = dataclasses.replace(cfg, offload="optimizer" if small else "none")
-    if not cuda or cfg.offload == "optimizer":  # DeepSpeed compiles its shared-memory and CPU-Adam operators at first use
-        os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # the ninja that pip installed is there
-        for tool in (os.environ.get("CXX", "g++"), "ninja"):
-            need(shutil.which(tool), f"DeepSpeed needs '{tool}' to compile its CPU operators (apt-get install g++ ninja-build)")
+    if not cuda or cfg.offload == "optimizer":
+        need_compiler()
     dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32"
     name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{time.strftime('%Y%m%d-%H%M%S')}"
     need(not (Path(cfg.out) / name / "metrics.jsonl").exists(), f"{Path(cfg.out) / name} holds a run already; choose another --name")
     bound = cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.05)
     return dataclasses.replace(cfg, dtype=dtype, name=name, mismatch_bound=bound, rewards=spec)
+
+
+def need_compiler():
+    """DeepSpeed compiles its shared-memory and CPU-Adam operators at first use. Raises ValueError where it could not."""
+    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # the ninja that pip installed is there
+    for tool in (os.environ.get("CXX", "g++"), "ninja"):
+        if not shutil.which(tool):
+            raise ValueError(f"DeepSpeed needs '{tool}' to compile its CPU operators (apt-get install g++ ninja-build)")
 
 
 def prepare(cfg):

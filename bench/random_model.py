@@ -1,0 +1,60 @@
+"""A model with random weights in the exact shape of a real one, for speed and memory where nothing can be downloaded.
+
+    python bench/random_model.py FOLDER [qwen2.5-1.5b | qwen2.5-7b | tiny] [--mean 700]
+
+It writes FOLDER (weights, a byte-level tokenizer padded to the vocabulary, and a generation config in which one token in `mean`
+ends a completion: random weights sample nearly evenly, so that lengths are geometric with that mean) and FOLDER/questions.jsonl.
+"""
+import argparse
+import json
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+TINY = Path(__file__).resolve().parents[1] / "models/tiny"
+SHAPES = {  # of Qwen's config.json files
+    "qwen2.5-1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+                         vocab_size=151936, tie_word_embeddings=True, rope_theta=1e6),
+    "qwen2.5-7b": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+                       vocab_size=152064, tie_word_embeddings=False, rope_theta=1e6),
+    "tiny": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=4096,
+                 tie_word_embeddings=True),
+}
+
+
+def make(folder, shape="qwen2.5-1.5b", mean=700, seed=0):
+    """Writes the model into `folder` in bf16 (tiny: fp32)."""
+    size, folder = SHAPES[shape], Path(folder)
+    torch.manual_seed(seed)
+    torch.set_default_dtype(torch.float32 if shape == "tiny" else torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen2ForCausalLM(Qwen2Config(**size, max_position_embeddings=8192))
+    torch.set_default_dtype(torch.float32)
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    used = {*vocab.values(), *(t["id"] for t in tokenizer["added_tokens"])}
+    vocab.update({f"<random {i}>": i for i in range(size["vocab_size"]) if i not in used})
+    eos = next(t["id"] for t in tokenizer["added_tokens"])
+    stops = [eos, *random.Random(seed).sample(sorted(set(range(size["vocab_size"])) - used), max(0, round(size["vocab_size"] / mean) - 1))]
+    model.generation_config = GenerationConfig(eos_token_id=stops, do_sample=True)
+    model.config.eos_token_id = eos
+    model.save_pretrained(folder)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(tokenizer)))
+    wrapped.eos_token = wrapped.pad_token = wrapped.convert_ids_to_tokens(eos)
+    wrapped.save_pretrained(folder)
+    rng = random.Random(seed)
+    with (folder / "questions.jsonl").open("w") as f:
+        for _ in range(4096):
+            names = " and ".join(f"{rng.choice(('apples', 'pears', 'plums', 'figs'))} for {rng.randint(2, 99)} cents" for _ in range(4))
+            f.write(json.dumps({"question": f"How much are {names}?", "answer": str(rng.randint(8, 400))}) + "\n")
+
+
+if __name__ == "__main__":
+    args = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    args.add_argument("folder")
+    args.add_argument("shape", nargs="?", default="qwen2.5-1.5b", choices=SHAPES)
+    args.add_argument("--mean", type=int, default=700)
+    make(**vars(args.parse_args()))

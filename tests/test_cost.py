@@ -1,0 +1,131 @@
+"""The memory plan against a simulation of the real code at real sizes (nothing is allocated), and against what users were promised."""
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import make_config
+
+import nano_rlvr as nr
+from tools import cost
+
+QWEN = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, vocab_size=151936)
+SIZES = {  # Qwen2.5 0.5B and 1.5B exactly, and a wider one with as many key heads as query heads
+    "1.5B": QWEN,
+    "0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936),
+    "wide": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=32, vocab_size=32000),
+}
+
+
+def shape_of(size):
+    heads = size["hidden_size"] // size["num_attention_heads"]
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Qwen2ForCausalLM(Qwen2Config(**size, tie_word_embeddings=True)).parameters())
+    return cost.Shape(parameters, size["hidden_size"], size["num_hidden_layers"], size["hidden_size"], size["intermediate_size"],
+                      size["vocab_size"], 2 * size["num_hidden_layers"] * size["num_key_value_heads"] * heads)
+
+
+def simulated_peak(size, tokens, checkpointing):
+    """Bytes beside the weights at the peak of TokenLogps' forward and backward in bf16, each gradient taken away as it is ready."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+    from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
+    AttentionInterface.register("packed", nr.packed_attention)
+    count, prompt = 4, 64
+    length = tokens // count
+    rows = (length - prompt) * count
+    ends = SimpleNamespace(diff=lambda: SimpleNamespace(tolist=lambda: [length] * count))  # a fake tensor has no values
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = Qwen2ForCausalLM(Qwen2Config(**size, tie_word_embeddings=True, attn_implementation="packed")).train()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        if checkpointing == "on":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        tracker = MemTracker()
+        tracker.track_external(model)
+        with tracker:
+            logp, _ = nr.TokenLogps(model)(SimpleNamespace(
+                ids=torch.zeros(1, tokens, dtype=torch.long), positions=torch.zeros(1, tokens, dtype=torch.long), ends=ends, longest=length,
+                rows=torch.zeros(rows, dtype=torch.long), targets=torch.zeros(rows, dtype=torch.long)))
+            logp.sum().backward()
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+        return peak["Total"] - sum(p.numel() for p in model.parameters()) * 2
+
+
+@pytest.mark.parametrize("size, tokens, checkpointing", [("1.5B", 16384, "on"), ("wide", 8192, "on"), ("wide", 4096, "off")])
+def test_planned_activations_are_those_of_the_code_within_a_fifth(size, tokens, checkpointing):
+    cfg = dataclasses.replace(nr.Config(), dtype="bfloat16", pack_tokens=tokens, checkpointing=checkpointing, max_prompt=64, max_tokens=64)
+    table = cost.step_bytes(cfg, shape_of(SIZES[size]))
+    planned, real = table["activations kept"][2] + table["a layer or the head"][2], simulated_peak(SIZES[size], tokens, checkpointing)
+    assert 0.95 * real < planned < 1.2 * real, (planned / 2**30, real / 2**30)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """card(gib, parameters...) -> the plan of the defaults for a GPU that is not there."""
+    def plan(gib, size="1.5B", **changes):
+        shape = shape_of(SIZES[size])
+        monkeypatch.setattr(cost.Shape, "of", lambda model: shape)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=gib * cost.GIB))
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: None)
+        cfg = cost.plan(dataclasses.replace(nr.Config(), dtype="bfloat16", **changes))
+        table = cost.step_bytes(cfg, shape)
+        generate, reference, update = (sum(sizes) / cost.GIB for sizes in zip(*table.values()))
+        return cfg, max(generate + cfg.vllm_memory * gib, reference, update)
+    return plan
+
+
+def test_a_24_gib_card_trains_all_of_1_5b_with_3000_tokens_and_no_flags_in_22_gib(card):
+    cfg, peak = card(24)
+    assert (cfg.offload, cfg.checkpointing, cfg.max_tokens) == ("optimizer", "on", 3000) and cfg.pack_tokens >= 8192 and peak <= 22
+
+
+@pytest.mark.parametrize("gib, checkpointing", [(40, "on"), (80, "off")])
+def test_from_40_gib_everything_is_on_the_card(card, gib, checkpointing):
+    cfg, peak = card(gib)
+    assert (cfg.offload, cfg.checkpointing) == ("none", checkpointing) and cfg.pack_tokens >= 8192 and peak <= 0.905 * gib
+
+
+def test_a_large_card_capped_is_planned_like_a_small_one(card):
+    small, capped = card(24)[0], card(140, memory_gb=24)[0]
+    assert capped.vllm_memory * 140 == pytest.approx(small.vllm_memory * 24, rel=0.01)
+    assert dataclasses.replace(capped, vllm_memory=0, memory_gb=0) == dataclasses.replace(small, vllm_memory=0)
+
+
+def test_what_the_user_gives_is_kept(card):
+    given = dict(pack_tokens=5000, checkpointing="on", offload="none", vllm_memory=0.3)
+    cfg, _ = card(80, **given)
+    assert {name: getattr(cfg, name) for name in given} == given
+
+
+def test_what_cannot_fit_is_refused_in_one_line_and_adapters_make_it_fit(card):
+    with pytest.raises(ValueError, match="needs about .* GiB at --max_tokens 3000.*--lora_rank") as e:
+        card(12)
+    assert "\n" not in str(e.value)
+    assert card(12, lora_rank=16)[1] <= 12
+
+
+def test_planned_flops_are_those_a_counter_sees(tokenizer):
+    from torch.utils.flop_counter import FlopCounterMode
+    from conftest import fixed_rollouts
+    cfg, rollouts = make_config(), fixed_rollouts(tokenizer)
+    model = nr.TokenLogps(nr.load_model(cfg))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(nr.collate(rollouts))
+    assert cost.Shape.of(cfg.model).forward_flops(rollouts) == pytest.approx(counter.get_total_flops(), rel=0.05)
+
+
+def test_out_of_memory_names_the_flags_to_turn(monkeypatch, capsys):
+    def full(cfg):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+    monkeypatch.setattr(nr, "make_llm", full)
+    with pytest.raises(SystemExit) as e:
+        nr.main(["--steps", "1", "--pack_tokens", "4096", "--checkpointing", "off"])
+    assert "Tried to allocate 2.00 GiB. Ask less of the device: --pack_tokens 2048 --checkpointing on --offload optimizer" in str(e.value)
+    assert "\n" not in str(e.value)

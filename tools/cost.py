@@ -1,0 +1,169 @@
+"""What a model costs: FLOPs of a step, and the bytes it takes on this card. The plan is made and printed before weights are loaded."""
+import dataclasses
+import functools
+import re
+import resource
+import time
+from dataclasses import dataclass
+
+import torch
+
+from tools.preflight import need_compiler
+from tools.ranks import rank, world
+
+GIB = 2**30
+RUNTIME = 1.5 * GIB  # PyTorch and its kernels, before the first tensor
+BUCKET = 2**26  # numbers in one of DeepSpeed's gradient buckets (its default of 5e8 can take 3 GB)
+# dense bf16 FLOP/s by the maker's data sheets; any other device is measured by a large matrix product
+PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+
+
+@dataclass
+class Shape:
+    """Sizes of a causal language model."""
+    parameters: int
+    hidden: int
+    layers: int
+    attention: int  # query heads times their size
+    inner: int  # of the MLP
+    vocab: int
+    cache: int  # keys and values of one token, in numbers
+
+    @classmethod
+    @functools.cache
+    def of(cls, model):
+        """Of a folder or hub id: built without memory (on the meta device), so that every parameter is counted."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+        whole = AutoConfig.from_pretrained(model)
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(whole).parameters())
+        config = whole.get_text_config()
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(parameters, config.hidden_size, config.num_hidden_layers, heads * size, config.intermediate_size, config.vocab_size,
+                   2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * size)
+
+    def forward_flops(self, rollouts):
+        """FLOPs of one forward pass over completions and their prompts, the LM head at completion tokens only."""
+        tokens, heads = sum(map(len, rollouts)), sum(len(r.completion) for r in rollouts)
+        body = self.parameters - self.vocab * self.hidden  # a table look-up is no product; untied, the head counts here (a little too much)
+        return 2 * body * tokens + 2 * self.vocab * self.hidden * heads + 2 * self.layers * self.attention * sum(len(r) ** 2 for r in rollouts)
+
+
+@functools.cache
+def peak_flops(dtype):
+    """Dense FLOP/s of this device in `dtype`: the data sheet's, or measured (half a second)."""
+    cuda = torch.cuda.is_available()
+    if cuda and dtype == "bfloat16":
+        for name, peak in PEAK.items():
+            if re.search(rf"\b{name}\b", torch.cuda.get_device_name()):
+                return peak
+    n = 8192 if cuda else 2048
+    a = torch.randn(n, n, dtype=getattr(torch, dtype), device="cuda" if cuda else "cpu")
+    best = float("inf")
+    for _ in range(4):  # the first one warms up
+        start = time.perf_counter()
+        (a @ a).view(-1)[0].item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best
+
+
+def card_bytes():
+    """Bytes of the GPU, or of this process's share of free host memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    import psutil
+    return psutil.virtual_memory().available // world()
+
+
+def width(cfg):
+    """Bytes of a weight or an activation."""
+    return 2 if cfg.dtype == "bfloat16" else 4
+
+
+def step_bytes(cfg, shape):
+    """{what: bytes (while vLLM generates, while the reference runs, while the policy is updated)}, vLLM's own not counted.
+
+    Counted from what the code keeps: DeepSpeed 0.19 (the fp32 sum of gradients stays on the device, also under offload),
+    TokenLogps (five fp32 arrays of a chunk of logits), a decoder layer (13 hidden and 4 inner activations a token).
+    tests/test_cost.py compares it with a simulation of the real code at 1.5B parameters that allocates nothing.
+    """
+    cuda, tokens = torch.cuda.is_available(), max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
+    weights, trained = shape.parameters * width(cfg), shape.parameters
+    if cfg.lora_rank:  # an adapter of rank r on a matrix (a, b) has r * (a + b) numbers
+        trained = cfg.lora_rank * shape.layers * (7 * shape.hidden + 2 * shape.attention + 3 * shape.inner)
+    largest = min(trained, shape.vocab * shape.hidden)  # the embedding's gradient
+    layer = tokens * width(cfg) * (13 * shape.hidden + 4 * shape.inner)
+    chunk = 4 * min(2**27, tokens * shape.vocab)  # bytes of logits
+    kept, again = {"on": (tokens * width(cfg) * (shape.layers + 4) * shape.hidden, 1.6 * layer), "off": (shape.layers * layer, 0.5 * layer)}[cfg.checkpointing]
+    adam = 0 if cuda and cfg.offload == "optimizer" else 12 * trained / world()
+    reference = weights if cfg.kl_coef and not cfg.lora_rank else 0
+    return {
+        "weights": (0 if cuda and cfg.lora_rank and cfg.offload == "optimizer" else weights, weights, weights),
+        "fp32 weights and AdamW": (adam, adam, adam),
+        "gradients in fp32": (0, 0, 4 * trained / world()),
+        "gradient buckets": (0, 0, (width(cfg) + 4) * min(trained, max(BUCKET, largest))),
+        "reference": (0, reference, 0) if cuda else (reference, reference, reference),
+        "activations kept": (0, 0, kept),
+        "a layer or the head": (0, max(layer, 3 * chunk), max(again, 5 * chunk + largest * width(cfg))),
+        "PyTorch, CUDA, kernels": (RUNTIME, RUNTIME, RUNTIME),
+    }
+
+
+def plan(cfg):
+    """Fills pack_tokens, checkpointing, offload and vllm_memory where they are left to us, so that nine tenths of the card (or
+    of --memory_gb) suffice, and prints the plan. Raises ValueError, in one line, when nothing fits.
+
+    Everything on the card goes before offload; activations are kept rather than recomputed if packs of 8192 tokens stay
+    possible; then packs are as large as fits. vLLM generates in what the sleeping trainer leaves.
+    """
+    cuda, card, shape = torch.cuda.is_available(), card_bytes(), Shape.of(cfg.model)
+    budget = 0.9 * min(card, cfg.memory_gb * GIB or card)
+    longest, most = cfg.max_prompt + cfg.max_tokens, 32768 if cuda else 4096  # larger packs gain nothing
+    vllm = 0 if not cuda else shape.parameters * width(cfg) + 2 * GIB + 2 * longest * width(cfg) * shape.cache  # the least it needs
+
+    def needed(c):
+        generate, *others = map(sum, zip(*step_bytes(c, shape).values()))
+        return max(generate + vllm, *others)
+
+    tries = [dataclasses.replace(cfg, offload=offload, checkpointing=checkpointing, pack_tokens=cfg.pack_tokens or min(tokens, most))
+             for offload in (["none", "optimizer"][:1 + cuda] if cfg.offload == "auto" else [cfg.offload])
+             for checkpointing, tokens in (("off", max(8192, longest)), ("on", longest)) if cfg.checkpointing in ("auto", checkpointing)]
+    best = next((c for c in tries if needed(c) <= budget), None)
+    if best is None:
+        raise ValueError(f"{cfg.model} needs about {needed(tries[-1]) / GIB:.1f} GiB at --max_tokens {cfg.max_tokens}, this run may use "
+                         f"{budget / GIB:.1f} (nine tenths of the memory): try --lora_rank 32, --offload optimizer, shorter completions or a smaller model")
+    if best.offload == "optimizer":
+        need_compiler()
+    if not cfg.pack_tokens:
+        larger = (dataclasses.replace(best, pack_tokens=tokens) for tokens in range(most, best.pack_tokens, -1024))
+        best = next((c for c in larger if needed(c) <= budget), best)
+    table = step_bytes(best, shape)
+    left = budget - sum(generate for generate, *_ in table.values())
+    if cuda and cfg.memory_gb:  # so that asking for more fails here as it would on the smaller card
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.memory_gb * GIB / card))
+    if cuda and not cfg.vllm_memory:
+        best = dataclasses.replace(best, vllm_memory=round(left / card, 3))
+    if rank() == 0:
+        table["vLLM: weights, KV cache"] = (best.vllm_memory * card if cuda else shape.parameters * width(cfg) + 2 * GIB, 0, 0)
+        print(f"memory plan for {shape.parameters / 1e6:,.1f} M parameters in {cfg.dtype} and {budget / 0.9 / GIB:.1f} GiB: --offload {best.offload} "
+              f"--checkpointing {best.checkpointing} --pack_tokens {best.pack_tokens}" + f" --vllm_memory {best.vllm_memory}" * cuda)
+        print(f"  {'GiB while it does':24}{'generate':>10}{'reference':>10}{'update':>10}")
+        for name, sizes in [*table.items(), ("together", map(sum, zip(*table.values())))]:
+            print(f"  {name:24}" + "".join(f"{size / GIB:10.2f}" for size in sizes))
+    return best
+
+
+def out_of_memory(error, cfg):
+    """What to say to the user when the plan was wrong."""
+    return (f"nano_rlvr: {str(error).splitlines()[0]} Ask less of the device: --pack_tokens {cfg.pack_tokens // 2}"
+            + " --checkpointing on" * (cfg.checkpointing == "off") + " --offload optimizer" * (cfg.offload == "none")
+            + f" --vllm_memory {0.8 * cfg.vllm_memory:.2f}; or give less: --memory_gb; or --lora_rank 32")
+
+
+def peak_memory():
+    """GiB of the device (of the process, on a CPU) in use at the most since `forget_peak`; whatever is held now, vLLM's too, counts."""
+    if not torch.cuda.is_available():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()) / GIB
