@@ -180,7 +180,8 @@ def test_minibatches_and_epochs_use_the_log_probs_of_the_policy_that_sampled(gro
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, llm, tokenizer):
     """Two steps of the real loop through train(), and what they left."""
-    cfg = make_config(out=str(tmp_path_factory.mktemp("runs")), name="two", eval_n=4, prompts=8, samples=4, eval_size=16, eval_every=2)
+    cfg = make_config(out=str(tmp_path_factory.mktemp("runs")), name="two", eval_n=4, prompts=8, samples=4, eval_size=16, eval_every=2,
+                      profile=True)
     log, verifier = nr.Log(cfg, tokenizer), rewards.Verifier(cfg.rewards, messages=True)
     _, train_set, eval_set = nr.prepare(cfg)
     nr.train(cfg, llm, nr.make_policy(cfg), nr.make_reference(cfg), train_set, eval_set, verifier, log)
@@ -202,12 +203,18 @@ def test_metrics_hold_every_diagnostic(run):
     first, second, last = lines(run / "metrics.jsonl")
     for name in ("reward/mean", "reward/gsm8k", "group/flat", "completion/length", "completion/truncated", "loss", "kl", "ratio", "clipped", "entropy",
                  "grad_norm", "lr", "mismatch/mean_abs", "mismatch/max", "mismatch/k3", "seconds/rollout", "seconds/reward", "seconds/update",
-                 "seconds/sync", "tokens_per_second"):
+                 "seconds/sync", "tokens_per_second", "tokens", "mfu", "memory/rollout", "memory/update"):
         assert name in first and name in second, name
+    assert second["tokens"] == 32 * second["completion/length"] and 0 < second["mfu"] < 1 and second["memory/update"] > 0.3
     assert second["mismatch/max"] < 1e-4
     assert {"eval/accuracy", "eval/low", "eval/high", "eval/length", "eval/truncated", "eval/mean@4", "eval/pass@2", "eval/pass@4", "eval/maj@4"} <= set(last)
     assert first["eval/accuracy"] >= 0 and "eval/accuracy" not in second and last["step"] == 2
     assert last["eval/low"] <= last["eval/accuracy"] <= last["eval/high"] and last["eval/mean@4"] <= last["eval/pass@2"] <= last["eval/pass@4"]
+
+
+def test_profile_traces_one_whole_step(run):
+    names = {event["name"] for event in json.loads((run / "trace.json").read_text())["traceEvents"]}
+    assert {"aten::embedding", "aten::logsumexp", "aten::scaled_dot_product_attention"} <= names  # the update's forward pass is in it
 
 
 def test_rollouts_file_tells_each_sample(run):
