@@ -72,7 +72,7 @@ def card(monkeypatch):
         shape = shape_of(SIZES[size])
         monkeypatch.setattr(cost.Shape, "of", lambda model: shape)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=gib * cost.GIB))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib * cost.GIB, gib * cost.GIB))
         monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: None)
         cfg = cost.plan(dataclasses.replace(nr.Config(), dtype="bfloat16", **changes))
         table = cost.step_bytes(cfg, shape)

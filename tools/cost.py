@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tools.preflight import need_compiler
-from tools.ranks import rank, world
+from tools.ranks import all_gather, rank, world
 
 GIB = 2**30
 RUNTIME = 1.5 * GIB  # PyTorch and its kernels, before the first tensor
@@ -68,12 +68,11 @@ def peak_flops(dtype):
     return 2 * n**3 / best
 
 
-def card_bytes():
-    """Bytes of the GPU, or of this process's share of free host memory."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory
+def device_bytes():
+    """(free, all) bytes of the GPU; without one, this process's share of the host memory that is free, twice. The ranks agree."""
     import psutil
-    return psutil.virtual_memory().available // world()
+    free, card = torch.cuda.mem_get_info() if torch.cuda.is_available() else (psutil.virtual_memory().available // world(),) * 2
+    return min(all_gather([free])), card
 
 
 def width(cfg):
@@ -117,8 +116,8 @@ def plan(cfg):
     Everything on the card goes before offload; activations are kept rather than recomputed if packs of 8192 tokens stay
     possible; then packs are as large as fits. vLLM generates in what the sleeping trainer leaves.
     """
-    cuda, card, shape = torch.cuda.is_available(), card_bytes(), Shape.of(cfg.model)
-    budget = 0.9 * min(card, cfg.memory_gb * GIB or card)
+    cuda, (free, card), shape = torch.cuda.is_available(), device_bytes(), Shape.of(cfg.model)
+    budget = 0.9 * min(free, cfg.memory_gb * GIB or free)
     longest, most = cfg.max_prompt + cfg.max_tokens, 32768 if cuda else 4096  # larger packs gain nothing
     vllm = 0 if not cuda else shape.parameters * width(cfg) + 2 * GIB + 2 * longest * width(cfg) * shape.cache  # the least it needs
 
@@ -162,7 +161,8 @@ def out_of_memory(error, cfg):
 
 
 def peak_memory():
-    """GiB of the device (of the process, on a CPU) in use at the most since `forget_peak`; whatever is held now, vLLM's too, counts."""
+    """GiB of the device in use at the most since PyTorch's peak was reset, with all that is held now, vLLM's too; on a CPU, of this
+    process since it began."""
     if not torch.cuda.is_available():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     free, total = torch.cuda.mem_get_info()
