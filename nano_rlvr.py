@@ -44,7 +44,7 @@ from torch.utils.checkpoint import checkpoint
 
 import data
 import rewards
-from tools.cost import BUCKET, out_of_memory, plan
+from tools.cost import BUCKET, CHUNK, out_of_memory, plan
 from tools.lora import WithoutAdapters, add_adapters, merged, place_frozen
 from tools.preflight import check, find_model, prepare
 from tools.ranks import all_gather, all_sum, device, launch, rank, world
@@ -376,7 +376,7 @@ class TokenLogps(torch.nn.Module):
     def __init__(self, model, temperature=1.0, chunk=None):
         super().__init__()
         self.model, self.temperature = model, temperature
-        self.chunk = chunk or max(64, 2**27 // model.config.get_text_config().vocab_size)  # half a GiB of fp32 logits at a time
+        self.chunk = chunk or max(64, CHUNK // model.config.get_text_config().vocab_size)
 
     def forward(self, batch):
         # use_cache=False is not only thrift: with a cache, transformers ignores that positions restart
@@ -387,12 +387,11 @@ class TokenLogps(torch.nn.Module):
         return torch.cat(logp), torch.cat(entropy)  # (R,), (R,)
 
     def head(self, hidden, targets):
-        logits = self.model.get_output_embeddings()(hidden).float() / self.temperature  # (chunk, V)
-        norm = logits.logsumexp(-1)  # (chunk,)
-        with torch.no_grad():
-            every = logits - norm[:, None]  # (chunk, V)
-            entropy = -(every.exp() * every).sum(-1)  # (chunk,)
-        return logits.gather(-1, targets[:, None])[:, 0] - norm, entropy  # (chunk,), (chunk,)
+        every = self.model.get_output_embeddings()(hidden).float().div_(self.temperature).log_softmax(-1)  # (chunk, V)
+        logp = every.gather(-1, targets[:, None])[:, 0]  # (chunk,)
+        with torch.no_grad():  # after the gather: what the backward pass computes again ends there
+            entropy = -every.exp().mul_(every).sum(-1)  # (chunk,)
+        return logp, entropy  # (chunk,), (chunk,)
 
 
 @torch.no_grad()

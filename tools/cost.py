@@ -14,6 +14,7 @@ from tools.ranks import all_gather, rank, world
 GIB = 2**30
 RUNTIME = 1.5 * GIB  # PyTorch and its kernels, before the first tensor
 BUCKET = 2**26  # numbers in one of DeepSpeed's gradient buckets (its default of 5e8 can take 3 GB)
+CHUNK = 2**26  # logits at a time in the LM head: a quarter of a GiB in fp32
 # dense bf16 FLOP/s by the maker's data sheets; any other device is measured by a large matrix product
 PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
@@ -93,7 +94,7 @@ def step_bytes(cfg, shape):
         trained = cfg.lora_rank * shape.layers * (7 * shape.hidden + 2 * shape.attention + 3 * shape.inner)
     largest = min(trained, shape.vocab * shape.hidden)  # the embedding's gradient
     layer = tokens * width(cfg) * (13 * shape.hidden + 4 * shape.inner)
-    chunk = 4 * min(2**27, tokens * shape.vocab)  # bytes of logits
+    chunk = 4 * min(CHUNK, tokens * shape.vocab)
     kept, again = {"on": (tokens * width(cfg) * (shape.layers + 4) * shape.hidden, 1.6 * layer), "off": (shape.layers * layer, 0.5 * layer)}[cfg.checkpointing]
     adam = 0 if cuda and cfg.offload == "optimizer" else 12 * trained / world()
     reference = weights if cfg.kl_coef and not cfg.lora_rank else 0
