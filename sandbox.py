@@ -77,7 +77,7 @@ class Pool:
     them would fill the machine, and memory takes seconds to give back.
     """
 
-    TIMEOUT, DIED = "timeout", "died"
+    TIMEOUT, DIED = "timeout", "its process died"
 
     def __init__(self, handler, args=(), workers=None, timeout=5.0, memory=512 << 20):
         self.setup, self.timeout = pickle.dumps((list(sys.path), CPUS, memory, handler, args)), timeout
