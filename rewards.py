@@ -30,23 +30,20 @@ Called directly, as TRL does, a function has no time limit of its own: `math` ma
 import ast
 import functools
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import json
 import math
 import re
-import sys
 import time
 from fractions import Fraction
-from pathlib import Path
 
 import sandbox
-from tools import judge, latex
+from tools import judge
 from tools.instructions import INSTRUCTIONS, follows  # noqa: F401
 from tools.language import identifier, language_of, words_by_language
+from tools.latex import same_math, warm_math
 from tools.number import read_number
-from tools.verifier import Verifier  # noqa: F401
+from tools.verifier import Verifier, load  # noqa: F401
 
 
 def text_of(completion):
@@ -139,7 +136,7 @@ def gsm8k_reward(text, answer):
 
 @each
 def math_reward(text, answer):
-    r"""1.0 if the final answer is mathematically equal to the gold LaTeX, else 0.0; None if that takes too much memory.
+    r"""1.0 if the final answer is mathematically equal to the gold LaTeX, else 0.0.
 
     Numbers and text are compared by tools/latex.py, the rest (sets, intervals, matrices, expressions) by math-verify; its
     rules hold: x=5 is 5, a decimal is equal to 6 places. `answer` may be a whole solution: its last \boxed{} counts, then.
@@ -149,10 +146,10 @@ def math_reward(text, answer):
     """
     gold, said = str(answer), final_answer(text)
     gold = final_answer(gold) if r"\boxed" in gold else gold
-    return None if not gold else float(bool(said) and latex.equal(gold, said))
+    return None if not gold else float(bool(said) and same_math(gold, said))
 
 
-math_reward.warm = latex.warm
+math_reward.warm = warm_math
 SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": ""}
 OPERATORS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.Mult: Fraction.__mul__, ast.Div: Fraction.__truediv__}
 
@@ -395,25 +392,5 @@ def parse_rewards(spec):
             raise ValueError(f"reward {item!r}: {':'.join(rest)!r} is not a weight, which must be finite")
         if name in [other for other, *_ in parts]:
             raise ValueError(f"reward {name!r} is named twice")
-        parts.append((name, weight, REWARDS.get(where) or _load(where, name)))
+        parts.append((name, weight, REWARDS.get(where) or load(where, name)))
     return parts
-
-
-def _load(where, name):
-    try:
-        if where.endswith(".py"):
-            path = Path(where).resolve()
-            if not path.is_file():
-                raise ValueError(f"reward file {where!r} does not exist")
-            sys.path += [str(path.parent)] * (str(path.parent) not in sys.path)  # it may import its neighbours
-            plan = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-            module = sys.modules[plan.name] = importlib.util.module_from_spec(plan)
-            plan.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
-        function = getattr(module, name)
-    except (AttributeError, ImportError) as e:
-        raise ValueError(f"reward {where}:{name}: {e}") from None
-    if not callable(function):
-        raise ValueError(f"reward {where}:{name} is not a function")
-    return function

@@ -15,7 +15,6 @@ DRESS = [  # (what, becomes); ¤ parts what must not run together
     (r"(?<=[A-Za-z])[-/](?=[A-Za-z])", " "),  # km/h
     (r"(?<![A-Za-z])([kcmd]?m|ft|in|units?|inches|feet|met(?:er|re)s?)\s{0,2}\^\{?[23]\}?", r"\1 "),
 ]
-DRESS = [(re.compile(what), becomes) for what, becomes in DRESS]
 DIGITS = str.maketrans("０１２３４５６７８９−–－＋，．％＄", "0123456789---+,.%$")
 BLOB = re.compile(  # everything that hangs together around digits; whether it is a number is for NUMBER to say
     r"(?<![A-Za-z0-9_.^+*/\\-])[-+]?\.?\d(?:[\d.,:/^]|[eE*×x+-](?=[-+]?\.?\d)| (?=\d{3}(?!\d))| (?=\d{1,9}/\d)| ?/ ?(?=\d))*")
@@ -35,7 +34,7 @@ def read_number(text, only=True):
     """
     text = text.translate(DIGITS)
     for what, becomes in DRESS:
-        text = what.sub(becomes, text)
+        text = re.sub(what, becomes, text)
     if only:
         text = re.split(r"=|≈|\\approx", text)[-1]
     values = []

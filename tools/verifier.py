@@ -1,10 +1,12 @@
 """Runs the rewards of a spec in processes that can be killed (sandbox.Pool), weighs and adds them."""
 import asyncio
 import functools
+import importlib.util
 import inspect
 import math
 import sys
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import sandbox
@@ -18,15 +20,13 @@ class Verifier:
 
     rewards: per completion the weighted sum of its parts; a part that is None is left out, and a sample without parts, or
     with one that timed out or crashed, is None. parts: by name, unweighted. metrics: reward/timeouts and reward/crashes
-    of this batch. The first crash of each function is told on stderr, the others are only counted.
+    of this batch. The first crash of each function is told on stderr.
 
-    A column with one value a completion is dealt out; anything else (a number, a string) reaches every call as it is.
-    Functions see one completion a call, `timeout` seconds long at most; a function with the attribute `whole_batch = True`
-    sees all of them in one call, after the rest. Columns added here: index (place in the batch) and, for whole_batch
-    functions, correct (the first part that is not one of them). A function's attribute `warm` is called once, at the start.
-
-    settings reach every function by name: max_tokens, overlong_buffer, format_partial, judge_url, … memory_mb is what one
-    call may allocate: raise it for a function that loads a model.
+    A column with one value a completion is dealt out; anything else (a number, a string) and the settings (max_tokens,
+    judge_url, …) reach every call as they are. A call sees one completion and may take `timeout` seconds and memory_mb.
+    A function with the attribute `whole_batch = True` sees all completions in one call, after the rest; an attribute
+    `warm` is called once, at the start. Columns added here: index (place in the batch) and, for whole_batch functions,
+    correct (the first part that is not one of them).
 
     Raises ValueError for a bad spec, sandbox.NoIsolation for `code` without a jail, RuntimeError if no worker starts.
     """
@@ -131,3 +131,24 @@ def _call(function, completions, columns):
         return values
     except BaseException:  # SystemExit too: a reward function must not end a worker
         return traceback.format_exc(limit=-5)
+
+
+def load(where, name):
+    """The function `name` of "my_file.py" or "installed.module"; ValueError, in one line, if there is none."""
+    try:
+        if where.endswith(".py"):
+            path = Path(where).resolve()
+            if not path.is_file():
+                raise ValueError(f"reward file {where!r} does not exist")
+            sys.path += [str(path.parent)] * (str(path.parent) not in sys.path)  # it may import its neighbours
+            plan = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+            module = sys.modules[plan.name] = importlib.util.module_from_spec(plan)
+            plan.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+        function = getattr(module, name)
+    except (AttributeError, ImportError) as e:
+        raise ValueError(f"reward {where}:{name}: {e}") from None
+    if not callable(function):
+        raise ValueError(f"reward {where}:{name} is not a function")
+    return function
