@@ -60,15 +60,16 @@ def each(worth):
 
     f's parameters are the columns it reads. A single number, text or None is a column with that value in every row.
 
-    >>> each(lambda text, wanted, factor=1.0: factor * (text == wanted))(["a", "b"], wanted=["a", "a"], factor=0.5)
+    >>> each(lambda text, wanted, factor=1.0: factor * (text == wanted))(["a", "b"], ["a", "a"], factor=0.5)
     [0.5, 0.0]
     """
     names = list(inspect.signature(worth).parameters)[1:]
 
     @functools.wraps(worth)
-    def reward(completions, **columns):
+    def reward(completions, *unnamed, **columns):
+        columns |= zip(names, unnamed)
         given = {name: columns[name] for name in names if columns.get(name) is not None}
-        rows = [[values] * len(completions) if isinstance(values, (str, int, float)) else values for values in given.values()]
+        rows = [[column] * len(completions) if isinstance(column, (str, int, float)) else column for column in given.values()]
         return [worth(text_of(completion), **dict(zip(given, row)))
                 for completion, *row in zip(completions, *rows, strict=True)]
 
@@ -150,6 +151,7 @@ def math_reward(text, answer):
 
 
 math_reward.warm = warm_math
+
 SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": ""}
 OPERATORS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.Mult: Fraction.__mul__, ast.Div: Fraction.__truediv__}
 
