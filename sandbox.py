@@ -77,7 +77,7 @@ class Pool:
     them would fill the machine, and memory takes seconds to give back.
     """
 
-    TIMEOUT, DIED = "timeout", "died"
+    TIMEOUT, DIED = "timeout", "its process died"
 
     def __init__(self, handler, args=(), workers=None, timeout=5.0, memory=512 << 20):
         self.setup, self.timeout = pickle.dumps((list(sys.path), CPUS, memory, handler, args)), timeout
@@ -455,7 +455,7 @@ def _unshare(command):
 
 def _inside():
     """Process 1 of the jail: run the programs, each a fresh interpreter, and report. Its source is sent in as text."""
-    import ctypes, json, os, resource, signal, sys, time
+    import contextlib, ctypes, json, os, resource, signal, sys, time
     job, end = json.load(sys.stdin), time.monotonic()
     end, jailed = end + job["seconds"], job["jailed"]
     if jailed and os.getpid() != 1:
@@ -482,10 +482,8 @@ def _inside():
         pages = 0
         for name in os.listdir("/proc") if jailed else []:
             if name.isdigit() and name != "1":
-                try:
+                with contextlib.suppress(OSError):  # it has just ended
                     pages += int(open(f"/proc/{name}/statm").read().split()[1])
-                except OSError:  # it has just ended
-                    continue
         return pages * resource.getpagesize()
 
     def reap(flags):
@@ -518,10 +516,8 @@ def _inside():
             signal.sigtimedwait({signal.SIGCHLD}, 0.02)
             reap(os.WNOHANG)
         status = ended.get(pid, -1)
-        try:
+        with contextlib.suppress(ProcessLookupError):  # nobody was left
             os.kill(-1, signal.SIGKILL) if jailed else os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # nobody was left
         reap(0)
         results.append([status, *(os.pread(fd, most, 0).decode("utf-8", "replace")
                                   for fd, most in ((fds[1], job["output"]), (fds[4], 1 << 16)))])
@@ -574,7 +570,3 @@ def _harness():
             passed.append(False)
     write(4, (secret + dumps(passed)).encode())
     _exit(0)
-
-
-if __name__ == "__main__":
-    print(isolation())

@@ -36,15 +36,10 @@ def gsm8k():
     return "gsm8k:1", texts, {"answer": [gold for gold in golds for _ in range(8)]}
 
 
-def math(wrong=0.5):
+def math():
     rows = read("math500/test.jsonl")
-    texts, golds = [], []
-    for i in range(128):
-        for k in range(8):
-            other = rows[(i * 3 + 7 * k + 1) % 500] if k < 8 * wrong else rows[i * 3]
-            texts.append(other["solution"])
-            golds.append(rows[i * 3]["answer"])
-    return "math:1", texts, {"answer": golds}
+    texts = [rows[(i * 3 + 7 * k + 1) % 500 if k < 4 else i * 3]["solution"] for i in range(128) for k in range(8)]
+    return "math:1", texts, {"answer": [rows[i * 3]["answer"] for i in range(128) for _ in range(8)]}
 
 
 def code():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import rewards
 import sandbox
+from tools import instructions, language, latex, number
 
 # columns that let every reward run on any completion (judge and code have tests of their own)
 COLUMNS = {"gsm8k": {"answer": "72"}, "math": {"answer": r"\frac{1}{2}"}, "countdown": {"numbers": [3, 5, 2], "target": 21}, "format": {},
@@ -39,7 +40,7 @@ def verify_all():
 # ------------------------------------------------------------------------------------------------ the table
 
 
-@pytest.mark.parametrize("module", [rewards, sandbox], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [rewards, instructions, language, latex, number, sandbox], ids=lambda m: m.__name__)
 def test_the_examples_in_the_docstrings_are_true(module):
     if module is sandbox and sandbox.isolation() is None:
         pytest.skip("sandbox.py's examples need a jail, and this machine cannot build one")

@@ -401,6 +401,12 @@ def test_a_greedy_reward_function_gets_memory_error_unless_allowed(my):
             assert verify(["x"])[0] == [expected]
 
 
+def test_an_answer_that_exhausts_the_memory_has_no_verdict_though_math_verify_says_unequal():
+    with rewards.Verifier("math", workers=1, timeout=30, memory_mb=64) as verify:
+        values, _, metrics = verify([r"\boxed{(x+1)^{10^6}}", r"\boxed{6}", r"\boxed{(x+1)^{10^6}}", r"\boxed{x+1}", r"\boxed{5}"], answer=["5"] * 5)
+    assert values == [None, 0.0, None, 0.0, 1.0] and metrics == {"reward/timeouts": 0.0, "reward/crashes": 2.0}
+
+
 def test_batches_overlap_and_come_back_in_order(my):
     with rewards.Verifier(f"{my}:odd", workers=2) as verify:
         handles = [verify.submit(["x" * (i + j) for j in range(50)]) for i in range(8)]
