@@ -85,7 +85,7 @@ def step_bytes(cfg, shape):
     """{what: bytes (while vLLM generates, while the reference runs, while the policy is updated)}, vLLM's own not counted.
 
     Counted from what the code keeps: DeepSpeed 0.19 (the fp32 sum of gradients stays on the device, also under offload),
-    TokenLogps (five fp32 arrays of a chunk of logits), a decoder layer (13 hidden and 4 inner activations a token).
+    TokenLogps (four fp32 arrays of a chunk of logits), a decoder layer (13 hidden and 4 inner activations a token).
     tests/test_cost.py compares it with a simulation of the real code at 1.5B parameters that allocates nothing.
     """
     cuda, tokens = torch.cuda.is_available(), max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
@@ -95,7 +95,8 @@ def step_bytes(cfg, shape):
     largest = min(trained, shape.vocab * shape.hidden)  # the embedding's gradient
     layer = tokens * width(cfg) * (13 * shape.hidden + 4 * shape.inner)
     chunk = 4 * min(CHUNK, tokens * shape.vocab)
-    kept, again = {"on": (tokens * width(cfg) * (shape.layers + 4) * shape.hidden, 1.6 * layer), "off": (shape.layers * layer, 0.5 * layer)}[cfg.checkpointing]
+    spare = tokens * width(cfg) * 3 * shape.inner  # gradients of activations in a layer's backward pass
+    kept, again = {"on": (tokens * width(cfg) * (shape.layers + 4) * shape.hidden, layer + spare), "off": (shape.layers * layer, spare)}[cfg.checkpointing]
     adam = 0 if cuda and cfg.offload == "optimizer" else 12 * trained / world()
     reference = weights if cfg.kl_coef and not cfg.lora_rank else 0
     return {
@@ -105,7 +106,7 @@ def step_bytes(cfg, shape):
         "gradient buckets": (0, 0, (width(cfg) + 4) * min(trained, max(BUCKET, largest))),
         "reference": (0, reference, 0) if cuda else (reference, reference, reference),
         "activations kept": (0, 0, kept),
-        "a layer or the head": (0, max(layer, 3 * chunk), max(again, 5 * chunk + largest * width(cfg))),
+        "a layer or the head": (0, max(layer, 3 * chunk), max(again, 4 * chunk + largest * width(cfg))),
         "PyTorch, CUDA, kernels": (RUNTIME, RUNTIME, RUNTIME),
     }
 
