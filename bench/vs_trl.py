@@ -53,7 +53,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch  # noqa: E402
 
 CUDA = torch.cuda.is_available()
-STAGES = ("rollout", "reward", "update", "sync", "total")
+STAGES = ("rollout", "reward", "update", "sync", "total")  # of which the last is their sum
 
 
 def now():
@@ -62,29 +62,42 @@ def now():
     return time.perf_counter()
 
 
+class Marks(list):
+    """Where a run's steps begin and end: (wall clock, processor time of this process)."""
+
+    def set(self):
+        self.append((now(), time.process_time()))
+
+    def last(self):
+        (wall, cpu), (wall_end, cpu_end) = self[-2:]
+        return {"total": wall_end - wall, "cpu": cpu_end - cpu}
+
+    def start(self):
+        return self[0][0] - START
+
+
 # --------------------------------------------------------------------------------------------------- the contenders
 
 
 def ours(argv, micro, folder):
     """-> (seconds of start-up, a row for each step)."""
     import nano_rlvr as nr
-    marks, rows, train, write = [], [], nr.train, nr.Log.write
+    marks, rows, train, write = Marks(), [], nr.train, nr.Log.write
 
     def timed_train(*args):
-        marks.append(now())
+        marks.set()
         train(*args)
 
     def timed_write(log, step, metrics, *rollouts):
         write(log, step, metrics, *rollouts)
-        marks.append(now())
+        marks.set()
         if "lr" in metrics:  # the last line has an evaluation only
             seconds = {stage: metrics[f"seconds/{stage}"] for stage in ("rollout", "reward", "sync")}
-            rows.append(seconds | {"total": marks[-1] - marks[-2], "length": metrics["completion/length"],
-                                   "mismatch": metrics["mismatch/mean_abs"]})
+            rows.append(seconds | marks.last() | {"length": metrics["completion/length"], "mismatch": metrics["mismatch/mean_abs"]})
 
     nr.train, nr.Log.write = timed_train, timed_write
     nr.main([*argv, "--out", folder, "--name", "run", "--eval_every", "1000000000", "--eval_size", "1"])
-    return marks[0] - START, rows
+    return marks.start(), rows
 
 
 def patch_for_cpu(cfg):
@@ -128,17 +141,17 @@ def trl(argv, micro, folder, vllm=False):
         if not CUDA:
             patch_for_cpu(cfg)
 
-    marks, rows, seconds, lengths = [], [], Counter(), []
+    marks, rows, seconds, lengths = Marks(), [], Counter(), []
 
     class Steps(TrainerCallback):
         def on_train_begin(self, *_, **__):
-            marks.append(now())
+            marks.set()
 
         def on_step_end(self, *_, **__):
-            marks.append(now())
+            marks.set()
             gaps = trainer._metrics["train"]["sampling/sampling_logp_difference/mean"] or [None]
-            rows.append({"rollout": seconds["rollout"] - seconds["sync"], "reward": seconds["reward"], "sync": seconds["sync"],
-                         "total": marks[-1] - marks[-2], "length": lengths[-1], "mismatch": gaps[-1]})
+            rows.append(marks.last() | {"rollout": seconds["rollout"] - seconds["sync"], "reward": seconds["reward"], "sync": seconds["sync"],
+                                        "length": lengths[-1], "mismatch": gaps[-1]})
             seconds.clear()
 
     trainer = GRPOTrainer(
@@ -164,7 +177,7 @@ def trl(argv, micro, folder, vllm=False):
     trainer.train()
     bound = cfg.mismatch_bound
     assert all((r["mismatch"] or 0) <= bound for r in rows), f"TRL's vLLM and trainer disagree: {[r['mismatch'] for r in rows]}"
-    return marks[0] - START, rows
+    return marks.start(), rows
 
 
 CONTENDERS = {"ours": ours, "trl": trl, "trl+vllm": functools.partial(trl, vllm=True)}
@@ -198,7 +211,7 @@ def random_model(folder, hidden, layers):
 def summarise(runs, warmup):
     """Runs of one contender -> medians over their steps, without the first ones of each run."""
     rows = [row for run in runs for row in run["steps"][warmup:]]
-    return {stage: median(r[stage] for r in rows) for stage in STAGES} | {
+    return {stage: median(r[stage] for r in rows) for stage in (*STAGES, "cpu")} | {
         "length": fmean(r["length"] for r in rows), "mismatch": max((r["mismatch"] or 0.0 for r in rows)), "n": len(rows),
         "slowest": max(r["total"] for r in rows), "fastest": min(r["total"] for r in rows),
         "start": median(run["start"] for run in runs), "peak": max(run["peak"] for run in runs)}
@@ -256,10 +269,10 @@ def main():
     base = next(iter(table.values()))["total"]
     names = {"trl+vllm": "TRL, vLLM colocate" + (" (patched for the CPU)" if not CUDA else ""), "trl": "TRL, transformers generation",
              "ours": "nano_rlvr"}
-    lines = ["| seconds a step | rollout | reward | update | sync | **total** | times ours | tokens a second | mean length | steps | peak memory | start-up |",
-             "|---|" + "---|" * 11]
+    lines = ["| seconds a step | rollout | reward | update | sync | **total** | times ours | processor time | tokens a second | mean length | steps | peak memory | start-up |",
+             "|---|" + "---|" * 12]
     for c, s in table.items():
-        lines.append(f"| {names[c]} | " + " | ".join(f"{s[k]:.2f}" for k in STAGES[:-1]) + f" | **{s['total']:.2f}** | {s['total'] / base:.1f} "
+        lines.append(f"| {names[c]} | " + " | ".join(f"{s[k]:.2f}" for k in STAGES[:-1]) + f" | **{s['total']:.2f}** | {s['total'] / base:.1f} | {s['cpu']:.2f} "
                      f"| {cfg.prompts * cfg.samples * s['length'] / s['total']:.0f} | {s['length']:.1f} | {s['n']} | {s['peak'] / 2**30:.2f} GiB "
                      f"| {s['start']:.0f} s |")
     tried = [f"{c} {r['micro']}: {summarise([r], a.warmup)['total']:.2f} s" for c in ("trl+vllm", "trl") for r in of(c)]
