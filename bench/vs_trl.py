@@ -1,6 +1,6 @@
 """Seconds a step, by stage: nano_rlvr beside TRL's GRPOTrainer on the same machine, model, prompts and sizes.
 
-    python bench/vs_trl.py                                        5 minutes on 2 quiet cores; writes bench/results/vs_trl.*
+    python bench/vs_trl.py                                        models/tiny; writes bench/results/vs_trl.md and .json
     python bench/vs_trl.py --model Qwen2.5-Math-1.5B --data gsm8k.jsonl --max_tokens 1024      the same on a GPU
     python bench/vs_trl.py --random_model 256 4 --prompts 4 --samples 8 --max_tokens 32 --out vs_trl_vocabulary
                                                   random weights, 256 wide and 4 deep, with Qwen's vocabulary of 151,936
