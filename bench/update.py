@@ -1,17 +1,17 @@
 """One optimizer update on one ragged batch of rollouts: packed (this trainer) beside padded micro-batches.
 
     python bench/update.py                      CPU: a small Qwen2 with the real vocabulary; CUDA: the exact shape of Qwen2.5-1.5B in bf16
-    python bench/update.py --sides packed padded trl --micro_batch 8 --rounds 2
+    python bench/update.py --micro_batch 4 8 --trl --rounds 2
 
 packed   nano_rlvr.py as it is: pack, collate, TokenLogps, policy_loss, backward, step, with its default flags
-padded   micro-batches of --micro_batch rows in the order of sampling, each padded to its longest row; the logits of all its
-         completion positions at once, log_softmax and gather in fp32, no entropy: what nano-aha-moment does (and TRL did before 1.16)
-trl      TRL 1.16.0: 8 rows, padded to the longest of the whole batch, log-probs and entropy from its own fused LM head (on a CPU that
-         head also computes the positions of the prompt and of the padding, which it skips on CUDA)
+padded   micro-batches of --micro_batch rows (nano-aha-moment: 4) in the order of sampling, each padded to its longest; the logits of all
+         its completion positions at once, log_softmax and gather in fp32, no entropy: the textbook's loop, and nano-aha-moment's
+trl      TRL 1.16.0 with its defaults: 8 rows, padded to the longest of the whole batch; log-probs and entropy from its own fused LM head,
+         which never holds all logits (on a CPU it also computes the positions of prompt and padding, which it skips on CUDA)
 
 All run through the same nano_rlvr.update and DeepSpeed engine - same loss, AdamW, dtype, activation checkpointing - and only the
 module that gives log-probs is exchanged, attention being PyTorch's own each time. Each measurement is a process of its own (peak memory) in
-turns A B A B, after a small warm-up update. That all take the same step is checked: loss, mean log-prob gap and gradient norm agree.
+turns A B A B; the same update has run once before, as a warm-up. That all take the same step is checked: loss, mean log-prob gap and gradient norm agree.
 Writes bench/results/update.md and update.json (update-gpu.* on CUDA).
 """
 import argparse
@@ -69,21 +69,21 @@ MODULES = {"packed": nr.TokenLogps, "padded": Padded, "trl": Trl}
 
 
 def one(args):
-    """A measurement in this process: a small update to warm up, then the one that counts."""
+    """A measurement, in this process."""
     nr.launch()
     nr.TokenLogps = MODULES[args.side]  # the module that make_policy wraps
     cfg = common.make_config(args.model, pack_tokens=args.pack_tokens)
     engine = nr.make_policy(cfg)
     rollouts = common.make_rollouts(args.sequences, args.max_tokens, args.vocab)
-    rows = {"packed": None, "padded": args.micro_batch, "trl": 8}[args.side]
+    rows = {"packed": None, "trl": 8}.get(args.side, args.micro_batch[0])
 
     def split(rollouts):
         return nr.pack(rollouts, cfg.pack_tokens) if rows is None else [rollouts[i:i + rows] for i in range(0, len(rollouts), rows)]
 
-    common.measure(engine, split, common.make_rollouts(8, 100, args.vocab, seed=1), cfg)
     if args.side == "trl":
         Padded.widest = max(len(r.prompt) for r in rollouts), max(len(r.completion) for r in rollouts)
-    result = common.measure(engine, split, rollouts, cfg)
+    for _ in range(2):  # the second one counts
+        result = common.measure(engine, split, rollouts, cfg)
 
     def cells(members):  # tokens of a batch with its padding
         prompt, completion = (max(widest, *map(len, parts)) for widest, parts in zip(
@@ -101,11 +101,11 @@ def main():
     parser.add_argument("--hidden", type=int, default=1536 if cuda else 128)
     parser.add_argument("--layers", type=int, default=28 if cuda else 2)
     parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--sequences", type=int, default=256 if cuda else 32, help="rollouts in the batch, 8 a prompt")
-    parser.add_argument("--max_tokens", type=int, default=3000 if cuda else 1000, help="99th percentile of the completions, 15 times their median")
-    parser.add_argument("--pack_tokens", type=int, default=16384 if cuda else 5461, help="3000 : 16384, as nano_rlvr.py has it")
-    parser.add_argument("--micro_batch", type=int, default=4, help="rows of a padded micro-batch (nano-aha-moment: 4, TRL: 8)")
-    parser.add_argument("--sides", nargs="+", default=["packed", "padded"] + ["trl"] * cuda, choices=MODULES)
+    parser.add_argument("--sequences", type=int, default=256 if cuda else 64, help="rollouts in the batch, 8 a prompt")
+    parser.add_argument("--max_tokens", type=int, default=3000 if cuda else 750, help="99th percentile of the completions, 15 times their median")
+    parser.add_argument("--pack_tokens", type=int, default=16384 if cuda else 4096, help="to --max_tokens as 16384 to 3000, the defaults of nano_rlvr.py")
+    parser.add_argument("--micro_batch", type=int, nargs="+", default=[4, 8] if cuda else [4], help="rows of a padded micro-batch")
+    parser.add_argument("--trl", action="store_true", help="TRL's way, too (it must be installed)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -113,15 +113,16 @@ def main():
     if args.side:
         return one(args)
 
-    conditions, results = common.conditions(), {side: [] for side in args.sides}
+    sides = {"packed": ["packed"]} | {f"padded, {n} rows": ["padded", "--micro_batch", n] for n in args.micro_batch} | ({"trl": ["trl"]} if args.trl else {})
+    conditions, results = common.conditions(), {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as folder:
         common.make_model(folder, args.hidden, args.layers, args.vocab)
         for _ in range(args.rounds):
-            for side in args.sides:
-                results[side].append(common.in_a_process(__file__, *sys.argv[1:], "--side", side, "--model", folder))
+            for side, flags in sides.items():
+                results[side].append(common.in_a_process(__file__, *sys.argv[1:], "--model", folder, "--side", *flags))
                 print(side, {k: round(results[side][-1][k], 6) for k in ("seconds", "cpu_seconds", "idle", "peak", "loss", "grad_norm")}, file=sys.stderr)
 
-    first, tolerance = results[args.sides[0]][0], 2e-2 if cuda else 1e-4  # bf16, fp32
+    first, tolerance = results["packed"][0], 2e-2 if cuda else 1e-4  # bf16, fp32
     for runs in results.values():  # two different computations would not be worth comparing
         for run in runs:
             for name in ("loss", "mismatch/mean_abs", "grad_norm"):
@@ -138,11 +139,11 @@ def main():
                      f"| {median(side, lambda r: r['idle']) / 2**30:.2f} GiB | {runs[0]['padding']:.0%} | {runs[0]['batches']} |")
     ratios = {other: {"time": median(other, lambda r: r["seconds"]) / median("packed", lambda r: r["seconds"]),
                       "memory": median(other, lambda r: r["peak"] - r["idle"]) / median("packed", lambda r: r["peak"] - r["idle"])}
-              for other in args.sides if "packed" in args.sides and other != "packed"}
-    lines += [""] + [f"**{other} takes {r['time']:.2f} times the time and {r['memory']:.2f} times the memory of packed.**" for other, r in ratios.items()]
+              for other in sides if other != "packed"}
+    lines += [""] + [f"**{other}: {r['time']:.2f} times the time and {r['memory']:.2f} times the memory of packed.**" for other, r in ratios.items()]
     lines += ["", f"Qwen2 with random weights, hidden {args.hidden}, {args.layers} layers, vocabulary {args.vocab:,}, {'bf16' if cuda else 'fp32'}; "
               f"{args.sequences} rollouts, {first['tokens']:,} tokens, completions of median {args.max_tokens // 15} and at most {args.max_tokens}; "
-              f"--pack_tokens {args.pack_tokens}, micro-batches of {args.micro_batch}; median of {args.rounds} rounds. "
+              f"--pack_tokens {args.pack_tokens}; median of {args.rounds} rounds. "
               f"Each peak holds the fp32 gradients: {first['gradients'] / 2**30:.2f} GiB.",
               "", f"{conditions}; `{' '.join(['python bench/update.py', *sys.argv[1:]])}`"]
     common.write("update-gpu" if cuda else "update", "\n".join(lines),
