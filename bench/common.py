@@ -48,13 +48,13 @@ def make_rollouts(n, max_tokens, vocab, seed=0):
     At max_tokens 3000: prompts of 60 to 120 tokens, completions as long as those of GSM8K with a long tail - lognormal with
     median 200 and 99th percentile 3000, where they are cut. Other max_tokens shrink everything by the same factor.
     """
-    rng, spread, out = random.Random(seed), math.log(15) / 2.326, []
+    rng, ids, spread, out = random.Random(seed), random.Random(seed), math.log(15) / 2.326, []  # lengths do not depend on vocab
     for i in range(n):
         if i % 8 == 0:
-            prompt = [rng.randrange(vocab) for _ in range(rng.randint(1 + max_tokens // 50, 1 + max_tokens // 25))]
+            prompt = [ids.randrange(vocab) for _ in range(rng.randint(1 + max_tokens // 50, 1 + max_tokens // 25))]
         length = min(max_tokens, max(1, round(max_tokens / 15 * math.exp(spread * rng.gauss(0, 1)))))
         logps = [-math.log(vocab)] * length  # nearly what a random model says
-        out.append(nr.Rollout(prompt, [rng.randrange(vocab) for _ in range(length)], "", length == max_tokens, logps, 0.0,
+        out.append(nr.Rollout(prompt, [ids.randrange(vocab) for _ in range(length)], "", length == max_tokens, logps, 0.0,
                               advantage=rng.gauss(0, 1)))
     return out
 

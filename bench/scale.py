@@ -3,8 +3,8 @@
     python bench/scale.py            6 minutes on 2 idle cores; writes bench/results/scale.md, scale.json and scale.png (scale-gpu.* on CUDA)
 
 Time should be linear in tokens. Memory should not depend on the number of rollouts, nor on tokens x vocabulary: a forward pass takes
---pack_tokens tokens (fixed here), its LM head 2^27 logits. Each point is a process of its own; the
-same update has run once before, as a warm-up.
+--pack_tokens tokens (fixed here), its LM head a fixed number of logits. Each point is a process of its own; the same update has run
+once before, as a warm-up.
 """
 import argparse
 import json

@@ -11,7 +11,8 @@ trl      TRL 1.16.0 with its defaults: 8 rows, padded to the longest of the whol
 
 All run through the same nano_rlvr.update and DeepSpeed engine - same loss, AdamW, dtype, activation checkpointing - and only the
 module that gives log-probs is exchanged, attention being PyTorch's own each time. Each measurement is a process of its own (peak memory) in
-turns A B A B; the same update has run once before, as a warm-up. That all take the same step is checked: loss, mean log-prob gap and gradient norm agree.
+turns A B A B; the same update has run once before, as a warm-up. That all take the same step is checked: loss, mean log-prob gap and
+gradient norm agree.
 Writes bench/results/update.md and update.json (update-gpu.* on CUDA).
 """
 import argparse
