@@ -57,7 +57,8 @@ def draw(axes, out):
         panel.plot(x, [r["seconds"] for r in rows], "o", color="C0")
         panel.plot([0, max(x)], [a, a + b * max(x)], color="C0", lw=1, label=f"seconds, linear fit (R² {r2:.4f})")
         panel.plot([], [], "s--", color="C1", label="peak memory above idle, GiB")
-        panel.set(title=name, xlabel="vocabulary" if name == "vocabulary" else "tokens in the update", xlim=(0, None), ylim=(0, None))
+        panel.set(title=name, xlabel="vocabulary" if name == "vocabulary" else "tokens in the update", xlim=(0, None),
+                  ylim=(0, 1.5 * max(r["seconds"] for r in rows)))
         right = panel.twinx()
         right.plot(x, [r["gib"] for r in rows], "s--", color="C1", ms=4, lw=1)
         right.set_ylim(0, 2 * max(r["gib"] for rows in axes.values() for r in rows))
