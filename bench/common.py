@@ -38,7 +38,7 @@ def make_model(folder, hidden, layers, vocab):
 
 def make_config(model, **changes):
     """The defaults of nano_rlvr.py without the KL term, whose reference model is no part of an update."""
-    cfg = nr.check(dataclasses.replace(nr.Config(), model=str(model), kl_coef=0.0, **changes))
+    cfg = nr.check(dataclasses.replace(nr.Config(), model=str(model), kl_coef=0.0, checkpointing="on", **changes))
     return dataclasses.replace(cfg, mismatch_bound=math.inf)  # no vLLM has sampled here
 
 
