@@ -1,4 +1,4 @@
-"""Seconds and peak memory of one optimizer update (ours) as the batch grows: more rollouts, longer completions, a larger vocabulary.
+"""Seconds and peak memory of one optimizer update (ours) as the batch grows: more rollouts, longer completions, a larger vocabulary, more layers.
 
     python bench/scale.py            6 minutes on 2 idle cores; writes bench/results/scale.md, scale.json and scale.png (scale-gpu.* on CUDA)
 
@@ -21,7 +21,9 @@ BASE = (dict(hidden=896, layers=24, vocab=151936, sequences=128, max_tokens=3000
         dict(hidden=128, layers=2, vocab=32768, sequences=64, max_tokens=750, pack_tokens=4096))
 AXES = {"rollouts": [{"sequences": BASE["sequences"] * i // 2} for i in (1, 2, 3, 4)],
         "completion length": [{"max_tokens": BASE["max_tokens"] * i // 4} for i in (2, 4, 6, 8)],
-        "vocabulary": [{"vocab": 151936 * i // 4, "sequences": BASE["sequences"] // 2} for i in (1, 2, 3, 4)]}
+        "vocabulary": [{"vocab": 151936 * i // 4, "sequences": BASE["sequences"] // 2} for i in (1, 2, 3, 4)],
+        "layers": [{"layers": BASE["layers"] * i, "sequences": BASE["sequences"] // 2} for i in (1, 2, 3, 4)]}
+X = {"vocabulary": "vocab", "layers": "layers"}
 
 
 def one(model, sequences, max_tokens, pack_tokens, vocab, **_):
@@ -50,14 +52,14 @@ def draw(axes, out):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    fig, panels = plt.subplots(1, len(axes), figsize=(11, 3.2), constrained_layout=True)
+    fig, panels = plt.subplots(1, len(axes), figsize=(14, 3.2), constrained_layout=True)
     for panel, (name, rows) in zip(panels, axes.items()):
         x = [r["x"] for r in rows]
         a, b, r2 = fit(x, [r["seconds"] for r in rows])
         panel.plot(x, [r["seconds"] for r in rows], "o", color="C0")
         panel.plot([0, max(x)], [a, a + b * max(x)], color="C0", lw=1, label=f"seconds, linear fit (R² {r2:.4f})")
         panel.plot([], [], "s--", color="C1", label="peak memory above idle, GiB")
-        panel.set(title=name, xlabel="vocabulary" if name == "vocabulary" else "tokens in the update", xlim=(0, None),
+        panel.set(title=name, xlabel=name if name in X else "tokens in the update", xlim=(0, None),
                   ylim=(0, 1.5 * max(r["seconds"] for r in rows)))
         right = panel.twinx()
         right.plot(x, [r["gib"] for r in rows], "s--", color="C1", ms=4, lw=1)
@@ -82,11 +84,11 @@ def main():
             axes[axis] = rows = []
             for change in changes:
                 point = BASE | change
-                model = Path(folder) / str(point["vocab"])
+                model = Path(folder) / f"{point['vocab']}-{point['layers']}"
                 if not model.exists():
                     common.make_model(model, point["hidden"], point["layers"], point["vocab"])
                 row = point | common.in_a_process(__file__, "--point", json.dumps(point | {"model": str(model)}))
-                row |= {"gib": (row["peak"] - row["idle"]) / 2**30, "x": row["vocab" if axis == "vocabulary" else "tokens"]}
+                row |= {"gib": (row["peak"] - row["idle"]) / 2**30, "x": row[X.get(axis, "tokens")]}
                 rows.append(row)
                 lines.append(f"| {axis} | {row['sequences']} | {row['vocab']:,} | {row['tokens']:,} | {row['pack_tokens']:,} "
                              f"| {row['seconds']:.2f} | {row['tokens'] / row['seconds']:,.0f} | {row['gib']:.2f} GiB |")
@@ -94,8 +96,8 @@ def main():
             x, log_x = [r["x"] for r in rows], [math.log(r["x"]) for r in rows]
             slopes.append(f"| {axis} | {fit(x, [r['seconds'] for r in rows])[2]:.4f} | {fit(log_x, [math.log(r['seconds']) for r in rows])[1]:.2f} "
                           f"| {fit(log_x, [math.log(r['gib']) for r in rows])[1]:.2f} |")
-    lines += ["", *slopes, "", "x is the vocabulary on its axis, else tokens; an exponent (slope in log-log) is 1 where something is proportional to x, "
-              f"0 where it does not depend on it. Qwen2 with random weights, hidden {BASE['hidden']}, {BASE['layers']} layers.", "",
+    lines += ["", *slopes, "", "x is the vocabulary or the number of layers on its axis, else tokens; an exponent (slope in log-log) is 1 where something is proportional to x, "
+              f"0 where it does not depend on it. Qwen2 with random weights, hidden {BASE['hidden']}, {BASE['layers']} layers but on the axis of that name.", "",
               f"{conditions}; `python bench/scale.py`"]
     common.write(name, "\n".join(lines), {"conditions": conditions, "axes": axes})
     draw(axes, common.ROOT / f"bench/results/{name}.png")
