@@ -23,6 +23,7 @@ any `pack_tokens` and any number of ranks.
 Shapes: G prompts, n completions each, N = G*n sequences, T tokens of a pack, B its sequences, R its completion tokens,
 H hidden size, V vocabulary. Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
+import contextlib
 import dataclasses
 import functools
 import math
@@ -44,12 +45,14 @@ from torch.utils.checkpoint import checkpoint
 
 import data
 import rewards
-from tools.cost import BUCKET, CHUNK, out_of_memory, plan
+from tools.cost import BUCKET, CHUNK, out_of_memory, plan, shrink
 from tools.lora import WithoutAdapters, add_adapters, merged, place_frozen
 from tools.preflight import check, find_model, prepare
 from tools.ranks import all_gather, all_sum, device, launch, rank, world
 from tools.runlog import Log, summary, timed
 from tools.stats import flat, pass_at_k, wilson
+
+THREADS = torch.get_num_threads()
 
 # ---------------------------------------------------------------------------------------------------------- config
 
@@ -126,7 +129,7 @@ class Config:
     save_every: int = 0  # steps; 0 = only the last weights are kept
     keep_rollouts: int = 64  # rollouts a step of rank 0 written to rollouts.jsonl, whole groups
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
-    profile: bool = False  # write a torch profiler trace of step 1 (the second) to trace.json, for ui.perfetto.dev
+    profile: bool = False  # write a torch profiler trace of step 1, from its rollout's end on, to trace.json, for ui.perfetto.dev
     seed: int = 0  # seed of data order, sampling and everything else
 
 
@@ -555,6 +558,16 @@ def make_reference(cfg, engine=None):
     return TokenLogps(load_model(cfg).eval().requires_grad_(False), cfg.temperature)
 
 
+@contextlib.contextmanager
+def on_device(ref):
+    """The reference goes to the device and is forgotten there afterwards: its place is the host memory."""
+    home = [(p, p.data) for p in ref.parameters()]
+    ref.to(device())
+    yield
+    for p, data in home:
+        p.data = data
+
+
 # ---------------------------------------------------------------------------------------------------------- 7. update
 
 
@@ -595,15 +608,19 @@ def rehearse(engine, ref, cfg):
     memory does not suffice, that shows now and not in hour 3. Its tokens weigh nothing and lr is 0: no weight moves."""
     longest = Rollout([0] * cfg.max_prompt, [0] * cfg.max_tokens, "", True, [0.0] * cfg.max_tokens)
     pack = [longest] * max(1, cfg.pack_tokens // len(longest))
+    rest = cfg.pack_tokens - sum(map(len, pack))
+    if rest > 1:
+        pack.append(Rollout([0], [0] * (rest - 1), "", True, [0.0] * (rest - 1)))
     if ref is not None:
-        ref.to(device())
-        annotate(ref, [pack], "ref")
-        ref.to("cpu")
+        with on_device(ref):
+            annotate(ref, [pack], "ref")
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = 0.0
     for _ in range(2):
         batch = collate(pack, device())
         engine.backward(policy_loss(engine(batch)[0], None, batch.ref, batch, cfg)[0])
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # or AdamW's moments, which stay, come to lie among what activations have left
         engine.step()
     for state in engine.optimizer.optimizer.state.values():
         state["step"] *= 0  # an int or a tensor: the next step is AdamW's first
@@ -629,6 +646,7 @@ def named_weights(engine):
 def sync_weights(engine, llm):
     """The trainer's weights into vLLM, in place. The next update() compares: stale weights do not raise by themselves."""
     if torch.cuda.is_available():  # weights first: with the KV cache awake too, the hand-over might not fit
+        torch.set_num_threads(llm.threads)
         place_frozen(engine, "cpu")
         torch.cuda.empty_cache()  # what PyTorch keeps for itself, vLLM cannot map
         llm.wake_up(tags=["weights"])
@@ -636,6 +654,7 @@ def sync_weights(engine, llm):
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(engine)})
     if torch.cuda.is_available():
         llm.wake_up(tags=["kv_cache"])
+        torch.cuda.reset_peak_memory_stats()  # what was given up for vLLM was not held beside it
     llm.reset_prefix_cache()  # cached keys and values are the old weights'
 
 
@@ -643,6 +662,8 @@ def sleep(llm, engine=None):
     """Lends vLLM's GPU memory to the trainer (level 1: weights to the host, KV cache dropped). Nothing to do on a CPU."""
     if torch.cuda.is_available():
         llm.sleep(level=1)
+        llm.threads = torch.get_num_threads()  # vLLM leaves one; DeepSpeed's AdamW in host memory wants all
+        torch.set_num_threads(THREADS)
         if engine:
             place_frozen(engine, device())
 
@@ -711,7 +732,6 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
     sync_weights(engine, llm)
     for step in range(cfg.steps + 1):
         metrics = {}
-        log.begin(step)
         if step % cfg.eval_every == 0 or step == cfg.steps:
             with timed(metrics, "evaluate"):
                 metrics |= evaluate(llm, eval_set, verifier, cfg)
@@ -723,7 +743,9 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
             save(engine, log.tokenizer, log.folder / f"step-{step}")
 
         groups, drawn = experience(cfg, llm, train_set, verifier, step, metrics)  # 1. 2.
-        sleep(llm, engine)
+        log.trace(step)
+        with timed(metrics, "sync"):
+            sleep(llm, engine)
 
         values = table(groups, lambda r: math.nan if r.reward is None else r.reward, cfg.samples)  # (G, n) of all ranks
         lengths = table(groups, lambda r: len(r.completion), cfg.samples) if cfg.decorrelate_length else None  # (G, n)
@@ -745,10 +767,9 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
             if ref is not None:
                 if cfg.ref_reset_every and step and step % cfg.ref_reset_every == 0:
                     ref.model.load_state_dict(dict(named_weights(engine)))
-                ref.to(device())
-                for packs in batches:
-                    annotate(ref, packs, "ref")
-                ref.to("cpu")
+                with on_device(ref):
+                    for packs in batches:
+                        annotate(ref, packs, "ref")
             if cfg.epochs * cfg.minibatches > 1:  # the first step changes the policy that sampled: remember its log-probs
                 for packs in batches:
                     annotate(engine, packs, "old")
@@ -781,12 +802,17 @@ def main(argv=None):
     except (ValueError, OSError, RuntimeError) as e:
         sys.exit(f"nano_rlvr: {e}" if rank() == 0 else 1)
     log = Log(cfg, tokenizer)
+    shrink(cfg)
     try:
         llm = make_llm(cfg)  # first: it measures what is free on the GPU
+    except ValueError as e:
+        sys.exit(f"nano_rlvr: vLLM cannot start with --vllm_memory {cfg.vllm_memory}: {e}")
+    try:
         sleep(llm)
         engine = make_policy(cfg)
         ref = make_reference(cfg, engine)
-        rehearse(engine, ref, cfg)
+        if cfg.steps:  # 0 only evaluates
+            rehearse(engine, ref, cfg)
         train(cfg, llm, engine, ref, train_set, eval_set, verifier, log)
     except torch.OutOfMemoryError as e:
         sys.exit(out_of_memory(e, cfg))

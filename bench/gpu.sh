@@ -23,7 +23,7 @@ MODEL=$WORK/$SHAPE
 run() {  # name, flags ...: 4 steps, of which the first warms up
     echo "== $*"
     $PYTHON nano_rlvr.py --model "$MODEL" --data "$MODEL/questions.jsonl" --template none --task gsm8k $SIZE --steps 4 --lr 1e-6 \
-        --eval_every 1000 --eval_size 8 --keep_rollouts 8 --out "$WORK/runs" --name "$@"
+        --eval_every 1000 --eval_size 8 --keep_rollouts 8 --out "$WORK/runs" --name "$@" || echo "== $1 FAILED"
 }
 
 for row in $CAPS; do

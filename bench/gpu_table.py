@@ -11,9 +11,11 @@ BOUND = {"whole": 14.6, "whole-kl": 20.2}  # seconds on an H200: decoding at ful
 def main(runs, shape):
     lines = ["| run | rollout s | update s | sync s | step s | of the H200 bound | tokens/s | MFU of the update | peak GiB | mean tokens |",
              "|---|---|---|---|---|---|---|---|---|---|"]
-    for folder in sorted(runs.iterdir(), key=lambda folder: folder.stat().st_mtime):
+    for folder in sorted((f.parent for f in runs.glob("*/metrics.jsonl")), key=lambda folder: folder.stat().st_mtime):
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         steps, about = [m for m in rows if "mfu" in m and m["step"]], json.loads((folder / "config.json").read_text())
+        if not steps:
+            continue  # it did not get that far
         of = {name: median(m[name] for m in steps) for name in steps[0]}
         total = sum(of[f"seconds/{stage}"] for stage in ("rollout", "reward", "update", "sync"))
         bound = f"{total / BOUND[folder.name]:.2f}" if folder.name in BOUND and "H200" in about["device"] else "-"

@@ -68,12 +68,12 @@ def test_planned_activations_are_those_of_the_code_within_a_fifth(size, tokens, 
 @pytest.fixture
 def card(monkeypatch):
     """card(gib, parameters...) -> the plan of the defaults for a GPU that is not there."""
-    def plan(gib, size="1.5B", **changes):
+    def plan(gib, size="1.5B", host=64, **changes):
         shape = shape_of(SIZES[size])
         monkeypatch.setattr(cost.Shape, "of", lambda model: shape)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib * cost.GIB, gib * cost.GIB))
-        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share: None)
+        monkeypatch.setattr(cost.psutil, "virtual_memory", lambda: SimpleNamespace(available=host * cost.GIB))
         cfg = cost.plan(dataclasses.replace(nr.Config(), dtype="bfloat16", **changes))
         table = cost.step_bytes(cfg, shape)
         generate, reference, update = (sum(sizes) / cost.GIB for sizes in zip(*table.values()))
@@ -96,6 +96,11 @@ def test_a_large_card_capped_is_planned_like_a_small_one(card):
     small, capped = card(24)[0], card(140, memory_gb=24)[0]
     assert capped.vllm_memory * 140 == pytest.approx(small.vllm_memory * 24, rel=0.01)
     assert dataclasses.replace(capped, vllm_memory=0, memory_gb=0) == dataclasses.replace(small, vllm_memory=0)
+
+
+def test_an_optimizer_that_host_memory_cannot_hold_is_refused_in_one_line(card):
+    with pytest.raises(ValueError, match="needs about .* GiB there, 16 are free: try --lora_rank"):
+        card(24, host=16)
 
 
 def test_what_the_user_gives_is_kept(card):

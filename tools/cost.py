@@ -6,6 +6,7 @@ import resource
 import time
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from tools.preflight import need_compiler
@@ -71,7 +72,6 @@ def peak_flops(dtype):
 
 def device_bytes():
     """(free, all) bytes of the GPU; without one, this process's share of the host memory that is free, twice. The ranks agree."""
-    import psutil
     free, card = torch.cuda.mem_get_info() if torch.cuda.is_available() else (psutil.virtual_memory().available // world(),) * 2
     return min(all_gather([free])), card
 
@@ -79,6 +79,11 @@ def device_bytes():
 def width(cfg):
     """Bytes of a weight or an activation."""
     return 2 if cfg.dtype == "bfloat16" else 4
+
+
+def trained(cfg, shape):
+    """Parameters that are trained. An adapter of rank r on a matrix (a, b) has r * (a + b)."""
+    return cfg.lora_rank * shape.layers * (7 * shape.hidden + 2 * shape.attention + 3 * shape.inner) or shape.parameters
 
 
 def step_bytes(cfg, shape):
@@ -89,21 +94,20 @@ def step_bytes(cfg, shape):
     tests/test_cost.py compares it with a simulation of the real code at 1.5B parameters that allocates nothing.
     """
     cuda, tokens = torch.cuda.is_available(), max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
-    weights, trained = shape.parameters * width(cfg), shape.parameters
-    if cfg.lora_rank:  # an adapter of rank r on a matrix (a, b) has r * (a + b) numbers
-        trained = cfg.lora_rank * shape.layers * (7 * shape.hidden + 2 * shape.attention + 3 * shape.inner)
-    largest = min(trained, shape.vocab * shape.hidden)  # the embedding's gradient
+    weights, moving = shape.parameters * width(cfg), trained(cfg, shape)
+    largest = min(moving, shape.vocab * shape.hidden)  # the embedding's gradient
     layer = tokens * width(cfg) * (13 * shape.hidden + 4 * shape.inner)
     chunk = 4 * min(CHUNK, tokens * shape.vocab)
     spare = tokens * width(cfg) * 3 * shape.inner  # gradients of activations in a layer's backward pass
     kept, again = {"on": (tokens * width(cfg) * (shape.layers + 4) * shape.hidden, layer + spare), "off": (shape.layers * layer, spare)}[cfg.checkpointing]
-    adam = 0 if cuda and cfg.offload == "optimizer" else 12 * trained / world()
+    adam = 0 if cuda and cfg.offload == "optimizer" else 12 * moving / world()
     reference = weights if cfg.kl_coef and not cfg.lora_rank else 0
     return {
         "weights": (0 if cuda and cfg.lora_rank and cfg.offload == "optimizer" else weights, weights, weights),
         "fp32 weights and AdamW": (adam, adam, adam),
-        "gradients in fp32": (0, 0, 4 * trained / world()),
-        "gradient buckets": (0, 0, (width(cfg) + 4) * min(trained, max(BUCKET, largest))),
+        "gradients in fp32": (0, 0, 4 * moving / world()),
+        "offload's buffer": (largest * width(cfg) * (cuda and cfg.offload == "optimizer"),) * 3,
+        "gradient buckets": (0, 0, (width(cfg) + 4) * min(moving, max(BUCKET, largest))),
         "reference": (0, reference, 0) if cuda else (reference, reference, reference),
         "activations kept": (0, 0, kept),
         "a layer or the head": (0, max(layer, 3 * chunk), max(again, 4 * chunk + largest * width(cfg))),
@@ -136,13 +140,15 @@ def plan(cfg):
                          f"{budget / GIB:.1f} (nine tenths of the memory): try --lora_rank 32, --offload optimizer, shorter completions or a smaller model")
     if best.offload == "optimizer":
         need_compiler()
+        # fp32 weights, gradients and bf16 weights (pinned: up to twice as much), AdamW's moments; the reference, vLLM asleep
+        host, there = 24 * trained(best, shape) + 2 * width(cfg) * shape.parameters, psutil.virtual_memory().available
+        if host > there:
+            raise ValueError(f"the optimizer must wait in host memory and needs about {host / GIB:.0f} GiB there, {there / GIB:.0f} are free: try --lora_rank 32")
     if not cfg.pack_tokens:
         larger = (dataclasses.replace(best, pack_tokens=tokens) for tokens in range(most, best.pack_tokens, -1024))
         best = next((c for c in larger if needed(c) <= budget), best)
     table = step_bytes(best, shape)
     left = budget - sum(generate for generate, *_ in table.values())
-    if cuda and cfg.memory_gb:  # so that asking for more fails here as it would on the smaller card
-        torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.memory_gb * GIB / card))
     if cuda and not cfg.vllm_memory:
         best = dataclasses.replace(best, vllm_memory=round(left / card, 3))
     if rank() == 0:
@@ -153,6 +159,16 @@ def plan(cfg):
         for name, sizes in [*table.items(), ("together", map(sum, zip(*table.values())))]:
             print(f"  {name:24}" + "".join(f"{size / GIB:10.2f}" for size in sizes))
     return best
+
+
+ballast = None
+
+
+def shrink(cfg):
+    """With --memory_gb: takes the rest of the card away, so that what asks for more fails here as it would on a smaller one."""
+    global ballast
+    if cfg.memory_gb and torch.cuda.is_available():
+        ballast = torch.empty(max(0, int(device_bytes()[0] - cfg.memory_gb * GIB)), dtype=torch.uint8, device="cuda")
 
 
 def out_of_memory(error, cfg):
@@ -168,4 +184,5 @@ def peak_memory():
     if not torch.cuda.is_available():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     free, total = torch.cuda.mem_get_info()
-    return (total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()) / GIB
+    used = total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
+    return (used - (0 if ballast is None else ballast.nbytes)) / GIB

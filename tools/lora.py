@@ -25,7 +25,11 @@ class WithoutAdapters:
             layer.enable_adapters(on)
 
     def to(self, device):
-        """It is where the policy is."""
+        """It is where the policy is ..."""
+
+    def parameters(self):
+        """... and has none of its own."""
+        return ()
 
 
 def merged(model, name, tensor):

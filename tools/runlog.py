@@ -42,8 +42,8 @@ class Log:
             import wandb
             self.wandb = wandb.init(project="nano_rlvr", name=cfg.name, dir=str(self.folder), mode=cfg.wandb, config=about["config"])
 
-    def begin(self, step):
-        """At the beginning of a step; with --profile, step 1 is traced (step 0 warms up)."""
+    def trace(self, step):
+        """With --profile: from here to write(), step 1 is traced (step 0 warms up)."""
         if self.profile and step == 1 and rank() == 0:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
