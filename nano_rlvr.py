@@ -390,7 +390,10 @@ class TokenLogps(torch.nn.Module):
         return torch.cat(logp), torch.cat(entropy)  # (R,), (R,)
 
     def head(self, hidden, targets):
-        every = self.model.get_output_embeddings()(hidden).float().div_(self.temperature).log_softmax(-1)  # (chunk, V)
+        every = self.model.get_output_embeddings()(hidden).float()  # (chunk, V) logits
+        if self.temperature != 1:  # each pass over (chunk, V) costs
+            every = every.div_(self.temperature)  # (chunk, V)
+        every = every.log_softmax(-1)  # (chunk, V) one name, so that the logits are freed
         logp = every.gather(-1, targets[:, None])[:, 0]  # (chunk,)
         with torch.no_grad():  # after the gather: what the backward pass computes again ends there
             entropy = -every.exp().mul_(every).sum(-1)  # (chunk,)
@@ -604,26 +607,21 @@ def update(engine, packs, cfg):
 
 
 def rehearse(engine, ref, cfg):
-    """The largest pack that can come, forward, backward and AdamW, twice (the first step creates AdamW's moments): where
-    memory does not suffice, that shows now and not in hour 3. Its tokens weigh nothing and lr is 0: no weight moves."""
-    longest = Rollout([0] * cfg.max_prompt, [0] * cfg.max_tokens, "", True, [0.0] * cfg.max_tokens)
-    pack = [longest] * max(1, cfg.pack_tokens // len(longest))
-    rest = cfg.pack_tokens - sum(map(len, pack))
-    if rest > 1:
-        pack.append(Rollout([0], [0] * (rest - 1), "", True, [0.0] * (rest - 1)))
+    """The largest pack that can come, updated twice at lr 0 (the first step creates AdamW's moments): where memory does not
+    suffice, that shows in minute 1 and not in hour 3. No weight moves, and AdamW forgets it."""
+    sizes = [cfg.max_prompt + cfg.max_tokens] * max(1, cfg.pack_tokens // (cfg.max_prompt + cfg.max_tokens))
+    sizes += [max(2, cfg.pack_tokens - sum(sizes))]
+    pack = [Rollout([0] * (n - m), [0] * m, "", True, [0.0] * m, weight=1e-9) for n in sizes for m in [min(n - 1, cfg.max_tokens)]]
     if ref is not None:
         with on_device(ref):
             annotate(ref, [pack], "ref")
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = 0.0
     for _ in range(2):
-        batch = collate(pack, device())
-        engine.backward(policy_loss(engine(batch)[0], None, batch.ref, batch, cfg)[0])
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # or AdamW's moments, which stay, come to lie among what activations have left
-        engine.step()
+        update(engine, [pack], dataclasses.replace(cfg, mismatch_bound=math.inf))
     for state in engine.optimizer.optimizer.state.values():
-        state["step"] *= 0  # an int or a tensor: the next step is AdamW's first
+        for name in state:
+            state[name] *= 0  # tensors in place; DeepSpeed counts its steps in an int
 
 
 def lr_at(step, cfg):

@@ -34,7 +34,7 @@ FAULTS = [  # what goes wrong, in nano_rlvr.py: this text, becomes that
     ("kl: the reference is the policy itself", 'annotate(ref, packs, "ref")', 'annotate(engine, packs, "ref")'),
     ("kl: temperature missing in the reference", "requires_grad_(False), cfg.temperature)", "requires_grad_(False))"),
     ("kl: reference reset one step late", "step % cfg.ref_reset_every == 0", "step % cfg.ref_reset_every == 1"),
-    ("log-probs: temperature missing", ".float().div_(self.temperature)", ".float()"),
+    ("log-probs: temperature missing", "every = every.div_(self.temperature)", "pass"),
     ("log-probs: sign of the entropy", "entropy = -every", "entropy = every"),
     ("log-probs: sequences of a pack see each other", "lengths = ends.diff().tolist()", "lengths = [int(ends[-1])]"),
     ("collate: rows off by one", "[sequence] + offset - 1,", "[sequence] + offset,"),

@@ -143,7 +143,7 @@ def plan(cfg):
         # fp32 weights, gradients and bf16 weights (pinned: up to twice as much), AdamW's moments; the reference, vLLM asleep
         host, there = 24 * trained(best, shape) + 2 * width(cfg) * shape.parameters, psutil.virtual_memory().available
         if host > there:
-            raise ValueError(f"the optimizer must wait in host memory and needs about {host / GIB:.0f} GiB there, {there / GIB:.0f} are free: try --lora_rank 32")
+            raise ValueError(f"the optimizer must wait in host memory and needs about {host / GIB:.0f} GiB there, {there / GIB:.0f} are free")
     if not cfg.pack_tokens:
         larger = (dataclasses.replace(best, pack_tokens=tokens) for tokens in range(most, best.pack_tokens, -1024))
         best = next((c for c in larger if needed(c) <= budget), best)
