@@ -26,6 +26,7 @@ H hidden size, V vocabulary. Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. G
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import random
@@ -351,10 +352,11 @@ def packed_attention(module, query, key, value, mask, scaling=None, dropout=0.0,
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, d)
         out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0))  # (T, heads, d)
         return out[None], None  # (1, T, heads, d)
-    lengths = ends.diff().tolist()
-    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
-    out = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling) for q, k, v in parts]  # (1, heads, length, d) each
-    return torch.cat(out, 2).transpose(1, 2), None  # (1, T, heads, d)
+    runs = [(n, len(list(same))) for n, same in itertools.groupby(ends.diff().tolist())]  # b of length n in one call: pack() sorts by length
+    parts = zip(*(x[0].split([n * b for n, b in runs], 1) for x in (query, key, value)))
+    out = [F.scaled_dot_product_attention(*(x.unflatten(1, (b, n)).transpose(0, 1) for x in qkv), is_causal=True, scale=scaling).transpose(0, 1)
+           for (n, b), qkv in zip(runs, parts)]  # (heads, b, n, d) each
+    return torch.cat([x.flatten(1, 2) for x in out], 1).transpose(0, 1)[None], None  # (1, T, heads, d)
 
 
 def load_model(cfg):
@@ -803,8 +805,8 @@ def main(argv=None):
     shrink(cfg)
     try:
         llm = make_llm(cfg)  # first: it measures what is free on the GPU
-    except ValueError as e:
-        sys.exit(f"nano_rlvr: vLLM cannot start with --vllm_memory {cfg.vllm_memory}: {e}")
+    except (torch.OutOfMemoryError, ValueError) as e:  # ValueError: vLLM's own reckoning
+        sys.exit(out_of_memory(e, cfg))
     try:
         sleep(llm)
         engine = make_policy(cfg)

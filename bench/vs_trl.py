@@ -164,8 +164,8 @@ def trl(argv, micro, folder, vllm=False):
         model=cfg.model, reward_funcs=gsm8k_reward, args=GRPOConfig(folder, **options), processing_class=tokenizer, callbacks=[Steps()],
         train_dataset=Dataset.from_list([{"prompt": p, "answer": e["answer"]} for p, e in zip(prompts, examples)]))
 
-    # the model's own list of tokens that end a completion, as vLLM has it; TRL's default is the tokenizer's one
-    trainer.generation_config.eos_token_id = trainer.accelerator.unwrap_model(trainer.model).generation_config.eos_token_id
+    if not vllm:  # the model's own list of tokens that end a completion, as vLLM has it; TRL's default is the tokenizer's one
+        trainer.generation_config.eos_token_id = trainer.accelerator.unwrap_model(trainer.model).generation_config.eos_token_id
 
     def clock(owner, name, stage):
         method = getattr(owner, name)

@@ -36,7 +36,7 @@ FAULTS = [  # what goes wrong, in nano_rlvr.py: this text, becomes that
     ("kl: reference reset one step late", "step % cfg.ref_reset_every == 0", "step % cfg.ref_reset_every == 1"),
     ("log-probs: temperature missing", "every = every.div_(self.temperature)", "pass"),
     ("log-probs: sign of the entropy", "entropy = -every", "entropy = every"),
-    ("log-probs: sequences of a pack see each other", "lengths = ends.diff().tolist()", "lengths = [int(ends[-1])]"),
+    ("log-probs: sequences of a pack see each other", "itertools.groupby(ends.diff().tolist())", "itertools.groupby([int(ends[-1])])"),
     ("collate: rows off by one", "[sequence] + offset - 1,", "[sequence] + offset,"),
     ("collate: end-of-sequence token not trained", 'weight=per_token("weight")',
      'weight=per_token("weight") * (offset < sizes[sequence] - 1)'),
