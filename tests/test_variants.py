@@ -326,7 +326,7 @@ def loop(tmp_path, tokenizer, judge, **changes):
     sizes = dict(prompts=4, samples=4, eval_every=100, lr=1e-3, out=str(tmp_path), name="x")
     cfg = make_config(**(sizes | dict(correction="none", mismatch_bound=1e9) | changes))  # the sampler's log-probs are made up
     lines = []
-    log = SimpleNamespace(folder=tmp_path, tokenizer=tokenizer, close=lambda: None,
+    log = SimpleNamespace(folder=tmp_path, tokenizer=tokenizer, close=lambda: None, trace=lambda step: None,
                           write=lambda step, metrics, rollouts=(): lines.append((metrics, rollouts)))
     nr.train(cfg, Sampler(tokenizer), nr.make_policy(cfg), nr.make_reference(cfg), TRAIN[:200], TRAIN[:2], judge, log)
     return lines[:-1]  # the last one is evaluation only
