@@ -353,7 +353,7 @@ def packed_attention(module, query, key, value, mask, scaling=None, dropout=0.0,
         out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0))  # (T, heads, d)
         return out[None], None  # (1, T, heads, d)
     runs = [(n, len(list(same))) for n, same in itertools.groupby(ends.diff().tolist())]  # b of length n in one call: pack() sorts by length
-    parts = zip(*(x[0].split([n * b for n, b in runs], 1) for x in (query, key, value)))
+    parts = zip(*(x[0].split([n * b for n, b in runs], 1) for x in (query, key, value)))  # (heads, b * n, d) each
     out = [F.scaled_dot_product_attention(*(x.unflatten(1, (b, n)).transpose(0, 1) for x in qkv), is_causal=True, scale=scaling).transpose(0, 1)
            for (n, b), qkv in zip(runs, parts)]  # (heads, b, n, d) each
     return torch.cat([x.flatten(1, 2) for x in out], 1).transpose(0, 1)[None], None  # (1, T, heads, d)
@@ -569,8 +569,8 @@ def on_device(ref):
     home = [(p, p.data) for p in ref.parameters()]
     ref.to(device())
     yield
-    for p, data in home:
-        p.data = data
+    for p, own in home:
+        p.data = own
 
 
 # ---------------------------------------------------------------------------------------------------------- 7. update
@@ -606,24 +606,6 @@ def update(engine, packs, cfg):
         raise RuntimeError(f"the loss is {metrics['loss']}; the step was not taken")
     engine.step()
     return metrics | {"grad_norm": float(engine.get_global_grad_norm() or 0.0)}
-
-
-def rehearse(engine, ref, cfg):
-    """The largest pack that can come, updated twice at lr 0 (the first step creates AdamW's moments): where memory does not
-    suffice, that shows in minute 1 and not in hour 3. No weight moves, and AdamW forgets it."""
-    sizes = [cfg.max_prompt + cfg.max_tokens] * max(1, cfg.pack_tokens // (cfg.max_prompt + cfg.max_tokens))
-    sizes += [max(2, cfg.pack_tokens - sum(sizes))]
-    pack = [Rollout([0] * (n - m), [0] * m, "", True, [0.0] * m, weight=1e-9) for n in sizes for m in [min(n - 1, cfg.max_tokens)]]
-    if ref is not None:
-        with on_device(ref):
-            annotate(ref, [pack], "ref")
-    for parameters in engine.optimizer.param_groups:
-        parameters["lr"] = 0.0
-    for _ in range(2):
-        update(engine, [pack], dataclasses.replace(cfg, mismatch_bound=math.inf))
-    for state in engine.optimizer.optimizer.state.values():
-        for name in state:
-            state[name] *= 0  # tensors in place; DeepSpeed counts its steps in an int
 
 
 def lr_at(step, cfg):
@@ -786,6 +768,24 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
 
 
 # --------------------------------------------------------------------------------------------------------------- main
+
+
+def rehearse(engine, ref, cfg):
+    """The largest pack that can come, updated twice at lr 0 (the first step creates AdamW's moments): where memory does not
+    suffice, that shows in minute 1 and not in hour 3. No weight moves, and AdamW forgets it."""
+    sizes = [cfg.max_prompt + cfg.max_tokens] * max(1, cfg.pack_tokens // (cfg.max_prompt + cfg.max_tokens))
+    sizes += [max(2, cfg.pack_tokens - sum(sizes))]
+    pack = [Rollout([0] * (n - m), [0] * m, "", True, [0.0] * m, weight=1e-9) for n in sizes for m in [min(n - 1, cfg.max_tokens)]]
+    if ref is not None:
+        with on_device(ref):
+            annotate(ref, [pack], "ref")
+    for parameters in engine.optimizer.param_groups:
+        parameters["lr"] = 0.0
+    for _ in range(2):
+        update(engine, [pack], dataclasses.replace(cfg, mismatch_bound=math.inf))
+    for state in engine.optimizer.optimizer.state.values():
+        for name in state:
+            state[name] *= 0  # tensors in place; DeepSpeed counts its steps in an int
 
 
 def main(argv=None):

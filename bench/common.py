@@ -5,12 +5,10 @@ import gc
 import json
 import math
 import os
-import platform
 import random
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,21 +17,18 @@ sys.path = [p for p in sys.path if Path(p).resolve() != ROOT / "bench"] + [str(R
 import torch  # noqa: E402
 
 import nano_rlvr as nr  # noqa: E402
+from bench.random_model import random_qwen2  # noqa: E402
+from tools.runlog import provenance  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 
 
 def make_model(folder, hidden, layers, vocab):
     """Qwen2 with random weights and tied embeddings. hidden 1536, layers 28, vocab 151936 is the exact shape of Qwen2.5-1.5B."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
-    from transformers.utils import logging
-    logging.disable_progress_bar()
     width = 128 if hidden >= 1536 else 64  # of a head
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen2Config(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=hidden * 35 // 6, num_hidden_layers=layers, tie_word_embeddings=True,
-        num_attention_heads=hidden // width, num_key_value_heads=2, max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4}), dtype=torch.bfloat16 if CUDA else torch.float32).save_pretrained(folder)
+    random_qwen2(torch.bfloat16 if CUDA else torch.float32, vocab_size=vocab, hidden_size=hidden, intermediate_size=hidden * 35 // 6,
+                 num_hidden_layers=layers, num_attention_heads=hidden // width, num_key_value_heads=2, tie_word_embeddings=True,
+                 max_position_embeddings=32768, rope_parameters={"rope_type": "default", "rope_theta": 1e4}).save_pretrained(folder)
 
 
 def make_config(model, **changes):
@@ -95,10 +90,9 @@ def in_a_process(script, *arguments):
 
 def conditions():
     """One line: commit, machine, versions, load. Call it before the work: afterwards the load is one's own."""
-    git = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-    machine = torch.cuda.get_device_name() if CUDA else f"{platform.machine()}, {os.cpu_count()} cores, no GPU"
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "deepspeed"))
-    return f"commit {git}, {machine}, load {os.getloadavg()[0]:.1f} before, python {platform.python_version()}, {versions}, {time.strftime('%Y-%m-%d')}"
+    about, load = provenance(), os.getloadavg()[0]
+    versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
+    return f"commit {about['commit']}, {about['device']}, load {load:.1f} before, {versions}, {time.strftime('%Y-%m-%d')}"
 
 
 def write(name, text, numbers):

@@ -6,8 +6,6 @@ Held-out accuracy is measured on 512 questions that neither the cold start nor R
 temperature 1. In the control run every completion is rewarded by a coin: what it gains is not owed to verification.
 """
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -17,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from tools.curve import draw, read  # noqa: E402
+from tools.runlog import stage_seconds  # noqa: E402
 
 RUNS = {f"seed {s}": ["--seed", str(s)] for s in (0, 1, 2)} | {"control: random rewards": ["--rewards", "gsm8k:0,random:1"]}
 
@@ -37,13 +36,13 @@ def report(folders, labels=tuple(RUNS)):
         rows, about = read(folder), json.loads((folder / "config.json").read_text())
         evals = [m for m in rows if "eval/accuracy" in m]
         b, a = evals[0], evals[-1]
-        seconds = sum(m.get(f"seconds/{stage}", 0) for m in rows for stage in ("rollout", "reward", "update", "sync"))
+        seconds = stage_seconds(rows)
         results.append({"run": label, **about, "before": b, "after": a, "training_seconds": seconds,
                         "rewards": [m["reward/mean"] for m in rows if "reward/mean" in m]})
         lines.append(f"| {label} | {b['eval/accuracy']:.1%} ({b['eval/low']:.1%}–{b['eval/high']:.1%}) "
                      f"| **{a['eval/accuracy']:.1%}** ({a['eval/low']:.1%}–{a['eval/high']:.1%}) | {b['eval/mean@8']:.1%} | **{a['eval/mean@8']:.1%}** "
                      f"| {b['eval/length']:.1f} | {a['eval/length']:.1f} | {seconds:.0f} s |")
-    conditions = (f"commit {', '.join(sorted({r['commit'] for r in results}))}, {platform.machine()}, {os.cpu_count()} cores, no GPU, "
+    conditions = (f"commit {', '.join(sorted({r['commit'] for r in results}))}, {about['device']}, "
                   + ", ".join(f"{name} {v}" for name, v in about["versions"].items()) + f"; `python bench/learn.py`, {time.strftime('%Y-%m-%d')}")
     results_folder, table = ROOT / "bench/results", "\n".join(lines)
     results_folder.mkdir(exist_ok=True)

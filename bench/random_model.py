@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers.utils import logging
 
 TINY = Path(__file__).resolve().parents[1] / "models/tiny"
 SHAPES = {  # of Qwen's config.json files
@@ -25,14 +26,18 @@ SHAPES = {  # of Qwen's config.json files
 }
 
 
+def random_qwen2(dtype, **config):
+    """A Qwen2 of these sizes with random weights, the same ones each time."""
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return AutoModelForCausalLM.from_config(Qwen2Config(**config), dtype=dtype)
+
+
 def make(folder, shape="qwen2.5-1.5b", mean=700, seed=0):
     """Writes the model into `folder` in bf16 (tiny: fp32)."""
     size, folder = SHAPES[shape], Path(folder)
-    torch.manual_seed(seed)
-    torch.set_default_dtype(torch.float32 if shape == "tiny" else torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2ForCausalLM(Qwen2Config(**size, max_position_embeddings=8192))
-    torch.set_default_dtype(torch.float32)
+    model = random_qwen2(torch.float32 if shape == "tiny" else torch.bfloat16, **size, max_position_embeddings=8192)
     tokenizer = json.loads((TINY / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     used = {*vocab.values(), *(t["id"] for t in tokenizer["added_tokens"])}

