@@ -287,16 +287,22 @@ def group_advantages(rewards, baseline="group", scale="group", eps=1e-4, running
 # ------------------------------------------------------------------------------------------------------------ 4. pack
 
 
-def pack(rollouts, budget):
-    """First-fit decreasing: lists of rollouts of at most `budget` tokens; a longer one goes alone, none is split."""
-    packs = []  # [free tokens, rollouts]
-    for r in sorted(rollouts, key=len, reverse=True):
-        home = next((p for p in packs if p[0] >= len(r)), None)
+def first_fit(items, budget, size):
+    """First-fit decreasing: lists of items whose sizes add up to at most `budget`; a larger one goes alone, none is split."""
+    bins = []  # [free, items]
+    for item in sorted(items, key=size, reverse=True):
+        home = next((b for b in bins if b[0] >= size(item)), None)
         if home is None:
-            packs.append(home := [budget, []])
-        home[0] -= len(r)
-        home[1].append(r)
-    return [members for _, members in packs]
+            bins.append(home := [budget, []])
+        home[0] -= size(item)
+        home[1].append(item)
+    return [items for _, items in bins]
+
+
+def pack(rollouts, budget):
+    """Lists of rollouts of at most `budget` tokens; completions of one prompt stay together, since a pack runs a prompt once."""
+    groups = [g for _, same in itertools.groupby(rollouts, key=lambda r: r.prompt) for g in first_fit(same, budget, len)]
+    return [sorted(itertools.chain(*p), key=len) for p in first_fit(groups, budget, lambda g: sum(map(len, g)))]
 
 
 def pack_evenly(used, rollouts, budget):
@@ -308,12 +314,25 @@ def pack_evenly(used, rollouts, budget):
 
 
 def collate(members, device="cpu"):
-    """A pack of B rollouts -> one row of T tokens with the index of the R positions whose next token is trained."""
+    """A pack of B rollouts -> one row of T tokens: their completions, and each different prompt once, before its first completion.
+
+    Attention needs the sequences whole: `whole` (K,) says where in the row their tokens are, sequence after sequence, and `kept` (T,)
+    where among those each token of the row is. `rows` are the R positions whose next token is trained.
+    """
+    ids, positions, whole, kept, rows, place = [], [], [], [], [], {}  # place: prompt -> its positions in the row
+    for r in members:
+        prompt = tuple(r.prompt)
+        known = len(prompt) if prompt in place else 0  # tokens of this sequence that the row has
+        prompt = place.setdefault(prompt, range(len(ids), len(ids) + len(prompt)))
+        ids += (r.prompt + r.completion)[known:]
+        completion = range(len(ids) - len(r.completion), len(ids))
+        positions += range(known, len(r))
+        kept += range(len(whole) + known, len(whole) + len(r))
+        whole += [*prompt, *completion]
+        rows += [prompt[-1], *completion[:-1]]
     lengths = torch.tensor([len(r) for r in members])  # (B,)
     sizes = torch.tensor([len(r.completion) for r in members])  # (B,)
-    starts = lengths.cumsum(0) - lengths  # (B,)
     sequence = torch.arange(len(members)).repeat_interleave(sizes)  # (R,) which sequence a completion token is of
-    offset = torch.arange(len(sequence)) - (sizes.cumsum(0) - sizes)[sequence]  # (R,) its place in the completion
 
     def per_token(name):  # one number a sequence -> one a completion token
         return torch.tensor([getattr(r, name) for r in members])[sequence]  # (R,)
@@ -323,10 +342,9 @@ def collate(members, device="cpu"):
         return None if rows[0] is None else torch.cat([torch.as_tensor(x, dtype=torch.float32) for x in rows])  # (R,)
 
     batch = dict(
-        ids=torch.tensor([t for r in members for t in r.prompt + r.completion])[None],  # (1, T)
-        positions=torch.cat([torch.arange(n) for n in lengths])[None],  # (1, T) restart at each sequence
-        ends=F.pad(lengths.cumsum(0), (1, 0)).int(),  # (B+1,) sequence i is tokens ends[i]:ends[i+1]
-        rows=(starts + lengths - sizes)[sequence] + offset - 1,  # (R,) the position before each completion token
+        ids=torch.tensor([ids]), positions=torch.tensor([positions]),  # (1, T), (1, T)
+        whole=torch.tensor(whole), kept=torch.tensor(kept), rows=torch.tensor(rows),  # (K,), (T,), (R,)
+        ends=F.pad(lengths.cumsum(0), (1, 0)).int(),  # (B+1,) sequence i is whole[ends[i]:ends[i+1]]
         targets=torch.tensor([t for r in members for t in r.completion]),  # (R,)
         sequence=sequence, sizes=sizes,  # (R,), (B,)
         advantage=per_token("advantage"), weight=per_token("weight"),  # (R,)
@@ -338,25 +356,26 @@ def collate(members, device="cpu"):
 # ------------------------------------------------------------------------------------------------------- 5. log-probs
 
 
-def packed_attention(module, query, key, value, mask, scaling=None, dropout=0.0, ends=None, longest=None, **kwargs):
-    """Causal attention inside each sequence of a pack, registered with transformers as "packed".
+def packed_attention(module, query, key, value, mask, scaling=None, dropout=0.0, pack=None, **kwargs):
+    """Causal attention inside each sequence of a pack (collate), registered with transformers as "packed".
 
     query (1, heads, T, d), key and value (1, kv heads, T, d) -> (1, T, heads, d). No T x T mask: a pack costs the sum of its
-    sequences. (The library's own detection of packed rows falls silent when a cache is on; here `ends` is required.)
+    sequences. (The library's own detection of packed rows falls silent when a cache is on; here `pack` is required.)
     """
-    if kwargs.get("sliding_window") and longest > kwargs["sliding_window"]:
-        raise ValueError(f"sliding-window attention ({kwargs['sliding_window']} tokens) is not supported for {longest} tokens")
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))  # (1, heads, T, d)
-    if query.is_cuda and query.dtype is not torch.float32:  # flash attention over all sequences at once
+    if kwargs.get("sliding_window") and pack.longest > kwargs["sliding_window"]:
+        raise ValueError(f"sliding-window attention ({kwargs['sliding_window']} tokens) is not supported for {pack.longest} tokens")
+    q, k, v = (x[0].transpose(0, 1).index_select(0, pack.whole) for x in (query, key, value))  # (K, heads, d), (K, kv heads, d) twice
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))  # (K, heads, d)
+    if q.is_cuda and q.dtype is not torch.float32:  # flash attention over all sequences at once
         from torch.nn.attention.varlen import varlen_attn
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, d)
-        out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0))  # (T, heads, d)
-        return out[None], None  # (1, T, heads, d)
-    runs = [(n, len(list(same))) for n, same in itertools.groupby(ends.diff().tolist())]  # b of length n in one call: pack() sorts by length
-    parts = zip(*(x[0].split([n * b for n, b in runs], 1) for x in (query, key, value)))  # (heads, b * n, d) each
-    out = [F.scaled_dot_product_attention(*(x.unflatten(1, (b, n)).transpose(0, 1) for x in qkv), is_causal=True, scale=scaling).transpose(0, 1)
-           for (n, b), qkv in zip(runs, parts)]  # (heads, b, n, d) each
-    return torch.cat([x.flatten(1, 2) for x in out], 1).transpose(0, 1)[None], None  # (1, T, heads, d)
+        out = varlen_attn(q, k, v, pack.ends, pack.ends, pack.longest, pack.longest, scale=scaling, window_size=(-1, 0))  # (K, heads, d)
+    else:
+        runs = [(n, len(list(same))) for n, same in itertools.groupby(pack.ends.diff().tolist())]  # b of length n in one call: pack() sorts by length
+        parts = zip(runs, *(x.split([n * b for n, b in runs]) for x in (q, k, v)))  # (b * n, heads, d) each
+        out = torch.cat([
+            F.scaled_dot_product_attention(*(x.unflatten(0, (b, n)).transpose(1, 2) for x in qkv), is_causal=True, scale=scaling)
+            .transpose(1, 2).flatten(0, 1) for (n, b), *qkv in parts])  # (K, heads, d)
+    return out.index_select(0, pack.kept)[None], None  # (1, T, heads, d)
 
 
 def load_model(cfg):
@@ -385,10 +404,10 @@ class TokenLogps(torch.nn.Module):
 
     def forward(self, batch):
         # use_cache=False is not only thrift: with a cache, transformers ignores that positions restart
-        hidden = self.model.get_decoder()(input_ids=batch.ids, position_ids=batch.positions, use_cache=False,
-                                          ends=batch.ends, longest=batch.longest)[0][0]  # (T, H)
-        chunks = zip(hidden[batch.rows].split(self.chunk), batch.targets.split(self.chunk))  # (chunk, H), (chunk,)
-        logp, entropy = zip(*(checkpoint(self.head, h, t, use_reentrant=False) for h, t in chunks))
+        hidden = self.model.get_decoder()(input_ids=batch.ids, position_ids=batch.positions, use_cache=False, pack=batch)[0][0]  # (T, H)
+        *chunks, last = zip(hidden[batch.rows].split(self.chunk), batch.targets.split(self.chunk))  # (chunk, H), (chunk,)
+        # the last chunk's backward pass comes first: it has nothing to make room for
+        logp, entropy = zip(*(checkpoint(self.head, *c, use_reentrant=False) for c in chunks), self.head(*last))
         return torch.cat(logp), torch.cat(entropy)  # (R,), (R,)
 
     def head(self, hidden, targets):
@@ -511,6 +530,7 @@ def make_llm(cfg):
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings here are about things that are as they should be
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB, CPU only
     from vllm import LLM
+    torch._dynamo.config.disable = not torch.cuda.is_available()  # vLLM would compile a comparison for 12 seconds
     cuda, length = torch.cuda.is_available(), cfg.max_prompt + cfg.max_tokens
     sequences = max(cfg.prompts * cfg.samples, cfg.eval_size * max(cfg.eval_n, 1)) // world()
     special = (
@@ -775,7 +795,7 @@ def rehearse(engine, ref, cfg):
     suffice, that shows in minute 1 and not in hour 3. No weight moves, and AdamW forgets it."""
     sizes = [cfg.max_prompt + cfg.max_tokens] * max(1, cfg.pack_tokens // (cfg.max_prompt + cfg.max_tokens))
     sizes += [max(2, cfg.pack_tokens - sum(sizes))]
-    pack = [Rollout([0] * (n - m), [0] * m, "", True, [0.0] * m, weight=1e-9) for n in sizes for m in [min(n - 1, cfg.max_tokens)]]
+    pack = [Rollout([i] * (n - m), [0] * m, "", True, [0.0] * m, weight=1e-9) for i, n in enumerate(sizes) for m in [min(n - 1, cfg.max_tokens)]]
     if ref is not None:
         with on_device(ref):
             annotate(ref, [pack], "ref")

@@ -41,7 +41,7 @@ class Padded(torch.nn.Module):
         P = max(self.widest[0], *(n - size for n, size in zip(lengths, sizes)))
         C = max(self.widest[1], *sizes)
         ids, mask = batch.ids.new_zeros(2, len(sizes), P + C)  # (B, P + C) each
-        for i, (row, size) in enumerate(zip(batch.ids[0].split(lengths), sizes)):
+        for i, (row, size) in enumerate(zip(batch.ids[0][batch.whole].split(lengths), sizes)):
             ids[i, P + size - len(row):P + size] = row
             mask[i, P + size - len(row):P + size] = 1
         logp = self.logps(ids, mask, C)[mask[:, P:].bool()]  # (R,)

@@ -33,9 +33,9 @@ def simulated_peak(size, tokens, checkpointing):
     from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
     AttentionInterface.register("packed", nr.packed_attention)
     count, prompt = 4, 64
-    length = tokens // count
-    rows = (length - prompt) * count
-    ends = SimpleNamespace(diff=lambda: SimpleNamespace(tolist=lambda: [length] * count))  # a fake tensor has no values
+    completion = tokens // count - prompt
+    batch = nr.collate([nr.Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion) for i in range(count)])
+    batch.ends = SimpleNamespace(diff=lambda: SimpleNamespace(tolist=lambda: [tokens // count] * count))  # a fake tensor has no values
     with FakeTensorMode(allow_non_fake_inputs=True):
         torch.set_default_dtype(torch.bfloat16)
         try:
@@ -49,9 +49,7 @@ def simulated_peak(size, tokens, checkpointing):
         tracker = MemTracker()
         tracker.track_external(model)
         with tracker:
-            logp, _ = nr.TokenLogps(model)(SimpleNamespace(
-                ids=torch.zeros(1, tokens, dtype=torch.long), positions=torch.zeros(1, tokens, dtype=torch.long), ends=ends, longest=length,
-                rows=torch.zeros(rows, dtype=torch.long), targets=torch.zeros(rows, dtype=torch.long)))
+            logp, _ = nr.TokenLogps(model)(batch)
             logp.sum().backward()
         (peak,) = tracker.get_tracker_snapshot("peak").values()
         return peak["Total"] - sum(p.numel() for p in model.parameters()) * 2

@@ -46,10 +46,10 @@ class Shape:
                    2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * size)
 
     def forward_flops(self, rollouts):
-        """FLOPs of one forward pass over completions and their prompts, the LM head at completion tokens only."""
-        tokens, heads = sum(map(len, rollouts)), sum(len(r.completion) for r in rollouts)
+        """FLOPs of one forward pass over completions and, once each, their prompts; the LM head at completion tokens only."""
+        prompts, heads = sum(map(len, {tuple(r.prompt) for r in rollouts})), sum(len(r.completion) for r in rollouts)
         body = self.parameters - self.vocab * self.hidden  # a table look-up is no product; untied, the head counts here (a little too much)
-        return 2 * body * tokens + 2 * self.vocab * self.hidden * heads + 2 * self.layers * self.attention * sum(len(r) ** 2 for r in rollouts)
+        return 2 * body * (prompts + heads) + 2 * self.vocab * self.hidden * heads + 2 * self.layers * self.attention * sum(len(r) ** 2 for r in rollouts)
 
 
 @functools.cache
@@ -90,13 +90,13 @@ def step_bytes(cfg, shape):
     """{what: bytes (while vLLM generates, while the reference runs, while the policy is updated)}, vLLM's own not counted.
 
     Counted from what the code keeps: DeepSpeed 0.19 (the fp32 sum of gradients stays on the device, also under offload),
-    TokenLogps (four fp32 arrays of a chunk of logits), a decoder layer (13 hidden and 4 inner activations a token).
+    TokenLogps (four fp32 arrays of a chunk of logits), a decoder layer (14 hidden and 4 inner activations a token).
     tests/test_cost.py compares it with a simulation of the real code at 1.5B parameters that allocates nothing.
     """
     cuda, tokens = torch.cuda.is_available(), max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
     weights, moving = shape.parameters * width(cfg), trained(cfg, shape)
     largest = min(moving, shape.vocab * shape.hidden)  # the embedding's gradient
-    layer = tokens * width(cfg) * (13 * shape.hidden + 4 * shape.inner)
+    layer = tokens * width(cfg) * (14 * shape.hidden + 4 * shape.inner)
     chunk = 4 * min(CHUNK, tokens * shape.vocab)
     spare = tokens * width(cfg) * 3 * shape.inner  # gradients of activations in a layer's backward pass
     kept, again = {"on": (tokens * width(cfg) * (shape.layers + 4) * shape.hidden, layer + spare), "off": (shape.layers * layer, spare)}[cfg.checkpointing]
