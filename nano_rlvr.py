@@ -10,7 +10,7 @@ One step of the loop, in the order of this file:
     1. rollout     vLLM samples n completions of each of G prompts and says how likely each token was to it
     2. reward      verifiers (rewards.py) turn texts into numbers; None is "no verdict", which is not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): the group is its own critic
-    4. pack        sequences of different lengths end to end in rows of at most `pack_tokens` tokens, no padding
+    4. pack        sequences of different lengths end to end in rows, no padding; a prompt once for all its completions
     5. log-probs   one forward pass gives log pi(token) of each completion token, never all T x V logits at once
     6. loss        clipped policy gradient per token + kl_coef * k3 KL to the frozen model we started from
     7. update      DeepSpeed ZeRO: backward per pack, one AdamW step
@@ -20,8 +20,8 @@ What a textbook PPO has and this has not: a critic, GAE, padding, per-micro-batc
 on each token that is computed from counts over the whole batch, so that the gradient is the same for any packing,
 any `pack_tokens` and any number of ranks.
 
-Shapes: G prompts, n completions each, N = G*n sequences, T tokens of a pack, B its sequences, R its completion tokens,
-H hidden size, V vocabulary. Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
+Shapes: G prompts, n completions each, N = G*n sequences; of a pack, B sequences, K their tokens, T of them when a prompt
+counts once, R completion tokens; H hidden size, V vocabulary. Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import contextlib
 import dataclasses
@@ -33,6 +33,7 @@ import random
 import shutil
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from statistics import fmean
 from types import SimpleNamespace
@@ -54,6 +55,7 @@ from tools.runlog import Log, summary, timed
 from tools.stats import flat, pass_at_k, wilson
 
 THREADS = torch.get_num_threads()
+DISK = ThreadPoolExecutor(1)
 
 # ---------------------------------------------------------------------------------------------------------- config
 
@@ -710,14 +712,17 @@ def evaluate(llm, examples, verifier, cfg):
 
 
 def save(engine, tokenizer, folder):
-    """The policy as a Hugging Face folder that transformers and vLLM load. Written beside, then renamed: never half there."""
+    """The policy as a Hugging Face folder that transformers and vLLM load, written while the loop goes on: result() of what this
+    returns waits, and raises what went wrong. Written beside, then renamed: never half there."""
     weights = {name: w.to("cpu", copy=True) for name, w in named_weights(engine)}  # every rank takes part in gathering
-    if rank() == 0:
+
+    def write():
         part = folder.with_name(folder.name + ".part")
         engine.module.model.save_pretrained(part, state_dict=weights)
         tokenizer.save_pretrained(part)
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
+    return DISK.submit(write if rank() == 0 else lambda: None)
 
 
 # -------------------------------------------------------------------------------------------------------------- train
@@ -730,7 +735,7 @@ def table(groups, value, n):
 
 def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
     """The loop. It runs steps + 1 times, so that the last weights are evaluated like the first."""
-    running = math.nan  # moving average of the reward, for --baseline running
+    running, saves = math.nan, []  # moving average of the reward, for --baseline running; the checkpoint being written
     sync_weights(engine, llm)
     for step in range(cfg.steps + 1):
         metrics = {}
@@ -742,7 +747,9 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
                 break
 
         if cfg.save_every and step and step % cfg.save_every == 0:
-            save(engine, log.tokenizer, log.folder / f"step-{step}")
+            if saves:
+                saves.pop().result()  # one at a time: each is a copy of the weights
+            saves.append(save(engine, log.tokenizer, log.folder / f"step-{step}"))
 
         groups, drawn = experience(cfg, llm, train_set, verifier, step, metrics)  # 1. 2.
         log.trace(step)
@@ -783,7 +790,8 @@ def train(cfg, llm, engine, ref, train_set, eval_set, verifier, log):
 
         metrics["lr"] = lr_at(step, cfg)
         log.write(step, metrics | summary(cfg, groups, drawn, metrics), [r for g in drawn[:-(-cfg.keep_rollouts // cfg.samples)] for r in g])
-    save(engine, log.tokenizer, log.folder / "final")
+    for written in [*saves, save(engine, log.tokenizer, log.folder / "final")]:
+        written.result()
     log.close()
 
 

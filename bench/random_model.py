@@ -1,6 +1,6 @@
 """A model with random weights in the exact shape of a real one, for speed and memory where nothing can be downloaded.
 
-    python bench/random_model.py FOLDER [qwen2.5-1.5b | qwen2.5-7b | tiny] [--mean 700]
+    python bench/random_model.py FOLDER [qwen2.5-1.5b | qwen2.5-7b | small | tiny] [--mean 700]
 
 It writes FOLDER (weights, a byte-level tokenizer padded to the vocabulary, and a generation config in which one token in `mean`
 ends a completion: random weights sample nearly evenly, so that lengths are geometric with that mean) and FOLDER/questions.jsonl.
@@ -21,6 +21,9 @@ SHAPES = {  # of Qwen's config.json files
                          vocab_size=151936, tie_word_embeddings=True, rope_theta=1e6),
     "qwen2.5-7b": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
                        vocab_size=152064, tie_word_embeddings=False, rope_theta=1e6),
+    # of nobody's: for a CPU
+    "small": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, vocab_size=4096,
+                  tie_word_embeddings=True),
     "tiny": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=4096,
                  tie_word_embeddings=True),
 }
@@ -35,9 +38,9 @@ def random_qwen2(dtype, **config):
 
 
 def make(folder, shape="qwen2.5-1.5b", mean=700, seed=0):
-    """Writes the model into `folder` in bf16 (tiny: fp32)."""
+    """Writes the model into `folder` in bf16 (small, tiny: fp32)."""
     size, folder = SHAPES[shape], Path(folder)
-    model = random_qwen2(torch.float32 if shape == "tiny" else torch.bfloat16, **size, max_position_embeddings=8192)
+    model = random_qwen2(torch.float32 if shape in ("small", "tiny") else torch.bfloat16, **size, max_position_embeddings=8192)
     tokenizer = json.loads((TINY / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     used = {*vocab.values(), *(t["id"] for t in tokenizer["added_tokens"])}

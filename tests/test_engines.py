@@ -163,7 +163,7 @@ def test_adapters_alone_are_trained_and_reach_vllm_merged(fresh_llm, tokenizer, 
     assert all(torch.equal(p, base[n]) for n, p in frozen.items()) and moved <= frozen.keys()
     nr.sync_weights(engine, fresh_llm)
     assert gap(engine, sample(fresh_llm, tokenizer)) < 1e-4
-    nr.save(engine, tokenizer, tmp_path / "final")
+    nr.save(engine, tokenizer, tmp_path / "final").result()
     again = nr.TokenLogps(nr.load_model(make_config(model=str(tmp_path / "final"))))
     with torch.no_grad():
         assert torch.allclose(again(batch)[0], engine(batch)[0], atol=1e-4)
@@ -181,7 +181,7 @@ def test_minibatches_and_epochs_use_the_log_probs_of_the_policy_that_sampled(gro
 def run(tmp_path_factory, llm, tokenizer):
     """Two steps of the real loop through train(), and what they left."""
     cfg = make_config(out=str(tmp_path_factory.mktemp("runs")), name="two", eval_n=4, prompts=8, samples=4, eval_size=16, eval_every=2,
-                      profile=True)
+                      save_every=1, profile=True)
     log, verifier = nr.Log(cfg, tokenizer), rewards.Verifier(cfg.rewards, messages=True)
     _, train_set, eval_set = nr.prepare(cfg)
     nr.train(cfg, llm, nr.make_policy(cfg), nr.make_reference(cfg), train_set, eval_set, verifier, log)
@@ -230,6 +230,22 @@ def test_config_file_names_values_commit_and_versions(run):
     about = json.loads((run / "config.json").read_text())
     assert about["config"]["lr"] == nr.MODELS["models/tiny"]["lr"] and {"torch", "deepspeed", "transformers", "python"} <= set(about["versions"])
     assert "commit" in about and (run / "curve.png").stat().st_size > 5000
+
+
+def test_a_checkpoint_holds_the_weights_of_its_step(run):
+    from safetensors.torch import load_file
+    base, one, final = (load_file(f"{folder}/model.safetensors") for folder in (make_config().model, run / "step-1", run / "final"))
+    first, whole = (max((a[name] - base[name]).abs().max().item() for name in base) for a in (one, final))
+    assert 0 < first <= 1.01 * nr.MODELS["models/tiny"]["lr"] < whole  # AdamW's first step moves no weight further than lr
+    assert not list(run.glob("*.part"))
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(group, tokenizer, tmp_path, monkeypatch):
+    engine = nr.make_policy(make_config())
+    monkeypatch.setattr(engine.module.model, "save_pretrained", lambda *_, **__: (tmp_path / "no folder/file").write_text(""))
+    with pytest.raises(FileNotFoundError):
+        nr.save(engine, tokenizer, tmp_path / "step-1").result()
+    assert not (tmp_path / "step-1").exists()
 
 
 def test_final_folder_is_a_model_that_transformers_and_vllm_load(run):
