@@ -289,22 +289,18 @@ def group_advantages(rewards, baseline="group", scale="group", eps=1e-4, running
 # ------------------------------------------------------------------------------------------------------------ 4. pack
 
 
-def first_fit(items, budget, size):
-    """First-fit decreasing: lists of items whose sizes add up to at most `budget`; a larger one goes alone, none is split."""
-    bins = []  # [free, items]
-    for item in sorted(items, key=size, reverse=True):
-        home = next((b for b in bins if b[0] >= size(item)), None)
-        if home is None:
-            bins.append(home := [budget, []])
-        home[0] -= size(item)
-        home[1].append(item)
-    return [items for _, items in bins]
-
-
 def pack(rollouts, budget):
-    """Lists of rollouts of at most `budget` tokens; completions of one prompt stay together, since a pack runs a prompt once."""
-    groups = [g for _, same in itertools.groupby(rollouts, key=lambda r: r.prompt) for g in first_fit(same, budget, len)]
-    return [sorted(itertools.chain(*p), key=len) for p in first_fit(groups, budget, lambda g: sum(map(len, g)))]
+    """First-fit: lists of rollouts of at most `budget` tokens; a longer one goes alone, none is split. Largest groups first and group
+    after group, since a pack runs a prompt once; in a group, and in the end in a pack, the longest first."""
+    packs, tokens = [], lambda group: sum(map(len, group))  # packs: [free tokens, rollouts]
+    groups = [sorted(same, key=len, reverse=True) for _, same in itertools.groupby(rollouts, key=lambda r: r.prompt)]
+    for r in itertools.chain(*sorted(groups, key=tokens, reverse=True)):
+        home = next((p for p in packs if p[0] >= len(r)), None)
+        if home is None:
+            packs.append(home := [budget, []])
+        home[0] -= len(r)
+        home[1].append(r)
+    return [sorted(members, key=len, reverse=True) for _, members in packs]
 
 
 def pack_evenly(used, rollouts, budget):
@@ -318,10 +314,10 @@ def pack_evenly(used, rollouts, budget):
 def collate(members, device="cpu"):
     """A pack of B rollouts -> one row of T tokens: their completions, and each different prompt once, before its first completion.
 
-    Attention needs the sequences whole: `whole` (K,) says where in the row their tokens are, sequence after sequence, and `kept` (T,)
-    where among those each token of the row is. `rows` are the R positions whose next token is trained.
+    Sequence i adds the tokens row_ends[i]:row_ends[i+1] to the row. What these see in attention, prompt and completion, are the
+    tokens whole[ends[i]:ends[i+1]] of the row. `rows` are the R positions whose next token is trained.
     """
-    ids, positions, whole, kept, rows, place = [], [], [], [], [], {}  # place: prompt -> its positions in the row
+    ids, positions, row_ends, whole, rows, place = [], [], [0], [], [], {}  # place: prompt -> its positions in the row
     for r in members:
         prompt = tuple(r.prompt)
         known = len(prompt) if prompt in place else 0  # tokens of this sequence that the row has
@@ -329,7 +325,7 @@ def collate(members, device="cpu"):
         ids += (r.prompt + r.completion)[known:]
         completion = range(len(ids) - len(r.completion), len(ids))
         positions += range(known, len(r))
-        kept += range(len(whole) + known, len(whole) + len(r))
+        row_ends.append(len(ids))
         whole += [*prompt, *completion]
         rows += [prompt[-1], *completion[:-1]]
     lengths = torch.tensor([len(r) for r in members])  # (B,)
@@ -345,13 +341,13 @@ def collate(members, device="cpu"):
 
     batch = dict(
         ids=torch.tensor([ids]), positions=torch.tensor([positions]),  # (1, T), (1, T)
-        whole=torch.tensor(whole), kept=torch.tensor(kept), rows=torch.tensor(rows),  # (K,), (T,), (R,)
-        ends=F.pad(lengths.cumsum(0), (1, 0)).int(),  # (B+1,) sequence i is whole[ends[i]:ends[i+1]]
+        whole=torch.tensor(whole), rows=torch.tensor(rows),  # (K,), (R,)
+        row_ends=torch.tensor(row_ends).int(), ends=F.pad(lengths.cumsum(0), (1, 0)).int(),  # (B+1,), (B+1,)
         targets=torch.tensor([t for r in members for t in r.completion]),  # (R,)
         sequence=sequence, sizes=sizes,  # (R,), (B,)
         advantage=per_token("advantage"), weight=per_token("weight"),  # (R,)
         vllm=joined("vllm_logps"), old=joined("old"), ref=joined("ref"))  # (R,)
-    batch = {name: x if x is None else x.to(device, non_blocking=True) for name, x in batch.items()}
+    batch = {name: x if x is None else x.to(device) for name, x in batch.items()}
     return SimpleNamespace(**batch, longest=int(lengths.max()))
 
 
@@ -366,18 +362,25 @@ def packed_attention(module, query, key, value, mask, scaling=None, dropout=0.0,
     """
     if kwargs.get("sliding_window") and pack.longest > kwargs["sliding_window"]:
         raise ValueError(f"sliding-window attention ({kwargs['sliding_window']} tokens) is not supported for {pack.longest} tokens")
-    q, k, v = (x[0].transpose(0, 1).index_select(0, pack.whole) for x in (query, key, value))  # (K, heads, d), (K, kv heads, d) twice
+    if any(kwargs.get(name) is not None for name in ("s_aux", "softcap")):
+        raise ValueError("attention with sinks or a soft cap is not supported")
+    q = query[0].transpose(0, 1)  # (T, heads, d)
+    # every sequence whole again; a look-up, because its backward pass adds the gradients of a shared prompt in fp32 and rounds once
+    k, v = (F.embedding(pack.whole, x[0].transpose(0, 1).flatten(1)).unflatten(1, (x.shape[1], -1)) for x in (key, value))  # (K, kv heads, d)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))  # (K, heads, d)
-    if q.is_cuda and q.dtype is not torch.float32:  # flash attention over all sequences at once
+    if q.is_cuda and q.dtype is not torch.float32:  # flash attention over all sequences at once; the last query sees the last key
         from torch.nn.attention.varlen import varlen_attn
-        out = varlen_attn(q, k, v, pack.ends, pack.ends, pack.longest, pack.longest, scale=scaling, window_size=(-1, 0))  # (K, heads, d)
-    else:
-        runs = [(n, len(list(same))) for n, same in itertools.groupby(pack.ends.diff().tolist())]  # b of length n in one call: pack() sorts by length
-        parts = zip(runs, *(x.split([n * b for n, b in runs]) for x in (q, k, v)))  # (b * n, heads, d) each
-        out = torch.cat([
-            F.scaled_dot_product_attention(*(x.unflatten(0, (b, n)).transpose(1, 2) for x in qkv), is_causal=True, scale=scaling)
-            .transpose(1, 2).flatten(0, 1) for (n, b), *qkv in parts])  # (K, heads, d)
-    return out.index_select(0, pack.kept)[None], None  # (1, T, heads, d)
+        out = varlen_attn(q, k, v, pack.row_ends, pack.ends, pack.longest, pack.longest, scale=scaling, window_size=(-1, 0))  # (T, heads, d)
+        return out[None], None  # (1, T, heads, d)
+    spans = zip(pack.row_ends.diff().tolist(), pack.ends.diff().tolist())
+    runs = [(m, n, len(list(same))) for (m, n), same in itertools.groupby(spans)]  # b times m queries that see n keys: one call
+    parts = zip(runs, q.split([m * b for m, _, b in runs]), *(x.split([n * b for _, n, b in runs]) for x in (k, v)))
+    out = []
+    for (m, n, b), *qkv in parts:
+        mask = None if m == n else torch.ones(m, n, dtype=torch.bool, device=q.device).tril(n - m)  # (m, n)
+        qkv = (x.unflatten(0, (b, -1)).transpose(1, 2) for x in qkv)  # (b, heads, m or n, d)
+        out.append(F.scaled_dot_product_attention(*qkv, mask, is_causal=m == n, scale=scaling).transpose(1, 2).flatten(0, 1))  # (b * m, heads, d)
+    return torch.cat(out)[None], None  # (1, T, heads, d)
 
 
 def load_model(cfg):

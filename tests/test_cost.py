@@ -1,5 +1,6 @@
 """The memory plan against a simulation of the real code at real sizes (nothing is allocated), and against what users were promised."""
 import dataclasses
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -13,33 +14,39 @@ QWEN = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_
 SIZES = {  # Qwen2.5 0.5B and 1.5B exactly, and a wider one with as many key heads as query heads
     "1.5B": QWEN,
     "0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936),
+    "Qwen3": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+                  vocab_size=151936, model_type="qwen3"),  # 0.6B: queries and keys have norms, and twice the model's width
     "wide": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=32, vocab_size=32000),
 }
 
 
+def make(size):
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+    AttentionInterface.register("packed", nr.packed_attention)
+    config = AutoConfig.for_model(**{"model_type": "qwen2", "tie_word_embeddings": True} | size)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="packed")
+
+
 def shape_of(size):
-    heads = size["hidden_size"] // size["num_attention_heads"]
-    from transformers import Qwen2Config, Qwen2ForCausalLM
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in Qwen2ForCausalLM(Qwen2Config(**size, tie_word_embeddings=True)).parameters())
-    return cost.Shape(parameters, size["hidden_size"], size["num_hidden_layers"], size["hidden_size"], size["intermediate_size"],
-                      size["vocab_size"], 2 * size["num_hidden_layers"] * size["num_key_value_heads"] * heads)
+        config = make(size).config
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        return cost.Shape.of(folder)
 
 
 def simulated_peak(size, tokens, checkpointing):
     """Bytes beside the weights at the peak of TokenLogps' forward and backward in bf16, each gradient taken away as it is ready."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
-    from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
-    AttentionInterface.register("packed", nr.packed_attention)
     count, prompt = 4, 64
     completion = tokens // count - prompt
     batch = nr.collate([nr.Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion) for i in range(count)])
-    batch.ends = SimpleNamespace(diff=lambda: SimpleNamespace(tolist=lambda: [tokens // count] * count))  # a fake tensor has no values
+    batch.ends = batch.row_ends = SimpleNamespace(diff=lambda: SimpleNamespace(tolist=lambda: [tokens // count] * count))  # a fake tensor has no values
     with FakeTensorMode(allow_non_fake_inputs=True):
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = Qwen2ForCausalLM(Qwen2Config(**size, tie_word_embeddings=True, attn_implementation="packed")).train()
+            model = make(size).train()
         finally:
             torch.set_default_dtype(torch.float32)
         if checkpointing == "on":
@@ -55,7 +62,7 @@ def simulated_peak(size, tokens, checkpointing):
         return peak["Total"] - sum(p.numel() for p in model.parameters()) * 2
 
 
-@pytest.mark.parametrize("size, tokens, checkpointing", [("1.5B", 16384, "on"), ("wide", 8192, "on"), ("wide", 4096, "off")])
+@pytest.mark.parametrize("size, tokens, checkpointing", [("1.5B", 16384, "on"), ("Qwen3", 8192, "on"), ("Qwen3", 8192, "off"), ("wide", 8192, "on"), ("wide", 4096, "off")])
 def test_planned_activations_are_those_of_the_code_within_a_fifth(size, tokens, checkpointing):
     cfg = dataclasses.replace(nr.Config(), dtype="bfloat16", pack_tokens=tokens, checkpointing=checkpointing, max_prompt=64, max_tokens=64)
     table = cost.step_bytes(cfg, shape_of(SIZES[size]))

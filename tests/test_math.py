@@ -83,16 +83,19 @@ def test_weights_of_two_ranks_are_those_of_one_batch():
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
-def test_packs_hold_every_rollout_once_within_the_budget_and_groups_together(lengths, budget):
+def test_packs_hold_every_rollout_once_within_the_budget(lengths, budget):
     rollouts = [nr.Rollout([i // 4], [1] * n, "", False, [0.0] * n) for i, n in enumerate(lengths)]
     packs = nr.pack(rollouts, budget)
     assert sorted(id(r) for p in packs for r in p) == sorted(map(id, rollouts))
     assert all(len(p) == 1 or sum(map(len, p)) <= budget for p in packs)
     free = [budget - sum(map(len, p)) for p in packs]
-    groups = [[sum(len(r) for r in p if r.prompt == [g]) for g in {r.prompt[0] for r in p}] for p in packs]
-    assert all(min(g) > f for i, g in enumerate(groups) for f in free[:i])  # first fit: no group fits into an earlier pack
-    for g in range(-(-len(lengths) // 4)):  # only a group that is larger than a pack is split
-        assert sum(map(len, rollouts[4 * g:4 * g + 4])) > budget or sum(any(r.prompt == [g] for r in p) for p in packs) == 1
+    assert all(len(p[-1]) > f for i, p in enumerate(packs) for f in free[:i])  # first fit: nobody fits into an earlier pack
+
+
+def test_a_pack_takes_a_whole_group_before_it_begins_the_next():
+    sizes = [(0, 9), (1, 20), (0, 8), (1, 30), (2, 7), (2, 6)]
+    rollouts = [nr.Rollout([g], [1] * (n - 1), "", False, [0.0] * (n - 1)) for g, n in sorted(sizes)]
+    assert [[(r.prompt[0], len(r)) for r in p] for p in nr.pack(rollouts, 50)] == [[(1, 30), (1, 20)], [(0, 9), (0, 8), (2, 7), (2, 6)]]
 
 
 def test_collate_points_at_the_token_before_each_completion_token():
@@ -103,8 +106,7 @@ def test_collate_points_at_the_token_before_each_completion_token():
     assert batch.ids.tolist() == [[10, 11, 12, 13, 14, 20, 21, 15]]  # the prompt of a and c once
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
     assert batch.whole.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 7]
-    assert batch.kept.tolist() == [0, 1, 2, 3, 4, 5, 6, 9]
-    assert batch.ends.tolist() == [0, 5, 7, 10] and batch.longest == 5
+    assert batch.row_ends.tolist() == [0, 5, 7, 8] and batch.ends.tolist() == [0, 5, 7, 10] and batch.longest == 5
     assert batch.rows.tolist() == [1, 2, 3, 5, 1]
     assert batch.targets.tolist() == [12, 13, 14, 21, 15]
     assert batch.sequence.tolist() == [0, 0, 0, 1, 2]

@@ -1,6 +1,7 @@
 """What a model costs: FLOPs of a step, and the bytes it takes on this card. The plan is made and printed before weights are loaded."""
 import dataclasses
 import functools
+import math
 import re
 import resource
 import time
@@ -30,6 +31,7 @@ class Shape:
     inner: int  # of the MLP
     vocab: int
     cache: int  # keys and values of one token, in numbers
+    norms: bool  # of queries and keys
 
     @classmethod
     @functools.cache
@@ -38,12 +40,13 @@ class Shape:
         from transformers import AutoConfig, AutoModelForCausalLM
         whole = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
-            parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(whole).parameters())
+            parameters = dict(AutoModelForCausalLM.from_config(whole).named_parameters())
         config = whole.get_text_config()
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(parameters, config.hidden_size, config.num_hidden_layers, heads * size, config.intermediate_size, config.vocab_size,
-                   2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * size)
+        return cls(sum(p.numel() for p in parameters.values()), config.hidden_size, config.num_hidden_layers, heads * size, config.intermediate_size, config.vocab_size,
+                   2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * size,
+                   any("q_norm" in name for name in parameters))
 
     def forward_flops(self, rollouts):
         """FLOPs of one forward pass over completions and, once each, their prompts; the LM head at completion tokens only."""
@@ -90,15 +93,15 @@ def step_bytes(cfg, shape):
     """{what: bytes (while vLLM generates, while the reference runs, while the policy is updated)}, vLLM's own not counted.
 
     Counted from what the code keeps: DeepSpeed 0.19 (the fp32 sum of gradients stays on the device, also under offload),
-    TokenLogps (four fp32 arrays of a chunk of logits), a decoder layer (14 hidden and 4 inner activations a token).
+    TokenLogps (four fp32 arrays of a chunk of logits), a decoder layer (5 hidden, 8 attention - 14 with norms there - and 4 inner activations a token).
     tests/test_cost.py compares it with a simulation of the real code at 1.5B parameters that allocates nothing.
     """
     cuda, tokens = torch.cuda.is_available(), max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
     weights, moving = shape.parameters * width(cfg), trained(cfg, shape)
     largest = min(moving, shape.vocab * shape.hidden)  # the embedding's gradient
-    layer = tokens * width(cfg) * (14 * shape.hidden + 4 * shape.inner)
-    chunk = 4 * min(CHUNK, tokens * shape.vocab)
-    spare = tokens * width(cfg) * 3 * shape.inner  # gradients of activations in a layer's backward pass
+    layer = tokens * width(cfg) * (5 * shape.hidden + (14 if shape.norms else 8) * shape.attention + 4 * shape.inner)
+    chunk = 4 * min(CHUNK if cfg.zero_stage < 3 else math.inf, tokens * shape.vocab)
+    spare = tokens * width(cfg) * (3 * shape.inner + 4 * shape.norms * shape.attention)  # gradients of activations in a layer's backward pass
     kept, again = {"on": (tokens * width(cfg) * (shape.layers + 4) * shape.hidden, layer + spare), "off": (shape.layers * layer, spare)}[cfg.checkpointing]
     adam = 0 if cuda and cfg.offload == "optimizer" else 12 * moving / world()
     reference = weights if cfg.kl_coef and not cfg.lora_rank else 0
