@@ -117,7 +117,7 @@ class Config:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of compute: bfloat16 on CUDA with fp32 master weights, else float32
     lora_rank: int = 0  # train adapters of this rank on all linear layers; the reference is the model without them; 0 = all weights
     memory_gb: float = 0.0  # GiB of the device this run may use; 0 = all. The next four are fitted into it (tools/cost.py)
-    pack_tokens: int = 0  # most tokens in one forward pass (a longer sequence goes alone); 0 = what fits
+    pack_tokens: int = 0  # most tokens of the sequences in one forward pass (a longer one goes alone); 0 = what fits
     checkpointing: Literal["auto", "on", "off"] = "auto"  # recompute activations in the backward pass: less memory, a third more compute
     offload: Literal["auto", "none", "optimizer"] = "auto"  # keep optimizer and fp32 weights in host memory
     vllm_memory: float = 0.0  # share of the GPU that vLLM may take while it generates; it sleeps during the update; 0 = what is left
@@ -535,7 +535,7 @@ def make_llm(cfg):
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings here are about things that are as they should be
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB, CPU only
     from vllm import LLM
-    torch._dynamo.config.disable = not torch.cuda.is_available()  # vLLM would compile a comparison for 12 seconds
+    torch._dynamo.config.disable |= not torch.cuda.is_available()  # vLLM would compile a comparison for 12 seconds
     cuda, length = torch.cuda.is_available(), cfg.max_prompt + cfg.max_tokens
     sequences = max(cfg.prompts * cfg.samples, cfg.eval_size * max(cfg.eval_n, 1)) // world()
     special = (

@@ -2,7 +2,7 @@
 
     python bench/vs_trl.py                                        models/tiny; writes bench/results/vs_trl.md and .json
     python bench/vs_trl.py --model Qwen2.5-Math-1.5B --data gsm8k.jsonl --max_tokens 1024      the same on a GPU
-    python bench/vs_trl.py --random_model tiny 64 --prompts 16 --samples 8 --max_tokens 512 --micro 16 8 --out vs_trl_long
+    python bench/vs_trl.py --random_model small 64 --prompts 16 --samples 8 --max_tokens 512 --micro 8 --out vs_trl_small
                                                   random weights; completions of 64 tokens on average, up to 512: a long tail, as real ones have
 
 Flags that are not below are nano_rlvr's and reach all contenders, as do its defaults for the model. Each runs in its own process:
