@@ -99,8 +99,8 @@ def one(args):
 def main():
     cuda = common.CUDA
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=1536 if cuda else 256)
-    parser.add_argument("--layers", type=int, default=28 if cuda else 12)
+    parser.add_argument("--hidden", type=int, default=1536 if cuda else 128)
+    parser.add_argument("--layers", type=int, default=28 if cuda else 2)
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--sequences", type=int, default=256 if cuda else 64, help="rollouts in the batch, 8 a prompt")
     parser.add_argument("--max_tokens", type=int, default=3000 if cuda else 750, help="99th percentile of the completions, 15 times their median")
