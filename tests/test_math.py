@@ -1,4 +1,5 @@
 """The pure functions of the loop against hand-derived cases and naive references."""
+import copy
 import dataclasses
 import math
 from types import SimpleNamespace
@@ -147,6 +148,31 @@ def test_packed_chunked_logps_and_gradients_equal_one_sequence_at_a_time(model, 
     assert len(order) == len(rollouts) and len(nr.pack(rollouts, 100)) > 3
     for (name, p), q in zip(model.named_parameters(), naive.parameters()):
         assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5 * q.grad.abs().max()), name
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text", "phi3", "olmo2", "granite"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_other_families_agree_packed_and_one_sequence_at_a_time(model, tokenizer, family, checkpointing):
+    from transformers import AutoConfig, AutoModelForCausalLM
+    config = AutoConfig.for_model(family, vocab_size=263, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                                  num_key_value_heads=2, head_dim=32 if family in ("qwen3", "gemma3_text") else 16, pad_token_id=0)
+    rollouts = fixed_rollouts(tokenizer, groups=3)
+    torch.manual_seed(0)
+    packed = AutoModelForCausalLM.from_config(config, attn_implementation="packed").train()
+    naive = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")  # it writes that into its config
+    naive.load_state_dict(packed.state_dict())
+    wanted = {id(r): naive_logps(naive, r, 1.0)[0] for r in rollouts}
+    sum((w * r.advantage).sum() for w, r in zip(wanted.values(), rollouts)).backward()
+    if checkpointing:
+        packed.gradient_checkpointing_enable({"use_reentrant": False})
+    (members,) = nr.pack(rollouts, 10**6)
+    batch = nr.collate(members)
+    assert batch.ids.numel() < sum(map(len, rollouts))  # prompts are shared
+    logp, _ = nr.TokenLogps(packed)(batch)
+    assert torch.allclose(logp, torch.cat([wanted[id(r)] for r in members]), atol=1e-5)
+    (logp * batch.advantage).sum().backward()
+    for (name, p), q in zip(packed.named_parameters(), naive.parameters()):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5 * max(1, q.grad.abs().max())), name
 
 
 def test_no_tensor_of_T_times_V_is_made(model, tokenizer):
