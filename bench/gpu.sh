@@ -35,5 +35,5 @@ for row in $CAPS; do
         *) run "$row" --kl_coef 0.001 --memory_gb "$row" ;;
     esac
 done
-$PYTHON bench/gpu_table.py "$WORK/runs" "$SHAPE"
+[ ! -d "$WORK/runs" ] || $PYTHON bench/gpu_table.py "$WORK/runs" "$SHAPE"
 case " $ONLY " in *" trl "*) $PYTHON bench/vs_trl.py --random_model "$SHAPE" $MEAN $SIZE --micro 16 8 --steps 3 --out "vs_trl_$SHAPE" ;; esac
