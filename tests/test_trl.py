@@ -433,8 +433,9 @@ RUNS = {  # name -> algorithm, optimizer steps a rollout batch, max_grad_norm, T
 @pytest.mark.parametrize("name", RUNS)
 def test_ten_steps_end_at_trls_weights(group, tmp_path, tokenizer, name):
     """AdamW, gradient clipping and linear decay on both sides. Adam divides a gradient by its own size: where a weight's
-    gradient is all rounding (1e-8 of its neighbours'), so is its step, up to lr. A few of 822,272 weights are such: one in a thousand
-    is let go to 1e-5 of the weights' norm, all others are held to 1e-6 of it and to 5e-5 of the way the run went."""
+    gradient is all rounding (1e-8 of its neighbours'), so is its step, up to lr. A few hundred of 822,272 weights are such; they
+    hold nearly all of the difference, so the rest is also held to 1e-5 of the way the run went, not only of the weights' size.
+    In one run three weights alone come to 3e-6 of the norm: there the eight worst are left out, and held to 1e-5 with the others."""
     algo, per_batch, limit, theirs, ours = RUNS[name]
     table = Table(tokenizer, groups=4 * STEPS // per_batch, seed=1)
     if algo == "GRPO":
@@ -458,7 +459,10 @@ def test_ten_steps_end_at_trls_weights(group, tmp_path, tokenizer, name):
     gap, way = flat(trls) - flat(weights), (flat(trls) - flat(start)).norm()
     most = gap.abs().sort().values[:-len(gap) // 1000].norm()  # 999 weights in 1000
     print(f"MEASURED {name}: {gap.norm() / flat(trls).norm():.2g} of the weights, {gap.norm() / way:.2g} and {most / way:.2g} of the way")
-    assert gap.norm() < 1e-5 * flat(trls).norm() and most < 1e-6 * flat(trls).norm() and most < 5e-5 * way
+    assert gap.norm() < 1e-5 * flat(trls).norm()
+    if name == "rloo, two epochs":
+        gap = gap.abs().sort().values[:-8]
+    assert gap.norm() < 1e-6 * flat(trls).norm() and gap.norm() < 2e-4 * way and most < 1e-5 * way
 
     if name == "grpo":  # the difference between n and n - 1 would show
         other, _ = run_ours(table, order, per_batch, 1.0, cfg)
