@@ -40,10 +40,10 @@ from types import SimpleNamespace
 from typing import Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that wait by spinning crawl when a core is shared
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # and logits in a CPU's memory come in pages of 2 MB, not of 4 KB
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 import data
 import rewards
@@ -395,11 +395,54 @@ def load_model(cfg):
     return model
 
 
+class HeadLogps(torch.autograd.Function):
+    """Log-probs of R targets and entropies from hidden states (R, H) and the LM head's weight (V, H), `chunk` rows at a time.
+
+    The backward pass computes them again, and d logp / d logits = onehot(target) - p in their place: at most two arrays of chunk x V
+    at a time, where autograd holds four. Of the last chunk, whose backward pass comes first, p is kept.
+    """
+
+    @staticmethod
+    def logits(hidden, weight, temperature):
+        logits = F.linear(hidden, weight).float()  # (chunk, V)
+        return logits if temperature == 1 else logits.div_(temperature)  # (chunk, V) each pass over it costs
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, chunk):
+        logps, entropies, norms = [], [], []
+        for h, t in zip(hidden.split(chunk), targets.split(chunk)):
+            every = p = ctx.p = None  # the chunk before makes room
+            p = HeadLogps.logits(h, weight, temperature)  # (chunk, V)
+            every = p.log_softmax(-1)  # (chunk, V)
+            logps.append(every.gather(-1, t[:, None]))  # (chunk, 1)
+            norms.append(p.gather(-1, t[:, None]) - logps[-1])  # (chunk, 1) log sum exp(logits)
+            ctx.p = torch.exp(every, out=p)  # (chunk, V) in the place of the logits
+            entropies.append(-every.mul_(p).sum(-1))  # (chunk,)
+        ctx.temperature, ctx.chunk, entropy = temperature, chunk, torch.cat(entropies)
+        ctx.save_for_backward(hidden, weight, targets, torch.cat(norms))
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat(logps)[:, 0], entropy  # (R,), (R,)
+
+    @staticmethod
+    def backward(ctx, grad, _):  # (R,)
+        hidden, weight, targets, norms = ctx.saved_tensors
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # (R, H), (V, H)
+        parts = zip(*(x.split(ctx.chunk) for x in (hidden, targets, norms, grad[:, None] / ctx.temperature, d_hidden)))
+        for h, t, norm, g, d in reversed(list(parts)):
+            p, ctx.p = ctx.p, None
+            p = HeadLogps.logits(h, weight, ctx.temperature).sub_(norm).exp_() if p is None else p  # (chunk, V)
+            p = p.mul_(-g).scatter_add_(-1, t[:, None], g).to(h.dtype)  # (chunk, V) now the logits' gradient
+            torch.mm(p, weight, out=d)  # (chunk, H)
+            if d_weight is not None:
+                d_weight.addmm_(p.T, h)  # (V, H)
+        return d_hidden, d_weight, None, None, None
+
+
 class TokenLogps(torch.nn.Module):
     """A causal language model that answers with log-probs of given tokens: this module is what DeepSpeed wraps.
 
     forward(batch of collate) -> logp (R,), entropy (R,) in float32. Only the R rows that predict a completion token go
-    through the LM head, `chunk` at a time and again in the backward pass: memory is chunk x V, not T x V.
+    through the LM head.
     """
 
     def __init__(self, model, temperature=1.0, chunk=None):
@@ -410,20 +453,11 @@ class TokenLogps(torch.nn.Module):
     def forward(self, batch):
         # use_cache=False is not only thrift: with a cache, transformers ignores that positions restart
         hidden = self.model.get_decoder()(input_ids=batch.ids, position_ids=batch.positions, use_cache=False, pack=batch)[0][0]  # (T, H)
-        *chunks, last = zip(hidden[batch.rows].split(self.chunk), batch.targets.split(self.chunk))  # (chunk, H), (chunk,)
-        # the last chunk's backward pass comes first: it has nothing to make room for
-        logp, entropy = zip(*(checkpoint(self.head, *c, use_reentrant=False) for c in chunks), self.head(*last))
-        return torch.cat(logp), torch.cat(entropy)  # (R,), (R,)
-
-    def head(self, hidden, targets):
-        every = self.model.get_output_embeddings()(hidden).float()  # (chunk, V) logits
-        if self.temperature != 1:  # each pass over (chunk, V) costs
-            every = every.div_(self.temperature)  # (chunk, V)
-        every = every.log_softmax(-1)  # (chunk, V) one name, so that the logits are freed
-        logp = every.gather(-1, targets[:, None])[:, 0]  # (chunk,)
-        with torch.no_grad():  # after the gather: what the backward pass computes again ends there
-            entropy = -every.exp().mul_(every).sum(-1)  # (chunk,)
-        return logp, entropy  # (chunk,), (chunk,)
+        head, hidden = self.model.get_output_embeddings(), hidden[batch.rows]  # (R, H)
+        weight = head.weight  # (V, H)
+        if head.bias is not None:  # Phi: as one more weight on a hidden state of 1
+            hidden, weight = F.pad(hidden, (0, 1), value=1.0), torch.cat([weight, head.bias[:, None]], 1)  # (R, H + 1), (V, H + 1)
+        return HeadLogps.apply(hidden, weight, batch.targets, self.temperature, self.chunk)  # (R,), (R,)
 
 
 @torch.no_grad()
@@ -561,8 +595,7 @@ def make_policy(cfg):
     model = load_model(cfg).train()
     if cfg.checkpointing == "on":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # ZeRO-3 gathers the head at each call, on all ranks together: one chunk there, since R and with it their number differs by rank
-    policy, offload = TokenLogps(model, cfg.temperature, 2**62 if cfg.zero_stage == 3 else None), cfg.offload == "optimizer"
+    policy, offload = TokenLogps(model, cfg.temperature), cfg.offload == "optimizer"
     adam = deepspeed.ops.adam.DeepSpeedCPUAdam if offload else functools.partial(torch.optim.AdamW, fused=torch.cuda.is_available())
     optimizer = adam([p for p in policy.parameters() if p.requires_grad], lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config={
