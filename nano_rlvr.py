@@ -396,10 +396,10 @@ def load_model(cfg):
 
 
 class HeadLogps(torch.autograd.Function):
-    """Log-probs of R targets and entropies from hidden states (R, H) and the LM head's weight (V, H), `chunk` rows at a time.
+    """Log-probs of R targets, and entropies (a metric, without gradient), from hidden states (R, H) and the LM head's weight (V, H).
 
-    The backward pass computes them again, and d logp / d logits = onehot(target) - p in their place: at most two arrays of chunk x V
-    at a time, where autograd holds four. Of the last chunk, whose backward pass comes first, p is kept.
+    Logits exist for `chunk` rows at a time, two fp32 arrays of chunk x V at most. The backward pass computes a chunk's logits again and
+    turns them, in place, into p = exp(logits - norm) and then into their own gradient, grad * (onehot(target) - p).
     """
 
     @staticmethod
@@ -411,13 +411,13 @@ class HeadLogps(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, chunk):
         logps, entropies, norms = [], [], []
         for h, t in zip(hidden.split(chunk), targets.split(chunk)):
-            every = p = ctx.p = None  # the chunk before makes room
-            p = HeadLogps.logits(h, weight, temperature)  # (chunk, V)
-            every = p.log_softmax(-1)  # (chunk, V)
+            logits = every = ctx.p = None  # those of the chunk before make room
+            logits = HeadLogps.logits(h, weight, temperature)  # (chunk, V)
+            every = logits.log_softmax(-1)  # (chunk, V)
             logps.append(every.gather(-1, t[:, None]))  # (chunk, 1)
-            norms.append(p.gather(-1, t[:, None]) - logps[-1])  # (chunk, 1) log sum exp(logits)
-            ctx.p = torch.exp(every, out=p)  # (chunk, V) in the place of the logits
-            entropies.append(-every.mul_(p).sum(-1))  # (chunk,)
+            norms.append(logits.gather(-1, t[:, None]) - logps[-1])  # (chunk, 1) log sum exp(logits)
+            ctx.p = torch.exp(every, out=logits)  # (chunk, V) the last chunk's is kept: its backward pass comes first
+            entropies.append(-every.mul_(ctx.p).sum(-1))  # (chunk,)
         ctx.temperature, ctx.chunk, entropy = temperature, chunk, torch.cat(entropies)
         ctx.save_for_backward(hidden, weight, targets, torch.cat(norms))
         ctx.mark_non_differentiable(entropy)
@@ -427,14 +427,16 @@ class HeadLogps(torch.autograd.Function):
     def backward(ctx, grad, _):  # (R,)
         hidden, weight, targets, norms = ctx.saved_tensors
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # (R, H), (V, H)
-        parts = zip(*(x.split(ctx.chunk) for x in (hidden, targets, norms, grad[:, None] / ctx.temperature, d_hidden)))
+        grad = grad[:, None] / ctx.temperature  # (R, 1) by what was divided by it
+        parts = zip(*(x.split(ctx.chunk) for x in (hidden, targets, norms, grad, d_hidden)))
         for h, t, norm, g, d in reversed(list(parts)):
             p, ctx.p = ctx.p, None
             p = HeadLogps.logits(h, weight, ctx.temperature).sub_(norm).exp_() if p is None else p  # (chunk, V)
-            p = p.mul_(-g).scatter_add_(-1, t[:, None], g).to(h.dtype)  # (chunk, V) now the logits' gradient
-            torch.mm(p, weight, out=d)  # (chunk, H)
+            d_logits = p.mul_(-g).scatter_add_(-1, t[:, None], g).to(h.dtype)  # (chunk, V)
+            torch.mm(d_logits, weight, out=d)  # (chunk, H)
             if d_weight is not None:
-                d_weight.addmm_(p.T, h)  # (V, H)
+                d_weight.addmm_(d_logits.T, h)  # (V, H)
+            del p, d_logits  # the next chunk needs the room
         return d_hidden, d_weight, None, None, None
 
 
@@ -453,11 +455,8 @@ class TokenLogps(torch.nn.Module):
     def forward(self, batch):
         # use_cache=False is not only thrift: with a cache, transformers ignores that positions restart
         hidden = self.model.get_decoder()(input_ids=batch.ids, position_ids=batch.positions, use_cache=False, pack=batch)[0][0]  # (T, H)
-        head, hidden = self.model.get_output_embeddings(), hidden[batch.rows]  # (R, H)
-        weight = head.weight  # (V, H)
-        if head.bias is not None:  # Phi: as one more weight on a hidden state of 1
-            hidden, weight = F.pad(hidden, (0, 1), value=1.0), torch.cat([weight, head.bias[:, None]], 1)  # (R, H + 1), (V, H + 1)
-        return HeadLogps.apply(hidden, weight, batch.targets, self.temperature, self.chunk)  # (R,), (R,)
+        head = self.model.get_output_embeddings().weight  # (V, H)
+        return HeadLogps.apply(hidden[batch.rows], head, batch.targets, self.temperature, self.chunk)  # (R,), (R,)
 
 
 @torch.no_grad()
@@ -585,7 +584,7 @@ def make_llm(cfg):
 
 
 def make_policy(cfg):
-    """The DeepSpeed engine around TokenLogps: ZeRO, AdamW in fp32 on master weights, gradients summed in fp32.
+    """The DeepSpeed engine around TokenLogps: ZeRO, AdamW in fp32 on master weights, gradients of packs summed in fp32.
 
     bf16 weights alone would not learn: at lr 1e-6 an update is smaller than the last bit of nearly every weight.
     """

@@ -36,7 +36,7 @@ FAULTS = [  # what goes wrong, in nano_rlvr.py: this text, becomes that
     ("kl: reference reset one step late", "step % cfg.ref_reset_every == 0", "step % cfg.ref_reset_every == 1"),
     ("log-probs: temperature missing", "logits if temperature == 1 else logits.div_(temperature)", "logits"),
     ("log-probs: sign of the entropy", "entropies.append(-every", "entropies.append(every"),
-    ("log-probs: temperature missing in the derivative", "grad[:, None] / ctx.temperature", "grad[:, None]"),
+    ("log-probs: temperature missing in the derivative", "grad = grad[:, None] / ctx.temperature", "grad = grad[:, None]"),
     ("log-probs: the last chunk's probabilities for the first", "reversed(list(parts))", "list(parts)"),
     ("log-probs: derivative without the target", ".scatter_add_(-1, t[:, None], g)", ""),
     ("log-probs: sequences of a pack see each other", "zip(pack.row_ends.diff().tolist(), pack.ends.diff().tolist())",

@@ -1,21 +1,33 @@
 """Run by test_ranks.py under torchrun or alone: two optimizer steps on the same fixed rollouts, each rank taking its share."""
 import sys
 
+import deepspeed
 import torch
 from conftest import fixed_rollouts, make_config
 from transformers import AutoTokenizer
 
 import nano_rlvr as nr
 
-out, aggregate, stage = sys.argv[1:]
-cfg = make_config(aggregate=aggregate, zero_stage=int(stage), lr=1e-3, pack_tokens=120, kl_coef=0.0, mismatch_bound=1e9)
+out, model, aggregate, stage = sys.argv[1:]
+cfg = make_config(model=model, aggregate=aggregate, zero_stage=int(stage), lr=1e-3, pack_tokens=120, kl_coef=0.0, mismatch_bound=1e9)
 nr.launch()
+initialize = deepspeed.initialize
+
+
+def without_threshold(config, **others):
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # ZeRO-3 shards even weights as small as these
+    return initialize(config=config, **others)
+
+
+deepspeed.initialize = without_threshold
 engine = nr.make_policy(cfg)
-rollouts = fixed_rollouts(AutoTokenizer.from_pretrained(cfg.model), groups=4)
+rollouts = fixed_rollouts(AutoTokenizer.from_pretrained(make_config().model), groups=4)
 mine = rollouts[:12] if (nr.rank(), nr.world()) == (0, 2) else rollouts[12:] if nr.world() == 2 else rollouts  # uneven on purpose
 for _ in range(2):
     used = nr.weigh(mine, cfg)
     metrics = nr.update(engine, nr.pack_evenly(used, mine, cfg.pack_tokens), cfg)
+sharded = [hasattr(p, "ds_status") and p.ds_status.name == "NOT_AVAILABLE" for p in engine.module.parameters()]
+assert all(sharded) if stage == "3" else not any(sharded)
 weights = {n: w.clone() for n, w in nr.named_weights(engine)}
 if nr.rank() == 0:
     torch.save((weights, metrics), out)

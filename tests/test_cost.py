@@ -131,6 +131,13 @@ def test_planned_flops_are_those_a_counter_sees(tokenizer):
     assert cost.Shape.of(cfg.model).forward_flops(rollouts) == pytest.approx(counter.get_total_flops(), rel=0.05)
 
 
+def test_an_lm_head_that_is_more_than_a_matrix_is_refused(tmp_path):
+    from transformers import PhiConfig
+    PhiConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="LM head with a bias"):
+        cost.Shape.of(str(tmp_path))
+
+
 def test_out_of_memory_names_the_flags_to_turn(monkeypatch, capsys):
     def full(cfg):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")

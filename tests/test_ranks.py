@@ -13,18 +13,22 @@ ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-@pytest.mark.parametrize("aggregate, stage", [("sequence", 2), ("token", 3), ("constant", 1)])
-def test_two_ranks_take_the_step_of_one(tmp_path, aggregate, stage):
-    results = []
+@pytest.mark.parametrize("aggregate, stage, tied", [("sequence", 2, True), ("token", 3, True), ("token", 3, False), ("constant", 1, True)])
+def test_two_ranks_take_the_step_of_one(tmp_path, aggregate, stage, tied):
+    model, results = make_config().model, []
+    start = nr.load_model(make_config())
+    if not tied:
+        start.config.tie_word_embeddings, start.lm_head.weight = False, torch.nn.Parameter(start.lm_head.weight.clone())
+        start.save_pretrained(model := str(tmp_path / "untied"))
     for launcher, name in (([sys.executable], "one"), (TORCHRUN, "two")):
-        subprocess.run(launcher + [ROOT / "tests/rank_worker.py", tmp_path / name, aggregate, str(stage)], check=True, env=ENV)
+        subprocess.run(launcher + [ROOT / "tests/rank_worker.py", tmp_path / name, model, aggregate, str(stage)], check=True, env=ENV)
         results.append(torch.load(tmp_path / name))
     (one, a), (two, b) = results
     for name in a:
         assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
-    start = nr.load_model(make_config()).state_dict()
-    for name, w in one.items():  # Adam divides by |gradient|: where that is next to nothing, rounding decides an element's sign
-        assert (w - two[name]).norm() < 1e-3 * (w - start[name]).norm(), name
+    start = start.state_dict()
+    for name, w in one.items():  # Adam divides by |gradient|: where that is next to nothing (biases of keys), rounding decides the sign
+        assert (w - two[name]).norm() < 2e-3 * (w - start[name]).norm(), name
 
 
 def test_the_script_runs_under_torchrun_and_sees_the_same_first_step(tmp_path):

@@ -23,7 +23,7 @@ PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L4
 
 @dataclass
 class Shape:
-    """Sizes of a causal language model."""
+    """Sizes of a causal language model. Raises ValueError when nano_rlvr.HeadLogps would leave out a part of its LM head."""
     parameters: int
     hidden: int
     layers: int
@@ -40,7 +40,10 @@ class Shape:
         from transformers import AutoConfig, AutoModelForCausalLM
         whole = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
-            parameters = dict(AutoModelForCausalLM.from_config(whole).named_parameters())
+            built = AutoModelForCausalLM.from_config(whole)
+        parameters, head = dict(built.named_parameters()), built.get_output_embeddings()
+        if type(head) is not torch.nn.Linear or head.bias is not None:  # HeadLogps takes the product with its weight
+            raise ValueError(f"--model {model} has an LM head with a bias, or none that is a plain matrix: not supported")
         config = whole.get_text_config()
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -93,7 +96,7 @@ def step_bytes(cfg, shape):
     """{what: bytes (while vLLM generates, while the reference runs, while the policy is updated)}, vLLM's own not counted.
 
     Counted from what the code keeps: DeepSpeed 0.19 (the fp32 sum of gradients stays on the device, also under offload),
-    HeadLogps (two fp32 arrays of a chunk of logits, the gradient of the head), a decoder layer (5 hidden, 8 attention - 14 with norms there - and 4 inner activations a token).
+    HeadLogps (two fp32 arrays of a chunk of logits, or fewer and the gradient of the head), a decoder layer (5 hidden, 8 attention - 14 with norms there - and 4 inner activations a token).
     tests/test_cost.py compares it with a simulation of the real code at 1.5B parameters that allocates nothing.
     """
     cuda, tokens = torch.cuda.is_available(), max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
