@@ -27,8 +27,9 @@ def test_two_ranks_take_the_step_of_one(tmp_path, aggregate, stage, tied):
     for name in a:
         assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
     start = start.state_dict()
-    for name, w in one.items():  # Adam divides by |gradient|: where that is next to nothing (biases of keys), rounding decides the sign
-        assert (w - two[name]).norm() < 2e-3 * (w - start[name]).norm(), name
+    for name, w in one.items():  # Adam divides by |gradient|: where that is next to nothing, rounding decides an element's sign
+        rounding = not tied and "k_proj.bias" in name  # all of it, nearly: a shift of every key changes no softmax but through the positions
+        assert (w - two[name]).norm() < (2e-3 if rounding else 1e-3) * (w - start[name]).norm(), name
 
 
 def test_the_script_runs_under_torchrun_and_sees_the_same_first_step(tmp_path):

@@ -1,7 +1,6 @@
 """What a model costs: FLOPs of a step, and the bytes it takes on this card. The plan is made and printed before weights are loaded."""
 import dataclasses
 import functools
-import math
 import re
 import resource
 import time
@@ -23,7 +22,7 @@ PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L4
 
 @dataclass
 class Shape:
-    """Sizes of a causal language model. Raises ValueError when nano_rlvr.HeadLogps would leave out a part of its LM head."""
+    """Sizes of a causal language model."""
     parameters: int
     hidden: int
     layers: int
@@ -36,13 +35,15 @@ class Shape:
     @classmethod
     @functools.cache
     def of(cls, model):
-        """Of a folder or hub id: built without memory (on the meta device), so that every parameter is counted."""
+        """Of a folder or hub id: built without memory (on the meta device), so that every parameter is counted.
+
+        Raises ValueError for an LM head that is more than a matrix: nano_rlvr.HeadLogps takes the product with its weight."""
         from transformers import AutoConfig, AutoModelForCausalLM
         whole = AutoConfig.from_pretrained(model)
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(whole)
         parameters, head = dict(built.named_parameters()), built.get_output_embeddings()
-        if type(head) is not torch.nn.Linear or head.bias is not None:  # HeadLogps takes the product with its weight
+        if type(head) is not torch.nn.Linear or head.bias is not None:
             raise ValueError(f"--model {model} has an LM head with a bias, or none that is a plain matrix: not supported")
         config = whole.get_text_config()
         heads = config.num_attention_heads
@@ -96,7 +97,8 @@ def step_bytes(cfg, shape):
     """{what: bytes (while vLLM generates, while the reference runs, while the policy is updated)}, vLLM's own not counted.
 
     Counted from what the code keeps: DeepSpeed 0.19 (the fp32 sum of gradients stays on the device, also under offload),
-    HeadLogps (two fp32 arrays of a chunk of logits, or fewer and the gradient of the head), a decoder layer (5 hidden, 8 attention - 14 with norms there - and 4 inner activations a token).
+    HeadLogps (two fp32 arrays of a chunk of logits, or fewer and the gradient of the head), a decoder layer (5 hidden, 8 attention - 14
+    with norms there - and 4 inner activations a token).
     tests/test_cost.py compares it with a simulation of the real code at 1.5B parameters that allocates nothing.
     """
     cuda, tokens = torch.cuda.is_available(), max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
