@@ -410,7 +410,7 @@ class HeadLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk):
         logps, entropies, norms = [], [], []
-        for h, t in zip(hidden.split(chunk), targets.split(chunk)):
+        for h, t in zip(hidden.split(chunk), targets.split(chunk)):  # (chunk, H), (chunk,)
             logits = every = ctx.p = None  # those of the chunk before make room
             logits = HeadLogps.logits(h, weight, temperature)  # (chunk, V)
             every = logits.log_softmax(-1)  # (chunk, V)
@@ -418,14 +418,14 @@ class HeadLogps(torch.autograd.Function):
             norms.append(logits.gather(-1, t[:, None]) - logps[-1])  # (chunk, 1) log sum exp(logits)
             ctx.p = torch.exp(every, out=logits)  # (chunk, V) the last chunk's is kept: its backward pass comes first
             entropies.append(-every.mul_(ctx.p).sum(-1))  # (chunk,)
-        ctx.temperature, ctx.chunk, entropy = temperature, chunk, torch.cat(entropies)
+        ctx.temperature, ctx.chunk, entropy = temperature, chunk, torch.cat(entropies)  # (R,)
         ctx.save_for_backward(hidden, weight, targets, torch.cat(norms))
         ctx.mark_non_differentiable(entropy)
         return torch.cat(logps)[:, 0], entropy  # (R,), (R,)
 
     @staticmethod
     def backward(ctx, grad, _):  # (R,)
-        hidden, weight, targets, norms = ctx.saved_tensors
+        hidden, weight, targets, norms = ctx.saved_tensors  # (R, H), (V, H), (R,), (R, 1)
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # (R, H), (V, H)
         grad = grad[:, None] / ctx.temperature  # (R, 1) by what was divided by it
         parts = zip(*(x.split(ctx.chunk) for x in (hidden, targets, norms, grad, d_hidden)))
