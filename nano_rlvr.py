@@ -398,46 +398,54 @@ def load_model(cfg):
 class HeadLogps(torch.autograd.Function):
     """Log-probs of R targets, and entropies (a metric, without gradient), from hidden states (R, H) and the LM head's weight (V, H).
 
-    Logits exist for `chunk` rows at a time, two fp32 arrays of chunk x V at most. The backward pass computes a chunk's logits again and
-    turns them, in place, into p = exp(logits - norm) and then into their own gradient, grad * (onehot(target) - p).
+    Logits exist for a chunk of C tokens of the vocabulary at a time, in two fp32 arrays (R, C) at most. Of a chunk the forward pass keeps
+    log sum exp(logits) and the entropy; together they are those of the whole vocabulary. The backward pass computes its logits again
+    and turns them, in place, into p = exp(logits - norm) and then into their own gradient, grad * (onehot(target) - p).
     """
 
     @staticmethod
-    def logits(hidden, weight, temperature):
-        logits = F.linear(hidden, weight).float()  # (chunk, V)
-        return logits if temperature == 1 else logits.div_(temperature)  # (chunk, V) each pass over it costs
+    def logits(hidden, weight, targets, temperature):
+        """Of a chunk, (R, C); with the column of each target (R, 1), and whether it is in this chunk (R, 1)."""
+        logits = F.linear(hidden, weight).float()  # (R, C)
+        column = targets[:, None].clamp(0, len(weight) - 1)  # (R, 1)
+        return logits if temperature == 1 else logits.div_(temperature), column, column == targets[:, None]  # each pass over logits costs
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk):
-        logps, entropies, norms = [], [], []
-        for h, t in zip(hidden.split(chunk), targets.split(chunk)):  # (chunk, H), (chunk,)
-            logits = every = ctx.p = None  # those of the chunk before make room
-            logits = HeadLogps.logits(h, weight, temperature)  # (chunk, V)
-            every = logits.log_softmax(-1)  # (chunk, V)
-            logps.append(every.gather(-1, t[:, None]))  # (chunk, 1)
-            norms.append(logits.gather(-1, t[:, None]) - logps[-1])  # (chunk, 1) log sum exp(logits)
-            ctx.p = torch.exp(every, out=logits)  # (chunk, V) the last chunk's is kept: its backward pass comes first
-            entropies.append(-every.mul_(ctx.p).sum(-1))  # (chunk,)
-        ctx.temperature, ctx.chunk, entropy = temperature, chunk, torch.cat(entropies)  # (R,)
-        ctx.save_for_backward(hidden, weight, targets, torch.cat(norms))
+        chosen, norms, entropies = 0, [], []
+        for start in range(0, len(weight), chunk):
+            logits, column, here = HeadLogps.logits(hidden, weight[start:start + chunk], targets - start, temperature)
+            inside = logits.log_softmax(-1)  # (R, C) as if there were no other chunk
+            norms.append(logits.amax(-1) - inside.amax(-1))  # (R,) log sum exp(logits), since inside = logits - log sum exp(logits)
+            chosen += logits.gather(-1, column) * here  # (R, 1)
+            p = torch.exp(inside, out=logits)  # (R, C) takes the place of the logits
+            entropies.append(-inside.mul_(p).sum(-1))  # (R,)
+            del logits, inside, p  # the next chunk needs the room
+        norms, entropies = torch.stack(norms, -1), torch.stack(entropies, -1)  # (R, chunks), (R, chunks)
+        norm = norms.logsumexp(-1, keepdim=True)  # (R, 1)
+        share = norms - norm  # (R, chunks) log-prob of each chunk
+        entropy = (share.exp() * (entropies - share)).sum(-1)  # (R,) of which chunk it is, and of which token in it
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.save_for_backward(hidden, weight, targets, norm)
         ctx.mark_non_differentiable(entropy)
-        return torch.cat(logps)[:, 0], entropy  # (R,), (R,)
+        return (chosen - norm)[:, 0], entropy  # (R,), (R,)
 
     @staticmethod
     def backward(ctx, grad, _):  # (R,)
-        hidden, weight, targets, norms = ctx.saved_tensors  # (R, H), (V, H), (R,), (R, 1)
-        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # (R, H), (V, H)
+        hidden, weight, targets, norm = ctx.saved_tensors  # (R, H), (V, H), (R,), (R, 1)
+        d_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # (R, H) a sum over chunks
+        d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # (V, H)
         grad = grad[:, None] / ctx.temperature  # (R, 1) by what was divided by it
-        parts = zip(*(x.split(ctx.chunk) for x in (hidden, targets, norms, grad, d_hidden)))
-        for h, t, norm, g, d in reversed(list(parts)):
-            p, ctx.p = ctx.p, None
-            p = HeadLogps.logits(h, weight, ctx.temperature).sub_(norm).exp_() if p is None else p  # (chunk, V)
-            d_logits = p.mul_(-g).scatter_add_(-1, t[:, None], g).to(h.dtype)  # (chunk, V)
-            torch.mm(d_logits, weight, out=d)  # (chunk, H)
+        for start in range(0, len(weight), ctx.chunk):
+            w = weight[start:start + ctx.chunk]  # (C, H)
+            logits, column, here = HeadLogps.logits(hidden, w, targets - start, ctx.temperature)
+            p = logits.sub_(norm).exp_()  # (R, C)
+            d_logits = p.mul_(-grad).scatter_add_(-1, column, grad * here).to(w.dtype)  # (R, C)
+            d_hidden += d_logits @ w  # (R, H)
             if d_weight is not None:
-                d_weight.addmm_(d_logits.T, h)  # (V, H)
-            del p, d_logits  # the next chunk needs the room
-        return d_hidden, d_weight, None, None, None
+                torch.mm(d_logits.T, hidden, out=d_weight[start:start + ctx.chunk])  # (C, H)
+            del logits, p, d_logits
+        return d_hidden.to(hidden.dtype), d_weight, None, None, None
 
 
 class TokenLogps(torch.nn.Module):
@@ -447,10 +455,9 @@ class TokenLogps(torch.nn.Module):
     through the LM head.
     """
 
-    def __init__(self, model, temperature=1.0, chunk=None):
+    def __init__(self, model, temperature=1.0, chunk=CHUNK):
         super().__init__()
-        self.model, self.temperature = model, temperature
-        self.chunk = chunk or max(64, CHUNK // model.config.get_text_config().vocab_size)
+        self.model, self.temperature, self.chunk = model, temperature, chunk
 
     def forward(self, batch):
         # use_cache=False is not only thrift: with a cache, transformers ignores that positions restart

@@ -80,9 +80,9 @@ def measure(engine, split, rollouts, cfg):
             "peak": memory(peak=True), "tokens": sum(map(len, rollouts))}
 
 
-def in_a_process(script, *arguments):
+def in_a_process(script, *arguments, **environment):
     """Runs a script in a process of its own -> what it printed last, as JSON."""
-    done = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, env=os.environ | environment)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, arguments))} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -10,7 +10,8 @@ trl      TRL 1.16.0 with its defaults: 8 rows, padded to the longest of the whol
          which never holds all logits (on a CPU it also computes the positions of prompt and padding, which it skips on CUDA)
 
 All run through the same nano_rlvr.update and DeepSpeed engine - same loss, AdamW, dtype, activation checkpointing - and only the
-module that gives log-probs is exchanged, attention being PyTorch's own each time. Each measurement is a process of its own (peak memory) in
+module that gives log-probs is exchanged, attention being PyTorch's own each time. On a CPU nano_rlvr.py asks PyTorch for memory in pages of
+2 MB; the others run as they are, without, and the padded loop once more with them. Each measurement is a process of its own (peak memory) in
 turns A B A B; the same update has run once before, as a warm-up. That all take the same step is checked: loss, mean log-prob gap and
 gradient norm agree.
 Writes bench/results/update.md and update.json (update-gpu.* on CUDA).
@@ -114,13 +115,15 @@ def main():
     if args.side:
         return one(args)
 
-    sides = {"packed": ["packed"]} | {f"padded, {n} rows": ["padded", "--micro_batch", n] for n in args.micro_batch} | ({"trl": ["trl"]} if args.trl else {})
+    pages = {"": "0"} if cuda else {"": "0", ", pages of 2 MB": "1"}
+    sides = {"packed": (["packed"], "1")} | ({"trl": (["trl"], "0")} if args.trl else {}) | {
+        f"padded, {n} rows{name}": (["padded", "--micro_batch", n], large) for n in args.micro_batch for name, large in pages.items()}
     conditions, results = common.conditions(), {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as folder:
         common.make_model(folder, args.hidden, args.layers, args.vocab)
         for _ in range(args.rounds):
-            for side, flags in sides.items():
-                results[side].append(common.in_a_process(__file__, *sys.argv[1:], "--model", folder, "--side", *flags))
+            for side, (flags, large) in sides.items():
+                results[side].append(common.in_a_process(__file__, *sys.argv[1:], "--model", folder, "--side", *flags, THP_MEM_ALLOC_ENABLE=large))
                 print(side, {k: round(results[side][-1][k], 6) for k in ("seconds", "cpu_seconds", "idle", "peak", "loss", "grad_norm")}, file=sys.stderr)
 
     first, tolerance = results["packed"][0], 2e-2 if cuda else 1e-4  # bf16, fp32

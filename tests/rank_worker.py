@@ -1,4 +1,5 @@
 """Run by test_ranks.py under torchrun or alone: two optimizer steps on the same fixed rollouts, each rank taking its share."""
+import functools
 import sys
 
 import deepspeed
@@ -20,6 +21,7 @@ def without_threshold(config, **others):
 
 
 deepspeed.initialize = without_threshold
+nr.TokenLogps = functools.partial(nr.TokenLogps, chunk=100)  # three parts of the LM head
 engine = nr.make_policy(cfg)
 rollouts = fixed_rollouts(AutoTokenizer.from_pretrained(make_config().model), groups=4)
 mine = rollouts[:12] if (nr.rank(), nr.world()) == (0, 2) else rollouts[12:] if nr.world() == 2 else rollouts  # uneven on purpose

@@ -15,7 +15,7 @@ from tools.ranks import all_gather, rank, world
 GIB = 2**30
 RUNTIME = 1.5 * GIB  # PyTorch and its kernels, before the first tensor
 BUCKET = 2**26  # numbers in one of DeepSpeed's gradient buckets (its default of 5e8 can take 3 GB)
-CHUNK = 2**26  # logits at a time in the LM head: a quarter of a GiB in fp32
+CHUNK = 2048  # tokens of the vocabulary at a time in the LM head: 8 KiB of logits for each token of a pack
 # dense bf16 FLOP/s by the maker's data sheets; any other device is measured by a large matrix product
 PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
@@ -97,15 +97,15 @@ def step_bytes(cfg, shape):
     """{what: bytes (while vLLM generates, while the reference runs, while the policy is updated)}, vLLM's own not counted.
 
     Counted from what the code keeps: DeepSpeed 0.19 (the fp32 sum of gradients stays on the device, also under offload),
-    HeadLogps (two fp32 arrays of a chunk of logits, or fewer and the gradient of the head), a decoder layer (5 hidden, 8 attention - 14
-    with norms there - and 4 inner activations a token).
+    HeadLogps (two fp32 arrays of a chunk of logits; backward also the gradients of the head and, in fp32, of what goes into it), a decoder
+    layer (5 hidden, 8 attention - 14 with norms there - and 4 inner activations a token).
     tests/test_cost.py compares it with a simulation of the real code at 1.5B parameters that allocates nothing.
     """
     cuda, tokens = torch.cuda.is_available(), max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
     weights, moving = shape.parameters * width(cfg), trained(cfg, shape)
     largest = min(moving, shape.vocab * shape.hidden)  # the embedding's gradient
     layer = tokens * width(cfg) * (5 * shape.hidden + (14 if shape.norms else 8) * shape.attention + 4 * shape.inner)
-    chunk = 4 * min(CHUNK, tokens * shape.vocab)
+    chunk = 4 * tokens * min(CHUNK, shape.vocab)
     spare = tokens * width(cfg) * (3 * shape.inner + 4 * shape.norms * shape.attention)  # gradients of activations in a layer's backward pass
     kept, again = {"on": (tokens * width(cfg) * (shape.layers + 4) * shape.hidden, layer + spare), "off": (shape.layers * layer, spare)}[cfg.checkpointing]
     adam = 0 if cuda and cfg.offload == "optimizer" else 12 * moving / world()
@@ -118,7 +118,7 @@ def step_bytes(cfg, shape):
         "gradient buckets": (0, 0, (width(cfg) + 4) * min(moving, max(BUCKET, largest))),
         "reference": (0, reference, 0) if cuda else (reference, reference, reference),
         "activations kept": (0, 0, kept),
-        "a layer or the head": (0, max(layer, 2 * chunk), max(again, 2 * chunk + largest * width(cfg))),
+        "a layer or the head": (0, max(layer, 2 * chunk), max(again, 2 * chunk + tokens * shape.hidden * (4 + width(cfg)) + largest * width(cfg))),
         "PyTorch, CUDA, kernels": (RUNTIME, RUNTIME, RUNTIME),
     }
 
