@@ -10,7 +10,7 @@ demo: $(READY)
 test: $(READY)
 	.venv/bin/python -m pytest tests -q --durations=10
 
-# plant 49 faults, one at a time, and see which test notices
+# plant 51 faults, one at a time, and see which test notices
 mutations: $(READY)
 	.venv/bin/python tests/mutations.py
 

@@ -88,6 +88,14 @@ def test_a_missing_compiler_is_named(monkeypatch, capsys):
     assert "'g++'" in one_line([], capsys)
 
 
+def test_the_lock_of_a_killed_compilation_is_named(monkeypatch, tmp_path, capsys):
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    (lock := tmp_path / "deepspeed_shm_comm/lock").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    nr.parse_config([])
+    assert f"will wait for {lock} to go: delete it" in capsys.readouterr().err
+
+
 def test_a_run_is_never_overwritten(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/metrics.jsonl").write_text("{}")

@@ -75,10 +75,14 @@ def check(cfg):
 
 def need_compiler():
     """DeepSpeed compiles its shared-memory and CPU-Adam operators at first use. Raises ValueError where it could not."""
+    from torch.utils.cpp_extension import get_default_build_root
     os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # the ninja that pip installed is there
     for tool in (os.environ.get("CXX", "g++"), "ninja"):
         if not shutil.which(tool):
             raise ValueError(f"DeepSpeed needs '{tool}' to compile its CPU operators (apt-get install g++ ninja-build)")
+    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in built.rglob("lock"):  # a run killed while it compiled has left it
+        print(f"note: DeepSpeed will wait for {lock} to go: delete it, unless another run is just starting", file=sys.stderr)
 
 
 def prepare(cfg):
