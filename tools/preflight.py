@@ -81,7 +81,7 @@ def need_compiler():
         if not shutil.which(tool):
             raise ValueError(f"DeepSpeed needs '{tool}' to compile its CPU operators (apt-get install g++ ninja-build)")
     built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in built.rglob("lock"):  # a run killed while it compiled has left it
+    for lock in built.rglob("lock") if rank() == 0 else ():  # a run killed while it compiled has left it
         print(f"note: DeepSpeed will wait for {lock} to go: delete it, unless another run is just starting", file=sys.stderr)
 
 
