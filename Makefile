@@ -1,5 +1,5 @@
 # make demo    set up .venv (once) and train the bundled model with the defaults: minutes on two CPU cores
-# make test    set up .venv (once) and run the tests
+# make test    set up .venv (once), check the style and run the tests
 PYTHON ?= python3
 REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)
 READY := .venv/ready-$(REQUIREMENTS)
@@ -8,6 +8,7 @@ demo: $(READY)
 	.venv/bin/python nano_rlvr.py
 
 test: $(READY)
+	.venv/bin/ruff check .
 	.venv/bin/python -m pytest tests -q --durations=10
 
 # plant 51 faults, one at a time, and see which test notices

@@ -3,9 +3,9 @@
     >>> load("arithmetic", "test", size=1)
     [{'question': '16+16-3-17+10+18', 'answer': '40', 'terms': 6}]
 
-An example is a dict: `question` (str), `answer` (str) and whatever other columns its source has; every column reaches
-the reward functions. Nothing here keeps state: examples are a function of (source, split, seed), and the batch of a
-step is a function of (examples, step, seed, rank), whatever came before.
+An example is a dict with `question` (str), `answer` (str) and all other columns of its source; the reward
+functions receive every column. Nothing here keeps state: the examples are a function of (source, split,
+seed), and the batch of a step is a function of (examples, step, seed, rank).
 """
 import csv
 import functools
@@ -14,11 +14,11 @@ import random
 import zlib
 from pathlib import Path
 
-# ------------------------------------------------------------------------------------------------ generated tasks
+# -------------------------------------------------------------------------------------------- generated tasks
 
 
 def arithmetic(rng):
-    """A chain of 3 to 6 terms such as 14+2+9; every running total lies in 0..99, so each step is one small sum."""
+    """A sum of 3 to 6 terms such as 14+2+9. Every running total is in 0..99: each step is one small sum."""
     terms = [total] = [rng.randint(1, 20)]
     question = str(total)
     for _ in range(rng.randint(2, 5)):
@@ -28,22 +28,23 @@ def arithmetic(rng):
 
 
 def countdown(rng):
-    """Reach `target` from 3 or 4 numbers, each used once (the task of TinyZero); `answer` is one solution."""
+    """Make `target` from 3 or 4 numbers, each used once (TinyZero's task). `answer` is one solution."""
     while True:
         numbers = [rng.randint(1, 99) for _ in range(rng.randint(3, 4))]
         value, text = numbers[0], str(numbers[0])
         for x in numbers[1:]:
             op = rng.choice([op for op in "+-*/" if op != "/" or value % x == 0])
-            value, text = {"+": value + x, "-": value - x, "*": value * x, "/": value // x}[op], f"({text} {op} {x})"
+            value = {"+": value + x, "-": value - x, "*": value * x, "/": value // x}[op]
+            text = f"({text} {op} {x})"
         if 10 <= value <= 99:
             shown = rng.sample(numbers, len(numbers))
-            question = (f"Combine the numbers {shown} with + - * / and brackets, each number exactly once, so that the "
-                        f"result is {value}. Put the expression between <answer> and </answer>.")
+            question = (f"Combine the numbers {shown} with + - * / and brackets, each number exactly once, "
+                        f"so that the result is {value}. Put the expression between <answer> and </answer>.")
             return {"question": question, "answer": text[1:-1], "numbers": shown, "target": value}
 
 
-# name -> where it comes from (`make`: one example from a random generator; `hub`: repository, configuration) and the
-# rewards it is judged by unless --rewards says otherwise; the first reward is the one evaluation counts
+# name -> where its examples come from (`make`: a function of a random generator; `hub`: repository and
+# configuration), and its default for --rewards, the first of which the evaluation counts
 TASKS = {
     "arithmetic": {"make": arithmetic, "rewards": "gsm8k:1"},
     "countdown": {"make": countdown, "rewards": "countdown:1,format:0.1"},
@@ -53,12 +54,14 @@ TASKS = {
     "aime24": {"hub": ("HuggingFaceH4/aime_2024", None), "rewards": "math:1", "test_only": True},
     "amc23": {"hub": ("math-ai/amc23", None), "rewards": "math:1", "test_only": True},
 }
-QUESTION_KEYS = ("question", "problem", "prompt")  # the first that a source has is its question …
-ANSWER_KEYS = ("answer", "solution", "ground_truth")  # … and its answer, unless --question_key / --answer_key say more
+# without --question_key and --answer_key, the first of these columns that a source has
+QUESTION_KEYS = ("question", "problem", "prompt")
+ANSWER_KEYS = ("answer", "solution", "ground_truth")
 
 
 def generate(make, split, size, seed):
-    """`size` distinct examples. A question's checksum says which split it is in: no seed puts a test question in train."""
+    """`size` distinct examples. The checksum of a question decides its split: whatever the seed, no test
+    question is in the training split."""
     rng, seen = random.Random(f"{make.__name__}/{split}/{seed}"), {}
     while len(seen) < size:
         example = make(rng)
@@ -67,14 +70,15 @@ def generate(make, split, size, seed):
     return list(seen.values())
 
 
-# ------------------------------------------------------------------------------------------------ files and hub sets
+# ----------------------------------------------------------------------------------------- files and hub sets
 
 
 def read_rows(path):
-    """jsonl, json, csv or parquet file -> iterator of (place, row); `place` names the line for an error message."""
+    """jsonl, json, csv or parquet file -> iterator of (location, row). The location is for error messages."""
     kind = path.suffix.lower()
     if kind == ".jsonl":
-        for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # splitlines() would cut at U+2028
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also split at U+2028
+        for n, line in enumerate(lines, 1):
             if line.strip():
                 try:
                     yield f"{path}:{n}", json.loads(line)
@@ -84,8 +88,9 @@ def read_rows(path):
         try:
             rows = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as e:
-            raise ValueError(f"{path}:{e.lineno}: not JSON ({e.msg}); one object a line is .jsonl") from None
-        rows = rows["data"] if isinstance(rows, dict) and isinstance(rows.get("data"), list) else rows
+            raise ValueError(f"{path}:{e.lineno}: not JSON ({e.msg}); one object per line: .jsonl") from None
+        if isinstance(rows, dict) and isinstance(rows.get("data"), list):
+            rows = rows["data"]
         if not isinstance(rows, list):
             raise ValueError(f"{path}: a .json file must hold a list of objects (or one under 'data')")
         yield from ((f"{path}, item {n}", row) for n, row in enumerate(rows, 1))
@@ -95,19 +100,20 @@ def read_rows(path):
             yield from ((f"{path}:{reader.line_num}", row) for row in reader)
     elif kind == ".parquet":
         from pyarrow import parquet
-        yield from ((f"{path}, row {n}", row) for n, row in enumerate(parquet.read_table(path).to_pylist(), 1))
+        rows = parquet.read_table(path).to_pylist()
+        yield from ((f"{path}, row {n}", row) for n, row in enumerate(rows, 1))
     else:
-        raise ValueError(f"{path}: cannot read '{kind or 'no suffix'}' (jsonl, json, csv and parquet are read)")
+        raise ValueError(f"{path}: cannot read '{kind or 'no suffix'}' (jsonl, json, csv or parquet)")
 
 
 def hub_rows(repo, name, split):
-    """A split of a hub set -> iterator of (place, row); a set without a `train` or `test` split gives its only one."""
+    """A split of a hub dataset (or its only one) -> iterator of (location, row)."""
     from datasets import load_dataset
     try:
         splits = load_dataset(repo, name)
-    except Exception as e:  # offline, gated, renamed, moved: datasets raises many types; the reader needs one line
-        reason = str(e).strip().split("\n")[0]
-        raise ValueError(f"{repo}: not a file here and not loadable from the hub ({type(e).__name__}: {reason})") from e
+    except Exception as e:  # offline, gated, renamed: datasets raises many types; the user gets one line
+        reason = f"{type(e).__name__}: " + str(e).strip().split("\n")[0]
+        raise ValueError(f"{repo}: not a file here and not loadable from the hub ({reason})") from e
     if split not in splits and len(splits) > 1:
         raise ValueError(f"{repo} has no split '{split}' (it has {', '.join(splits)})")
     rows = splits[split if split in splits else next(iter(splits))]
@@ -115,13 +121,15 @@ def hub_rows(repo, name, split):
 
 
 def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
-    """Examples of a task, a file or a hub set.
+    """Examples of a task, a file or a hub dataset.
 
-    source: a name in TASKS, a path (.jsonl .json .csv .parquet) or a hub set ("org/name" or "org/name:config").
-    size: number of examples, 0 = all (a generated task: 8192). Files have no split of their own: `split` is ignored.
-    answer_key "none": the rows have no answer, their reward reads other columns (code, instruction, judge).
-    Returns a list of dicts with at least `question` and (but for "none") `answer` as strings.
-    Raises ValueError or FileNotFoundError with one line that names the file, the line and the key.
+    source: a name in TASKS, a path (.jsonl .json .csv .parquet) or a hub dataset (org/name, org/name:config)
+    split: "train" or "test"; ignored for files, which have no splits
+    size: number of examples, 0 = all (8192 for a generated task)
+    answer_key: "none" for rows without an answer, whose reward reads other columns (code, instruction, judge)
+
+    Returns a list of dicts with `question` and, unless answer_key is "none", `answer` as strings.
+    Raises ValueError or FileNotFoundError with one line that names the file, the line and the column.
     """
     task = TASKS.get(source, {})
     if "make" in task:
@@ -137,21 +145,24 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
         repo, _, name = source.partition(":")
         rows = hub_rows(repo, name or None, split)
     else:
-        raise ValueError(f"'{source}' is no task ({', '.join(TASKS)}), no file and no hub set (org/name)")
+        raise ValueError(f"'{source}' is no task ({', '.join(TASKS)}), no file and no hub dataset (org/name)")
     examples = []
-    for place, row in rows:
+    for location, row in rows:
         if not isinstance(row, dict):
-            raise ValueError(f"{place}: a row must be an object with named columns, this is {type(row).__name__}")
-        if None in row:  # csv.DictReader's name for what is too much
-            raise ValueError(f"{place}: more fields than the header has")
+            kind = type(row).__name__
+            raise ValueError(f"{location}: a row must be an object with named columns, this is {kind}")
+        if None in row:  # csv.DictReader's key for surplus fields
+            raise ValueError(f"{location}: more fields than the header has")
         if not examples:  # the first row decides which columns are the question and the answer
             question_key = question_key or next((k for k in QUESTION_KEYS if k in row), QUESTION_KEYS[0])
             answer_key = answer_key or next((k for k in ANSWER_KEYS if k in row), ANSWER_KEYS[0])
         for key, flag in ((question_key, "--question_key"), (answer_key, "--answer_key")):
             if (flag, key) != ("--answer_key", "none") and (row.get(key) is None or row[key] == ""):
-                raise ValueError(f"{place}: no '{key}' (it has {', '.join(map(str, row))}); {flag} names another column")
+                columns = ", ".join(map(str, row))
+                raise ValueError(f"{location}: no '{key}' (it has {columns}); {flag} names another column")
         if not isinstance(row[question_key], str):
-            raise ValueError(f"{place}: '{question_key}' must be text, this is {type(row[question_key]).__name__}")
+            kind = type(row[question_key]).__name__
+            raise ValueError(f"{location}: '{question_key}' must be text, this is {kind}")
         answer = {} if answer_key == "none" else {"answer": str(row[answer_key])}
         examples.append({**row, "question": row[question_key], **answer})
         if len(examples) == size:
@@ -161,47 +172,99 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
     return examples
 
 
-# ------------------------------------------------------------------------------------------------ prompts and batches
+# ---------------------------------------------------------------------------------------- prompts and batches
 
-TEMPLATES = {  # how a question becomes the prompt; "{question}" is replaced, nothing else is touched
+TEMPLATES = {  # "{question}" is replaced by the question, nothing else changes
     "chat": None,  # the tokenizer's own chat template
     "none": "{question}",
     # DeepSeek-R1, arXiv:2501.12948, table 1
-    "r1": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
-          "assistant first thinks about the reasoning process in the mind and then provides the user with the answer. "
-          "The reasoning process and answer are enclosed within <think> </think> and <answer> </answer> tags, "
-          "respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>. "
-          "User: {question}. Assistant:",
-    # what Qwen2.5-Math was trained on (its model card)
-    "qwen_math": "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
+    "r1": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. "
+          "The assistant first thinks about the reasoning process in the mind and then provides the user "
+          "with the answer. The reasoning process and answer are enclosed within <think> </think> and "
+          "<answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> "
+          "<answer> answer here </answer>. User: {question}. Assistant:",
+    # Qwen2.5-Math's own prompt (its model card)
+    "qwen_math": "<|im_start|>system\n"
+                 "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
                  "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
 }
 
 
 def encode(example, tokenizer, template):
-    """The token ids (list[int]) of an example's prompt. Raises ValueError: `chat` without a chat template."""
+    """Token ids (list[int]) of an example's prompt. `chat` without a chat template raises ValueError."""
     if template != "chat":
         return tokenizer(TEMPLATES[template].replace("{question}", example["question"]))["input_ids"]
     if not tokenizer.chat_template:
-        raise ValueError("--template chat: this tokenizer has no chat template (r1, qwen_math and none need none)")
+        raise ValueError("--template chat: this tokenizer has no chat template; use r1, qwen_math or none")
     message = [{"role": "user", "content": example["question"]}]
     text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote its own BOS
+    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template adds the BOS itself
+
+
+def request_seed(*key):
+    """A seed for one vLLM request from (run seed, step, index of the prompt, ...).
+
+    vLLM gives sample j of a request the seed + j. The seeds of requests must therefore be far apart: with one
+    seed for all prompts, or with seed + step, different requests would share their noise.
+    """
+    return random.Random(repr(key)).getrandbits(48)
 
 
 @functools.lru_cache(maxsize=2)
 def epoch_order(length, seed, epoch):
+    """A permutation of range(length): a function of (seed, epoch)."""
     return random.Random(f"{seed}/{epoch}").sample(range(length), length)
 
 
 def batch_at(dataset, step, size, seed=0, rank=0, world=1):
-    """The examples that `rank` of `world` works on at `step`: its share of `size` examples in all (size % world == 0).
+    """The examples of one rank at `step`: its part of a batch of `size` examples (size % world == 0).
 
-    Every epoch is a fresh permutation, a batch may span two; a function of the arguments alone.
+    Every epoch is a new permutation, and a batch may span two epochs.
     >>> [batch_at("abcde", step, 2) for step in (0, 1, 2)]  # the third batch ends epoch 0 and begins epoch 1
     [['c', 'd'], ['e', 'b'], ['a', 'e']]
     """
-    share = size // world
-    first = step * size + rank * share
-    places = (divmod(i, len(dataset)) for i in range(first, first + share))
-    return [dataset[epoch_order(len(dataset), seed, epoch)[i]] for epoch, i in places]
+    per_rank = size // world
+    first = step * size + rank * per_rank
+    batch = []
+    for position in range(first, first + per_rank):
+        epoch, i = divmod(position, len(dataset))
+        batch.append(dataset[epoch_order(len(dataset), seed, epoch)[i]])
+    return batch
+
+
+# ------------------------------------------------------------------------------------------ the sets of a run
+
+
+def load_splits(cfg, tokenizer, at_least=1, notify=print):
+    """Training and held-out examples of a run, each with its token ids in `prompt_ids`.
+
+    --data without --eval_data: up to a tenth of its examples are held out. Examples with a prompt longer than
+    --max_prompt are left out, and notify(text) is called with their number. Raises ValueError or OSError with
+    one line, also if fewer than `at_least` examples are left.
+    """
+    if not cfg.data and TASKS[cfg.task].get("test_only"):
+        raise ValueError(
+            f"--task {cfg.task} has no training examples; evaluate on it: --task math --eval_data {cfg.task}")
+    keys = {"question_key": cfg.question_key, "answer_key": cfg.answer_key}  # of files and hub datasets
+    train_set = load(cfg.data or cfg.task, "train", seed=cfg.seed, **(keys if cfg.data else {}))
+    if cfg.data and not cfg.eval_data:
+        size = min(cfg.eval_size or len(train_set), max(1, len(train_set) // 10))
+        order = epoch_order(len(train_set), cfg.seed, "held out")
+        eval_set = [train_set[i] for i in sorted(order[:size])]
+        train_set = [train_set[i] for i in sorted(order[size:])]
+    else:
+        source = cfg.eval_data or cfg.task
+        eval_set = load(source, "test", size=cfg.eval_size, **({} if source in TASKS else keys))
+
+    def with_prompts(examples, name):
+        for example in examples:
+            example["prompt_ids"] = encode(example, tokenizer, cfg.template)
+        kept = [example for example in examples if len(example["prompt_ids"]) <= cfg.max_prompt]
+        limit = f"--max_prompt {cfg.max_prompt}"
+        if len(kept) < at_least:
+            raise ValueError(f"{len(kept)} {name} prompts fit into {limit} tokens, {at_least} needed")
+        if left_out := len(examples) - len(kept):
+            notify(f"{left_out} of {len(examples)} {name} prompts left out: longer than {limit}")
+        return kept
+
+    return with_prompts(train_set, "training"), with_prompts(eval_set, "evaluation")

@@ -1,9 +1,10 @@
-"""A model with random weights in the exact shape of a real one, for speed and memory where nothing can be downloaded.
+"""A model with random weights in the exact shape of a real one: for speed and memory, without a download.
 
     python bench/random_model.py FOLDER [qwen2.5-1.5b | qwen2.5-7b | small | tiny] [--mean 700]
 
-It writes FOLDER (weights, a byte-level tokenizer padded to the vocabulary, and a generation config in which one token in `mean`
-ends a completion: random weights sample nearly evenly, so that lengths are geometric with that mean) and FOLDER/questions.jsonl.
+Writes FOLDER/questions.jsonl and to FOLDER the weights, a byte-level tokenizer padded to the vocabulary, and
+a generation config in which one token in `mean` ends a completion: random weights sample nearly uniformly, so
+that lengths are geometrically distributed with that mean.
 """
 import argparse
 import json
@@ -15,22 +16,28 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 from transformers.utils import logging
 
+FRUIT = ("apples", "pears", "plums", "figs")
 TINY = Path(__file__).resolve().parents[1] / "models/tiny"
-SHAPES = {  # of Qwen's config.json files
-    "qwen2.5-1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
-                         vocab_size=151936, tie_word_embeddings=True, rope_theta=1e6),
-    "qwen2.5-7b": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-                       vocab_size=152064, tie_word_embeddings=False, rope_theta=1e6),
-    # of nobody's: for a CPU
-    "small": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, vocab_size=4096,
-                  tie_word_embeddings=True),
-    "tiny": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=4096,
-                 tie_word_embeddings=True),
+SHAPES = {
+    # from Qwen's config.json files
+    "qwen2.5-1.5b": dict(
+        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+        num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True, rope_theta=1e6),
+    "qwen2.5-7b": dict(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False, rope_theta=1e6),
+    # made up, for a CPU
+    "small": dict(
+        hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=4096, tie_word_embeddings=True),
+    "tiny": dict(
+        hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=4096, tie_word_embeddings=True),
 }
 
 
 def random_qwen2(dtype, **config):
-    """A Qwen2 of these sizes with random weights, the same ones each time."""
+    """A Qwen2 of these sizes with random weights: the same weights at every call."""
     logging.disable_progress_bar()
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -40,13 +47,16 @@ def random_qwen2(dtype, **config):
 def make(folder, shape="qwen2.5-1.5b", mean=700, seed=0):
     """Writes the model into `folder` in bf16 (small, tiny: fp32)."""
     size, folder = SHAPES[shape], Path(folder)
-    model = random_qwen2(torch.float32 if shape in ("small", "tiny") else torch.bfloat16, **size, max_position_embeddings=8192)
+    dtype = torch.float32 if shape in ("small", "tiny") else torch.bfloat16
+    model = random_qwen2(dtype, **size, max_position_embeddings=8192)
     tokenizer = json.loads((TINY / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     used = {*vocab.values(), *(t["id"] for t in tokenizer["added_tokens"])}
     vocab.update({f"<random {i}>": i for i in range(size["vocab_size"]) if i not in used})
     eos = next(t["id"] for t in tokenizer["added_tokens"])
-    stops = [eos, *random.Random(seed).sample(sorted(set(range(size["vocab_size"])) - used), max(0, round(size["vocab_size"] / mean) - 1))]
+    unused = sorted(set(range(size["vocab_size"])) - used)
+    more_stops = max(0, round(size["vocab_size"] / mean) - 1)
+    stops = [eos, *random.Random(seed).sample(unused, more_stops)]
     model.generation_config = GenerationConfig(eos_token_id=stops, do_sample=True)
     model.config.eos_token_id = eos
     model.save_pretrained(folder)
@@ -56,8 +66,9 @@ def make(folder, shape="qwen2.5-1.5b", mean=700, seed=0):
     rng = random.Random(seed)
     with (folder / "questions.jsonl").open("w") as f:
         for _ in range(4096):
-            names = " and ".join(f"{rng.choice(('apples', 'pears', 'plums', 'figs'))} for {rng.randint(2, 99)} cents" for _ in range(4))
-            f.write(json.dumps({"question": f"How much are {names}?", "answer": str(rng.randint(8, 400))}) + "\n")
+            items = " and ".join(f"{rng.choice(FRUIT)} for {rng.randint(2, 99)} cents" for _ in range(4))
+            row = {"question": f"How much are {items}?", "answer": str(rng.randint(8, 400))}
+            f.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

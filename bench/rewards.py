@@ -1,11 +1,11 @@
-"""What verification costs: 1,024 completions a step, from a warm pool, beside one process without a pool.
+"""What judging 1,024 completions costs: in a warm pool, and in one process without a pool.
 
     python bench/rewards.py
 
 gsm8k    the test set's questions, 8 answers each, half of them wrong (skipped where ../shared/data is absent)
-math     MATH-500 solutions: half judged by their own answers, half by those of other problems, 8 to a problem
+math     MATH-500 solutions, 8 per problem: half against their own answer, half against another problem's
 code     256 programs with 3 tests each, in the jail
-hung     20 answers that hang sympy and 1,004 that do not: what the hung ones add is the limit, once
+hung     20 answers that hang sympy among 1,024: they should cost the time limit once
 """
 import json
 import multiprocessing
@@ -17,10 +17,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent] + [str(ROOT)]  # this is a rewards.py too
+# without bench/, in which this file is a rewards.py too
+sys.path = [p for p in sys.path if Path(p).resolve() != Path(__file__).resolve().parent] + [str(ROOT)]
 
 import rewards  # noqa: E402
-import sandbox  # noqa: E402
+from verify import jail  # noqa: E402
 
 DATA = ROOT.parent / "shared" / "data"
 
@@ -32,13 +33,15 @@ def read(path):
 def gsm8k():
     golds = [row["answer"] for row in read("gsm8k/test.jsonl")][:128]
     number = [gold.rpartition("####")[2].strip() for gold in golds]
-    texts = [f"<think>{gold}</think><answer>{number[i] if k % 2 else k}</answer>" for i, gold in enumerate(golds) for k in range(8)]
+    texts = [f"<think>{gold}</think><answer>{number[i] if k % 2 else k}</answer>"
+             for i, gold in enumerate(golds) for k in range(8)]
     return "gsm8k:1", texts, {"answer": [gold for gold in golds for _ in range(8)]}
 
 
 def math():
     rows = read("math500/test.jsonl")
-    texts = [rows[(i * 3 + 7 * k + 1) % 500 if k < 4 else i * 3]["solution"] for i in range(128) for k in range(8)]
+    texts = [rows[(i * 3 + 7 * k + 1) % 500 if k < 4 else i * 3]["solution"]
+             for i in range(128) for k in range(8)]
     return "math:1", texts, {"answer": [rows[i * 3]["answer"] for i in range(128) for _ in range(8)]}
 
 
@@ -49,7 +52,7 @@ def code():
 
 
 def measure(name, spec, texts, columns, repeat=3):
-    """Median of `repeat` pools, each warmed on 32 completions of its own: repeating a batch would measure the caches."""
+    """Median of `repeat` new pools, each warmed on 32 completions: repeating a batch would measure caches."""
     function, times, warm = rewards.parse_rewards(spec)[0][2], [], len(texts) - 32
     for _ in range(repeat):
         with rewards.Verifier(spec) as verify:
@@ -63,8 +66,9 @@ def measure(name, spec, texts, columns, repeat=3):
     alone = function(texts, **columns)
     single = time.perf_counter() - start
     assert alone == values, "the pool and one process must agree"
-    print(f"{name:6} {len(texts):5,} completions   pool of {size}: {statistics.median(times):.2f} s ({min(times):.2f} to {max(times):.2f})"
-          f"   one process: {single:.2f} s   mean reward {sum(values) / len(values):.2f}, {metrics['reward/timeouts']:.0f} timeouts")
+    spread = f"{statistics.median(times):.2f} s ({min(times):.2f} to {max(times):.2f})"
+    print(f"{name:6} {len(texts):5,} completions   pool of {size}: {spread}   one process: {single:.2f} s   "
+          f"mean reward {sum(values) / len(values):.2f}, {metrics['reward/timeouts']:.0f} timeouts")
 
 
 def hung():
@@ -73,19 +77,21 @@ def hung():
     with rewards.Verifier(spec, timeout=5.0) as verify:
         start = time.perf_counter()
         values, _, metrics = verify(texts, **columns)
-        print(f"hung   {len(texts):5,} completions, 20 of which hang, limit 5 s: {time.perf_counter() - start:.2f} s,"
+        seconds = time.perf_counter() - start
+        print(f"hung   {len(texts):5,} completions, 20 of which hang, limit 5 s: {seconds:.2f} s,"
               f" {metrics['reward/timeouts']:.0f} timeouts, {sum(v is None for v in values)} without verdict")
 
 
 if __name__ == "__main__":
-    print(f"{platform.processor() or platform.machine()}, {multiprocessing.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}")
+    print(f"{platform.processor() or platform.machine()}, {multiprocessing.cpu_count()} cores, "
+          f"load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}")
     if not DATA.exists():
         sys.exit(f"needs the data sets in {DATA}")
     measure("gsm8k", *gsm8k())
     measure("math", *math())
     hung()
-    if sandbox.isolation():
-        print(f"jail: {sandbox.isolation().__name__[1:]}")
+    if jail.isolation():
+        print(f"jail: {jail.isolation().__name__[1:]}")
         measure("code", *code(), repeat=1)
     else:
         print("code: this machine cannot build a jail")

@@ -1,51 +1,56 @@
-"""Seconds and peak memory of one optimizer update (ours) as the batch grows: more rollouts, longer completions, a larger vocabulary, more layers.
+"""Seconds and peak memory of one optimizer update as the batch or the model grows.
 
-    python bench/scale.py            6 minutes on 2 idle cores; writes bench/results/scale.md, scale.json and scale.png (scale-gpu.* on CUDA)
+    python bench/scale.py            6 minutes on 2 idle cores
 
-Time should be linear in tokens. Memory should not depend on the number of rollouts, nor on tokens x vocabulary: a forward pass takes
---pack_tokens tokens (fixed here), its LM head a fixed number of logits. Each point is a process of its own; the same update has run
-once before, as a warm-up.
+Writes bench/results/scale.md, scale.json and scale.png (scale-gpu.* on CUDA). Four axes: number of rollouts,
+length of the completions, vocabulary, layers. Time should be linear in tokens. Memory should depend neither
+on the number of rollouts nor on tokens x vocabulary: a forward pass takes --pack_tokens tokens (fixed here),
+and its LM head a fixed number of logits. Each point is a separate process; it runs the same update once
+before as a warm-up.
 """
 import argparse
 import json
 import math
+import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-import common  # first: it finds nano_rlvr
-
+import common  # puts the repository on sys.path
 import nano_rlvr as nr
+from runtime import dist
 
-BASE = (dict(hidden=896, layers=24, vocab=151936, sequences=128, max_tokens=3000, pack_tokens=16384) if common.CUDA else
-        dict(hidden=128, layers=2, vocab=32768, sequences=64, max_tokens=750, pack_tokens=4096))
+if common.CUDA:
+    BASE = dict(hidden=896, layers=24, vocab=151936, sequences=128, max_tokens=3000, pack_tokens=16384)
+else:
+    BASE = dict(hidden=128, layers=2, vocab=32768, sequences=64, max_tokens=750, pack_tokens=4096)
 AXES = {"rollouts": [{"sequences": BASE["sequences"] * i // 2} for i in (1, 2, 3, 4)],
         "completion length": [{"max_tokens": BASE["max_tokens"] * i // 4} for i in (2, 4, 6, 8)],
         "vocabulary": [{"vocab": 151936 * i // 4, "sequences": BASE["sequences"] // 2} for i in (1, 2, 3, 4)],
         "layers": [{"layers": BASE["layers"] * i, "sequences": BASE["sequences"] // 2} for i in (1, 2, 3, 4)]}
-X = {"vocabulary": "vocab", "layers": "layers"}
+X = {"vocabulary": "vocab", "layers": "layers"}  # what is on the x axis; tokens on the other two
+COLUMNS = ("axis", "rollouts", "vocabulary", "tokens", "--pack_tokens", "seconds", "tokens/s",
+           "peak memory above idle")
 
 
 def one(model, sequences, max_tokens, pack_tokens, vocab, **_):
-    """A point, in this process."""
-    nr.launch()
+    """Measures one point in this process and prints the result as JSON."""
+    dist.init_process_group()
     cfg = common.make_config(model, pack_tokens=pack_tokens)
     engine = nr.make_policy(cfg)
 
     def split(rollouts):
         return nr.pack(rollouts, pack_tokens)
 
-    for _ in range(2):  # the second one counts
+    for _ in range(2):  # the first one is the warm-up
         result = common.measure(engine, split, common.make_rollouts(sequences, max_tokens, vocab), cfg)
     print(json.dumps(result))
 
 
 def fit(x, y):
     """Least squares y = a + b x -> a, b, R^2."""
-    mx, my = sum(x) / len(x), sum(y) / len(y)
-    b = sum((p - mx) * (q - my) for p, q in zip(x, y)) / sum((p - mx) ** 2 for p in x)
-    rest = sum((q - my - b * (p - mx)) ** 2 for p, q in zip(x, y))
-    return my - b * mx, b, 1 - rest / sum((q - my) ** 2 for q in y)
+    b, a = statistics.linear_regression(x, y)
+    return a, b, statistics.correlation(x, y) ** 2
 
 
 def draw(axes, out):
@@ -57,7 +62,8 @@ def draw(axes, out):
         x = [r["x"] for r in rows]
         a, b, r2 = fit(x, [r["seconds"] for r in rows])
         panel.plot(x, [r["seconds"] for r in rows], "o", color="C0")
-        panel.plot([0, max(x)], [a, a + b * max(x)], color="C0", lw=1, label=f"seconds, linear fit (R² {r2:.4f})")
+        line = f"seconds, linear fit (R² {r2:.4f})"
+        panel.plot([0, max(x)], [a, a + b * max(x)], color="C0", lw=1, label=line)
         panel.plot([], [], "s--", color="C1", label="peak memory above idle, GiB")
         panel.set(title=name, xlabel=name if name in X else "tokens in the update", xlim=(0, None),
                   ylim=(0, 1.5 * max(r["seconds"] for r in rows)))
@@ -70,15 +76,16 @@ def draw(axes, out):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--point", help=argparse.SUPPRESS)
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--point", help=argparse.SUPPRESS)  # measure this point in this process
     args = parser.parse_args()
     if args.point:
         return one(**json.loads(args.point))
 
     name, conditions, axes = "scale-gpu" if common.CUDA else "scale", common.conditions(), {}
-    lines = ["| axis | rollouts | vocabulary | tokens | packs' budget | seconds | tokens/s | peak memory above idle |", "|---|---|---|---|---|---|---|---|"]
-    slopes = ["| axis | seconds = a + b x: R² | exponent of seconds | exponent of memory |", "|---|---|---|---|"]
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    slopes = ["| axis | seconds = a + b x: R² | exponent of seconds | exponent of memory |", "|---" * 4 + "|"]
     with tempfile.TemporaryDirectory() as folder:
         for axis, changes in AXES.items():
             axes[axis] = rows = []
@@ -87,18 +94,22 @@ def main():
                 model = Path(folder) / f"{point['vocab']}-{point['layers']}"
                 if not model.exists():
                     common.make_model(model, point["hidden"], point["layers"], point["vocab"])
-                row = point | common.in_a_process(__file__, "--point", json.dumps(point | {"model": str(model)}))
+                row = point | common.run_apart(__file__, "--point", json.dumps(point | {"model": str(model)}))
                 row |= {"gib": (row["peak"] - row["idle"]) / 2**30, "x": row[X.get(axis, "tokens")]}
                 rows.append(row)
-                lines.append(f"| {axis} | {row['sequences']} | {row['vocab']:,} | {row['tokens']:,} | {row['pack_tokens']:,} "
-                             f"| {row['seconds']:.2f} | {row['tokens'] / row['seconds']:,.0f} | {row['gib']:.2f} GiB |")
+                counts = [f"{row[name]:,}" for name in ("sequences", "vocab", "tokens", "pack_tokens")]
+                cells = [axis, *counts, f"{row['seconds']:.2f}", f"{row['tokens'] / row['seconds']:,.0f}",
+                         f"{row['gib']:.2f} GiB"]
+                lines.append(f"| {' | '.join(cells)} |")
                 print(lines[-1], file=sys.stderr)
-            x, log_x = [r["x"] for r in rows], [math.log(r["x"]) for r in rows]
-            slopes.append(f"| {axis} | {fit(x, [r['seconds'] for r in rows])[2]:.4f} | {fit(log_x, [math.log(r['seconds']) for r in rows])[1]:.2f} "
-                          f"| {fit(log_x, [math.log(r['gib']) for r in rows])[1]:.2f} |")
-    lines += ["", *slopes, "", "x is the vocabulary or the number of layers on its axis, else tokens; an exponent (slope in log-log) is 1 where something is proportional to x, "
-              f"0 where it does not depend on it. Qwen2 with random weights, hidden {BASE['hidden']}, {BASE['layers']} layers but on the axis of that name.", "",
-              f"{conditions}; `python bench/scale.py`"]
+            x, seconds, gib = ([row[name] for row in rows] for name in ("x", "seconds", "gib"))
+            log_x, log_seconds, log_gib = ([math.log(v) for v in values] for values in (x, seconds, gib))
+            r2, exponents = fit(x, seconds)[2], [fit(log_x, log_y)[1] for log_y in (log_seconds, log_gib)]
+            slopes.append(f"| {axis} | {r2:.4f} | {exponents[0]:.2f} | {exponents[1]:.2f} |")
+    notes = ("x is the vocabulary or the number of layers on the axis of that name, else tokens; an exponent "
+             "(slope in log-log) is 1 if something is proportional to x, 0 if it does not depend on it. "
+             f"Random Qwen2, hidden {BASE['hidden']}, {BASE['layers']} layers except on that axis.")
+    lines += ["", *slopes, "", notes, "", f"{conditions}; `python bench/scale.py`"]
     common.write(name, "\n".join(lines), {"conditions": conditions, "axes": axes})
     draw(axes, common.ROOT / f"bench/results/{name}.png")
 

@@ -1,4 +1,5 @@
-"""What the tests share: the bundled model, one real vLLM engine for the session, real DeepSpeed engines, fixed rollouts."""
+"""What the tests share: fixtures (model, tokenizer, one real vLLM engine), fixed rollouts, numeric comparisons."""
+import contextlib
 import dataclasses
 import os
 import random
@@ -7,36 +8,108 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import nano_rlvr as nr  # noqa: E402
+from runtime import dist, engines  # noqa: E402
 
-# for child processes: not the group that this one has joined
-ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-SHARED = ROOT.parent / "shared" / "data"  # GSM8K, MATH-500 ... as jsonl, where the machine has them
+# environment of child processes: without the process group that this process has joined
+GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ENV = {name: value for name, value in os.environ.items() if name not in GROUP_VARIABLES}
+SHARED = ROOT.parent / "shared" / "data"  # GSM8K, MATH-500 ... as jsonl, on machines that have them
+
+
+# ---- numeric comparisons: every bound follows from the arithmetic, so that it holds on any machine
+#
+# float64 rounds at 2e-16. The error of a formula is 1e-16 to 1e-15, that of a whole model or of a run of ten
+# steps 1e-15 to 1e-12; another order of summation (threads, vector width, BLAS) does not change this. A wrong
+# formula shows at 1e-6 or more. 1e-9 is far from both.
+EXACT = 1e-9
+EPS = 2**-23  # of float32; bounds for results in float32 are multiples of it
+
+RATIOS = {}  # test -> the largest measured / bound
+
+
+def within(measured, bound):
+    """Asserts measured <= bound (not NaN), and records measured / bound for the summary."""
+    test = os.environ["PYTEST_CURRENT_TEST"].rsplit(" ", 1)[0]
+    RATIOS[test] = max(RATIOS.get(test, 0.0), float(measured) / float(bound))
+    assert measured <= bound
+
+
+def close(ours, wanted, bound=EXACT):
+    """Asserts that numbers, lists or tensors of the same shape differ by at most bound * max |wanted|."""
+    ours, wanted = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (ours, wanted))
+    assert ours.shape == wanted.shape and ours.numel() and wanted.isfinite().all()
+    within((ours - wanted).abs().max(), bound * (wanted.abs().max().item() or 1.0))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """One line per test file: the test that used the largest fraction of its bound."""
+    for file in sorted({test.split("::")[0] for test in RATIOS}):
+        ratio, test = max((ratio, test) for test, ratio in RATIOS.items() if test.startswith(file + "::"))
+        terminalreporter.write_line(f"at most {ratio:.1g} of a numeric bound used: {test}")
+
+
+class Double(TorchDispatchMode):
+    """Every operator that is told to make a float32 tensor makes a float64 one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def float64():
+    """Runs our code, TRL, DeepSpeed and transformers in float64, also where they say .float() or torch.float32.
+
+    Exception: a tensor made from Python numbers with dtype=torch.float32 stays float32. Use numbers that
+    float32 holds exactly (see `exactly`) there.
+    """
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Double():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def exactly(x):
+    """The nearest multiple of 1/64, a number that float32 holds exactly."""
+    return round(64 * x) / 64
 
 
 def make_config(**changes):
-    """The default configuration of the bundled model with small sizes, checked like a command line's."""
+    """A checked Config of the bundled model with small sizes; its dtype is float64 inside float64()."""
     base = dataclasses.replace(nr.Config(), model=str(ROOT / "models/tiny"), **nr.MODELS["models/tiny"])
     small = dict(prompts=4, samples=4, steps=2, max_prompt=64, eval_size=32, kl_coef=0.001, pack_tokens=4096)
-    return nr.check(dataclasses.replace(base, **{**small, **changes}))
+    cfg = nr.check_config(dataclasses.replace(base, **small | changes))
+    return dataclasses.replace(cfg, dtype="float64") if torch.get_default_dtype() is torch.float64 else cfg
 
 
 def fixed_rollouts(tokenizer, groups=4, n=4, seed=0):
-    """Ragged completions with made-up rewards' advantages, off-policy log-probs and weights: no engine needed."""
-    rng, out = random.Random(seed), []
-    for g in range(groups):
-        prompt = tokenizer(f"<|user|>{rng.randint(1, 20)}+{rng.randint(1, 20)}<|assistant|>", add_special_tokens=False)["input_ids"]
+    """Random completions of different lengths with random rewards, advantages, log-probs and weights."""
+    rng, rollouts = random.Random(seed), []
+    for _ in range(groups):
+        question = f"<|user|>{rng.randint(1, 20)}+{rng.randint(1, 20)}<|assistant|>"
+        prompt = tokenizer(question, add_special_tokens=False)["input_ids"]
         for _ in range(n):
             length = rng.randint(1, 40)
             completion = [rng.randrange(256) for _ in range(length)]
-            logps = [-rng.expovariate(1.0) for _ in range(length)]
-            out.append(nr.Rollout(prompt, completion, "", False, logps, reward=float(rng.random() < 0.5), advantage=rng.gauss(0, 1),
-                                  weight=rng.random() / 100))
-    return out
+            logps = [exactly(-rng.expovariate(1.0)) for _ in range(length)]
+            rollouts.append(nr.Rollout(
+                prompt, completion, "", False, logps, reward=float(rng.random() < 0.5),
+                advantage=rng.gauss(0, 1), weight=rng.random() / 100))
+    return rollouts
+
+
+@pytest.fixture(scope="module")
+def in_float64(group):
+    with float64():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -47,17 +120,18 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def group():
-    nr.launch()
+    dist.init_process_group()
 
 
 @pytest.fixture(scope="session")
 def llm(group):
-    """One vLLM engine holding the bundled weights; a test that syncs others into it must put them back (fresh_llm)."""
+    """One vLLM engine with the bundled weights. A test that changes its weights must use fresh_llm."""
     return nr.make_llm(make_config(max_prompt=256, prompts=16, samples=8, eval_size=64))
 
 
 @pytest.fixture
 def fresh_llm(llm):
+    """The engine of `llm`, which gets the bundled weights back after the test."""
     yield llm
     engine = nr.make_policy(make_config())
     nr.sync_weights(engine, llm)
@@ -67,4 +141,4 @@ def fresh_llm(llm):
 def model(group):
     """The bundled model as the trainer loads it."""
     torch.manual_seed(0)
-    return nr.load_model(make_config())
+    return engines.load_model(make_config())

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("*.py", "tools/*.py", "tests/*.py", "models/tiny/*")
+COPIED = ("pytest.ini", "*.py", "tools/*.py", "tests/*.py", "models/tiny/*")
 STAGES = (["tests/test_variants.py", "tests/test_math.py"], ["tests/test_trl.py", "-k", "not gradients_equal"],
           ["tests/test_trl.py", "-k", "gradients_equal"])  # the next one when all pass
 FAULTS = [  # what goes wrong, in nano_rlvr.py: this text, becomes that
@@ -24,8 +24,8 @@ FAULTS = [  # what goes wrong, in nano_rlvr.py: this text, becomes that
      "(batch.weight / batch.weight.sum() * token_loss).sum()"),
     ("ratio: detached", "ratio = log_ratio.exp()", "ratio = log_ratio.detach().exp()"),
     ("ratio: token and sequence swapped", 'if cfg.ratio != "token":', 'if cfg.ratio == "token":'),
-    ("ratio: sum over the sequence in place of its mean", "return (total / batch.sizes)[batch.sequence]", "return total[batch.sequence]"),
-    ("ratio: product taken as geometric mean", 'batch.sizes[batch.sequence] if cfg.ratio == "product" else 1', "1"),
+    ("ratio: sum over the sequence in place of its mean", "return (total / batch.completion_lengths)[batch.sequence_ids]", "return total[batch.sequence_ids]"),
+    ("ratio: product taken as geometric mean", 'batch.completion_lengths[batch.sequence_ids] if cfg.ratio == "product" else 1', "1"),
     ("cispo: the weight keeps its gradient", ".detach() * batch.advantage * logp", " * batch.advantage * logp"),
     ("sapo: temperatures swapped", "torch.where(batch.advantage > 0, 1.0, 1.05)", "torch.where(batch.advantage > 0, 1.05, 1.0)"),
     ("kl: reversed", "d = ref - logp", "d = logp - ref"),
@@ -59,7 +59,7 @@ FAULTS = [  # what goes wrong, in nano_rlvr.py: this text, becomes that
     ("weight: local counts in place of global ones", "cfg.max_tokens, sequences, tokens)", "cfg.max_tokens)"),
     ("weight: sequence mean divides by max_tokens", "1 / (sequences * n)", "1 / (sequences * max_tokens)"),
     ("weight: truncated completions push in spite of the mask", "if cfg.mask_truncated and r.truncated", "if False and r.truncated"),
-    ("correction: inverted", "importance(before - batch.vllm", "importance(batch.vllm - before"),
+    ("correction: inverted", "importance(before - batch.vllm_logps", "importance(batch.vllm_logps - before"),
     ("correction: the cap is a floor", "weight.clamp(max=cfg.correction_cap)", "weight.clamp(min=cfg.correction_cap)"),
     ("correction: token_mask forgets the weight", "inside * weight if", "inside * 1.0 if"),
     ("correction: effective sample size without its square", 'metrics["correction/w"] ** 2', 'metrics["correction/w"]'),

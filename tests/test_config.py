@@ -1,14 +1,19 @@
-"""The command line: presets, help, and one clear line for everything that cannot work, before any model is loaded."""
+"""The command line: presets, help, and one-line errors for invalid input before any model is loaded."""
+import dataclasses
 import json
+import re
 import subprocess
 import sys
+import typing
 
 import pytest
-from conftest import ROOT
 
+import data
 import nano_rlvr as nr
+from conftest import ROOT
+from runtime import preflight
 
-DATA = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(40)]
+ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(40)]
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +26,7 @@ def no_model(monkeypatch):
 
 @pytest.fixture
 def files(tmp_path):
-    good = [json.dumps(row) for row in DATA]
+    good = [json.dumps(row) for row in ROWS]
     (tmp_path / "good.jsonl").write_text("\n".join(good))
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "hole.jsonl").write_text("\n".join(good[:16] + ['{"question": "1+1"}'] + good[16:]))
@@ -58,7 +63,7 @@ def one_line(argv, capsys):
     ("--rewards gsm9k", "gsm8k"),
     ("--rewards no_such_file.py:f", "no_such_file.py"),
     ("--prompts 6 --minibatches 4", "--minibatches 4 must divide"),
-    ("--max_tokens 4000", "beyond the 2048 positions"),
+    ("--max_tokens 4000", "more than the 2048 positions"),
     ("--max_prompt 3", "0 training prompts fit"),
     ("--data nowhere.jsonl", "nowhere.jsonl: no such file"),
     ("--data nowhere", "'nowhere' is no task"),
@@ -69,7 +74,7 @@ def one_line(argv, capsys):
     ("--data {dir}/data.txt", "cannot read '.txt'"),
     ("--data {dir}/good.jsonl --question_key none", "good.jsonl:1: no 'none'"),
     ("--data {dir}/good.jsonl --answer_key gold", "good.jsonl:1: no 'gold'"),
-    ("--model no/such-model", "--model no/such-model: no folder here, and the hub does not give it"),
+    ("--model no/such-model", "--model no/such-model: no folder and not loadable from the hub"),
     ("--task gsm8k", "openai/gsm8k: not a file here and not loadable from the hub"),
 ])
 def test_impossible_input_ends_in_one_line(argv, says, files, capsys, monkeypatch):
@@ -93,7 +98,28 @@ def test_the_lock_of_a_killed_compilation_is_named(monkeypatch, tmp_path, capsys
     (lock := tmp_path / "deepspeed_shm_comm/lock").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     nr.parse_config([])
-    assert f"will wait for {lock} to go: delete it" in capsys.readouterr().err
+    assert f"will wait for {lock} to be removed: delete it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field, value, says", [
+    ("gate", "foo", "--gate foo: choose one of clip, detach, soft"),
+    ("baseline", "mean", "--baseline mean: choose one of group, leave_one_out, batch, running, none"),
+    ("zero_stage", 4, "--zero_stage 4: choose one of 1, 2, 3"),
+    ("correction", None, "--correction None: choose one of none, token_truncate, token_mask, sequence_mask"),
+])
+def test_an_unknown_choice_is_refused_in_a_config_built_by_hand(field, value, says):
+    with pytest.raises(ValueError) as e:
+        nr.check_config(dataclasses.replace(nr.parse_config([]), **{field: value}))
+    assert str(e.value) == says
+
+
+def test_every_field_with_choices_refuses_an_unknown_one():
+    cfg, hints = nr.parse_config([]), typing.get_type_hints(nr.Config)
+    fields = [name for name, hint in hints.items() if typing.get_origin(hint) is typing.Literal]
+    assert {"baseline", "scale", "ratio", "gate", "aggregate", "correction", "dtype"} <= set(fields)
+    for name in fields:
+        with pytest.raises(ValueError, match=f"^--{name} unknown: choose one of "):
+            nr.check_config(dataclasses.replace(cfg, **{name: "unknown"}))
 
 
 def test_a_run_is_never_overwritten(tmp_path, capsys):
@@ -109,8 +135,6 @@ def test_an_unknown_flag_is_an_error(capsys):
 
 
 def test_help_has_a_meaning_for_every_flag_and_the_presets_own_values(capsys):
-    import dataclasses
-    import re
     with pytest.raises(SystemExit):
         nr.main(["--algo", "dr_grpo", "--help"])
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
@@ -118,33 +142,39 @@ def test_help_has_a_meaning_for_every_flag_and_the_presets_own_values(capsys):
     for f in dataclasses.fields(nr.Config):
         assert f"--{f.name}" in flat, f.name
     assert "AdamW's learning rate" in flat and "weight of the k3 KL" in flat
-    assert re.search(r"--scale [^(]*\S.*?\(default: none\)", flat) and re.search(r"mean over:[^(]*\(default: constant\)", flat)
+    assert re.search(r"--scale [^(]*\S.*?\(default: none\)", flat)
+    assert re.search(r"--aggregate [^(]*\S.*?\(default: constant\)", flat)
 
 
 def test_a_flag_overrides_its_preset_and_a_preset_the_model():
     assert nr.parse_config(["--algo", "dr_grpo"]).kl_coef == 0
     assert nr.parse_config(["--algo", "dr_grpo", "--kl_coef", "0.5"]).kl_coef == 0.5
     assert nr.parse_config(["--algo=rloo"]).baseline == "leave_one_out"
-    assert nr.parse_config([]).task == nr.parse_config(["--model", str(ROOT / "models/tiny")]).task == "arithmetic"
+    for argv in ([], ["--model", str(ROOT / "models/tiny")]):
+        assert nr.parse_config(argv).task == "arithmetic"
     assert nr.parse_config(["--model", "Qwen2.5-Math-1.5B"]).task == "gsm8k"
 
 
 def test_bare_names_resolve_to_their_organisation_and_a_local_folder_wins(tmp_path, monkeypatch):
-    assert nr.find_model("Qwen2.5-Math-1.5B") == "Qwen/Qwen2.5-Math-1.5B"
-    assert nr.find_model("Llama-3.2-1B-Instruct") == "meta-llama/Llama-3.2-1B-Instruct"
-    assert nr.find_model("someone/else") == "someone/else"
+    find_model = preflight.find_model
+    assert find_model("Qwen2.5-Math-1.5B") == "Qwen/Qwen2.5-Math-1.5B"
+    assert find_model("Llama-3.2-1B-Instruct") == "meta-llama/Llama-3.2-1B-Instruct"
+    assert find_model("someone/else") == "someone/else"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen2.5-Math-1.5B").mkdir()
-    assert nr.find_model("Qwen2.5-Math-1.5B") == "Qwen2.5-Math-1.5B"
-    assert nr.find_model("models/tiny").endswith("models/tiny")  # beside the script, from any folder
+    assert find_model("Qwen2.5-Math-1.5B") == "Qwen2.5-Math-1.5B"
+    assert find_model("models/tiny").endswith("models/tiny")  # beside the script, from any folder
 
 
-def test_a_file_alone_lends_a_tenth_to_evaluation(files):
-    _, train_set, eval_set = nr.prepare(nr.parse_config(["--data", str(files / "good.jsonl")]))
+def test_of_a_file_alone_a_tenth_is_held_out_for_evaluation(files, tokenizer):
+    cfg = nr.parse_config(["--data", str(files / "good.jsonl")])
+    train_set, eval_set = data.load_splits(cfg, tokenizer)
     assert (len(train_set), len(eval_set)) == (36, 4)
-    assert {e["question"] for e in train_set + eval_set} == {row["question"] for row in DATA}
+    assert {e["question"] for e in train_set + eval_set} == {row["question"] for row in ROWS}
 
 
 def test_importing_the_script_loads_neither_vllm_nor_deepspeed():
-    code = "import sys, nano_rlvr; print([m for m in ('vllm', 'deepspeed', 'transformers', 'wandb', 'datasets') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    slow = "vllm", "deepspeed", "transformers", "wandb", "datasets"
+    code = f"import sys, nano_rlvr; print([m for m in {slow} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

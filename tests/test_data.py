@@ -3,9 +3,9 @@ import csv
 import json
 
 import pytest
-from conftest import SHARED
 
 import data
+from conftest import SHARED, make_config
 
 
 @pytest.mark.parametrize("task", ["arithmetic", "countdown"])
@@ -42,11 +42,16 @@ def test_every_file_format_gives_the_same_examples(tmp_path):
     assert loaded[0] == loaded[1] == loaded[2] == loaded[3]
     assert loaded[0][3] == {**rows[3], "question": rows[3]["problem"], "answer": "3"}
     assert data.load(str(tmp_path / "a.jsonl"), size=2) == loaded[0][:2]
-    assert data.load(str(tmp_path / "a.jsonl"), question_key="level", answer_key="problem")[1]["answer"].startswith("what is 1")
+    other_columns = data.load(str(tmp_path / "a.jsonl"), question_key="level", answer_key="problem")
+    assert other_columns[1]["answer"].startswith("what is 1")
 
 
-@pytest.mark.parametrize("row, says", [({"question": 3, "answer": "x"}, "must be text"), ({"question": "a", "answer": None}, "no 'answer'"),
-                                       ({"question": "", "answer": "x"}, "no 'question'"), (["a", "b"], "must be an object")])
+@pytest.mark.parametrize("row, says", [
+    ({"question": 3, "answer": "x"}, "must be text"),
+    ({"question": "a", "answer": None}, "no 'answer'"),
+    ({"question": "", "answer": "x"}, "no 'question'"),
+    (["a", "b"], "must be an object"),
+])
 def test_a_bad_row_is_named_with_its_line(tmp_path, row, says):
     (tmp_path / "a.jsonl").write_text(json.dumps({"question": "a", "answer": 0}) + "\n\n" + json.dumps(row))
     with pytest.raises(ValueError, match=says) as e:
@@ -68,7 +73,8 @@ def test_templates(tokenizer):
     assert decode("none") == example["question"]
     assert decode("chat") == f"<|user|>{example['question']}<|assistant|>"
     assert decode("r1").endswith("User: Let {x} be {question}?. Assistant:")
-    assert decode("qwen_math").endswith("<|im_start|>user\nLet {x} be {question}?<|im_end|>\n<|im_start|>assistant\n")
+    turn = "<|im_start|>user\nLet {x} be {question}?<|im_end|>\n<|im_start|>assistant\n"
+    assert decode("qwen_math").endswith(turn)
     tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
@@ -78,18 +84,32 @@ def test_templates(tokenizer):
 def test_an_epoch_shows_every_example_once_and_ranks_share_a_batch():
     examples = list(range(10))
     epoch = [e for step in range(5) for e in data.batch_at(examples, step, 2)]
-    assert sorted(epoch) == examples and epoch != [e for step in range(5, 10) for e in data.batch_at(examples, step, 2)]
+    next_epoch = [e for step in range(5, 10) for e in data.batch_at(examples, step, 2)]
+    assert sorted(epoch) == sorted(next_epoch) == examples and epoch != next_epoch
     for step in range(7):
-        whole = data.batch_at(examples, step, 4, seed=3)
-        assert whole == data.batch_at(examples, step, 4, 3, 0, 2) + data.batch_at(examples, step, 4, 3, 1, 2)
-    assert len(data.batch_at([1, 2], 0, 8)) == 8  # a small data set comes round more than once a batch
+        ranks = [data.batch_at(examples, step, 4, seed=3, rank=rank, world=2) for rank in (0, 1)]
+        assert data.batch_at(examples, step, 4, seed=3) == ranks[0] + ranks[1]
+    assert len(data.batch_at([1, 2], 0, 8)) == 8  # a small data set is repeated within a batch
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no folder with GSM8K, MATH-500, AIME and AMC beside the repository")
-@pytest.mark.parametrize("name, count", [("gsm8k/train", 7473), ("gsm8k/test", 1319), ("math500/test", 500), ("aime24/test", 30), ("amc23/test", 83)])
-def test_real_files_load_whole(name, count):
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no folder with the data sets beside the repository")
+@pytest.mark.parametrize("name, count", [
+    ("gsm8k/train", 7473), ("gsm8k/test", 1319), ("math500/test", 500),
+    ("aime24/test", 30), ("amc23/test", 83),
+])
+def test_all_examples_of_the_published_files_are_read(name, count):
     examples = data.load(str(SHARED / f"{name}.jsonl"))
     assert len(examples) == count and all(e["question"] and e["answer"] for e in examples)
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted_and_too_few_are_refused(tokenizer):
+    cfg, notes = make_config(max_prompt=22, eval_size=64), []
+    train_set, eval_set = data.load_splits(cfg, tokenizer, notify=notes.append)
+    for kept, size, name, note in zip((train_set, eval_set), (8192, 64), ("training", "evaluation"), notes):
+        assert all(len(e["prompt_ids"]) <= 22 for e in kept)
+        assert note == f"{size - len(kept)} of {size} {name} prompts left out: longer than --max_prompt 22"
+    with pytest.raises(ValueError, match="evaluation prompts fit into --max_prompt 22 tokens, 65 needed"):
+        data.load_splits(cfg, tokenizer, at_least=65, notify=notes.append)
 
 
 def test_docstring_examples():

@@ -1,4 +1,5 @@
 """The loop's rim with the real vLLM and the real DeepSpeed: rollouts, log-prob parity, sync and its proof, files of a run."""
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -6,13 +7,16 @@ import sys
 
 import pytest
 import torch
-from conftest import ENV, ROOT, fixed_rollouts, make_config
+from conftest import ENV, EPS, EXACT, ROOT, close, fixed_rollouts, float64, make_config, within
 
 import data
 import nano_rlvr as nr
 import rewards
 
 PROMPTS = 8
+# Log-probs of one model from two implementations in float32. The logits here reach 40, where neighbouring float32 are 32 EPS apart;
+# some ten such roundings meet in a log-prob: 20 to 200 EPS. Other weights, or another temperature, are a hundred times the bound.
+PARITY = 10_000 * EPS
 
 
 def prompts_of(tokenizer, n=PROMPTS):
@@ -21,7 +25,7 @@ def prompts_of(tokenizer, n=PROMPTS):
 
 def sample(llm, tokenizer, step=0, n=4, max_tokens=64):
     prompts = prompts_of(tokenizer)
-    rollouts = nr.rollout(llm, prompts, n, 1.0, max_tokens, [nr.request_seed(0, step, i) for i in range(len(prompts))])
+    rollouts = nr.rollout(llm, prompts, n, 1.0, max_tokens, [data.request_seed(0, step, i) for i in range(len(prompts))])
     for r in rollouts:
         r.reward, r.weight = 0.0, 1e-3
     return rollouts
@@ -31,7 +35,7 @@ def gap(engine, rollouts):
     """Largest |log-prob of vLLM - log-prob of the trainer| over all sampled tokens."""
     batch = nr.collate(rollouts)
     with torch.no_grad():
-        return (engine(batch)[0] - batch.vllm).abs().max().item()
+        return (engine(batch)[0] - batch.vllm_logps).abs().max().item()
 
 
 def moved_policy(lr=1e-2):
@@ -59,30 +63,35 @@ def test_sampling_is_a_function_of_seed_step_and_place(llm, tokenizer):
     assert tokens == [r.completion for r in sample(llm, tokenizer, step=3)]
     assert tokens != [r.completion for r in sample(llm, tokenizer, step=4)]
     prompt = prompts_of(tokenizer, 1) * 2  # the same prompt twice in a batch: other noise
-    a, b = (r.completion for r in nr.rollout(llm, prompt, 1, 2.0, 20, [nr.request_seed(0, 0, i) for i in range(2)]))
+    a, b = (r.completion for r in nr.rollout(llm, prompt, 1, 2.0, 20, [data.request_seed(0, 0, i) for i in range(2)]))
     assert a != b
 
 
+@pytest.mark.numeric
 def test_vllm_and_trainer_agree_before_and_after_a_sync_and_only_then(fresh_llm, tokenizer):
     llm = fresh_llm
-    assert gap(nr.make_policy(make_config()), sample(llm, tokenizer)) < 1e-4
+    within(gap(nr.make_policy(make_config()), sample(llm, tokenizer)), PARITY)
     engine = moved_policy()
-    assert gap(engine, sample(llm, tokenizer)) > 0.1  # other weights
+    assert gap(engine, sample(llm, tokenizer)) > 100 * PARITY  # other weights
     nr.sync_weights(engine, llm)
-    assert gap(engine, sample(llm, tokenizer, step=1)) < 1e-4
+    within(gap(engine, sample(llm, tokenizer, step=1)), PARITY)
 
 
+@pytest.mark.numeric
 def test_log_probs_agree_at_another_temperature(llm, tokenizer):
     prompts = prompts_of(tokenizer)
-    hot = nr.rollout(llm, prompts, 4, 1.7, 32, [nr.request_seed(0, 0, i) for i in range(len(prompts))])
-    assert gap(nr.TokenLogps(nr.load_model(make_config()), 1.7), hot) < 1e-4
-    assert gap(nr.TokenLogps(nr.load_model(make_config()), 1.0), hot) > 0.1
+    hot = nr.rollout(llm, prompts, 4, 1.7, 32, [data.request_seed(0, 0, i) for i in range(len(prompts))])
+    within(gap(nr.TokenLogps(engines.load_model(make_config()), 1.7), hot), PARITY)
+    assert gap(nr.TokenLogps(engines.load_model(make_config()), 1.0), hot) > 100 * PARITY
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("left_out", ["model.layers.2.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"])
 def test_a_sync_that_leaves_one_tensor_out_stops_the_run(fresh_llm, tokenizer, monkeypatch, left_out):
-    engine, whole = moved_policy(), nr.named_weights
-    old = dict(nr.load_model(make_config()).state_dict())
+    """Each of them alone moves the log-probs of the 2,048 sampled tokens by 0.009 to 0.02 on average, nine times --mismatch_bound and
+    more; from one set of samples to the next that varies by a tenth."""
+    engine, whole = moved_policy(lr=0.05), checkpoint.named_weights
+    old = dict(engines.load_model(make_config()).state_dict())
     # what a sync that skips a tensor leaves in vLLM: the new weights and one old one
     monkeypatch.setattr(nr, "named_weights", lambda e: ((n, old[n] if n == left_out else w) for n, w in whole(e)))
     nr.sync_weights(engine, fresh_llm)
@@ -93,59 +102,86 @@ def test_a_sync_that_leaves_one_tensor_out_stops_the_run(fresh_llm, tokenizer, m
 
 
 def test_a_sync_with_a_damaged_iterator_stops_the_run(fresh_llm, tokenizer, monkeypatch):
-    engine, whole = moved_policy(), nr.named_weights
+    engine, whole = moved_policy(), checkpoint.named_weights
     monkeypatch.setattr(nr, "named_weights", lambda e: ((n, w) for n, w in whole(e) if "layers.1" not in n))
     with pytest.raises((RuntimeError, ValueError, AssertionError)):  # vLLM itself may object
         nr.sync_weights(engine, fresh_llm)
         nr.update(engine, [sample(fresh_llm, tokenizer)], make_config(kl_coef=0.0))
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("engine_flags", [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"offload": "optimizer"},
                                           {"checkpointing": "on"}], ids=str)
 def test_every_engine_takes_the_step_of_plain_adamw_after_a_rehearsal_that_leaves_no_trace(group, tokenizer, engine_flags):
-    cfg = make_config(lr=1e-3, kl_coef=0.0, mismatch_bound=1e9, weight_decay=0.1, **engine_flags)
-    rollouts = fixed_rollouts(tokenizer)
-    engine = nr.make_policy(cfg)
-    before = {n: w.clone() for n, w in nr.named_weights(engine)}
-    nr.rehearse(engine, None, dataclasses.replace(cfg, pack_tokens=500))
-    assert all(torch.equal(w, before[n]) for n, w in nr.named_weights(engine))
-    for _ in range(2):
-        for parameters in engine.optimizer.param_groups:  # as train() does at each step
-            parameters["lr"] = cfg.lr
-        metrics = nr.update(engine, nr.pack(rollouts, 150), cfg)
-    ours = {n: w.clone() for n, w in nr.named_weights(engine)}
+    """In float64. DeepSpeed's AdamW in host memory knows float32 only: there AdamW's epsilon is 1e-5 on both sides, a thousand times the
+    rounding of these gradients and a fourth of their root mean square, so that no step is larger than 1e5 lr times the gradient. With
+    the usual 1e-8, which stands in the float64 cases, a gradient that is all rounding moves its weight by lr, whatever its sign."""
+    offload = "offload" in engine_flags
+    eps, bound = (1e-5, 10_000 * EPS) if offload else (1e-8, EXACT)
+    with contextlib.nullcontext() if offload else float64():
+        cfg = make_config(lr=1e-3, kl_coef=0.0, mismatch_bound=1e9, weight_decay=0.1, **engine_flags)
+        rollouts = fixed_rollouts(tokenizer)
+        engine = nr.make_policy(cfg)
+        start = {n: w.clone() for n, w in checkpoint.named_weights(engine)}
+        nr.rehearse(engine, None, dataclasses.replace(cfg, pack_tokens=500))
+        assert all(torch.equal(w, start[n]) for n, w in checkpoint.named_weights(engine))
+        for _ in range(2):
+            for parameters in engine.optimizer.param_groups:  # as train() does at each step
+                parameters |= dict(lr=cfg.lr, eps=eps)
+            metrics = nr.update(engine, nr.pack(rollouts, 150), cfg)
+        ours = {n: w.clone() for n, w in checkpoint.named_weights(engine)}
 
-    plain = nr.TokenLogps(nr.load_model(cfg))
-    adam = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1)
-    for _ in range(2):
-        batch = nr.collate(rollouts)
-        nr.policy_loss(plain(batch)[0], None, None, batch, cfg)[0].backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), cfg.max_grad_norm)
-        adam.step()
-        adam.zero_grad()
-    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    for name, w in plain.model.state_dict().items():
-        assert torch.allclose(ours[name], w, atol=2e-5), name
+        plain = nr.TokenLogps(engines.load_model(cfg))
+        adam = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1, eps=eps)
+        for _ in range(2):
+            batch = nr.collate(rollouts)
+            nr.policy_loss(plain(batch)[0], None, None, batch, cfg)[0].backward()
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), cfg.max_grad_norm)
+            adam.step()
+            adam.zero_grad()
+        close(metrics["grad_norm"], norm, bound)
+        wanted = plain.model.state_dict()
+        gap, way = (torch.cat([(x[n] - w).flatten() for n, w in wanted.items()]).norm() for x in (ours, start))
+        within(gap, bound * way)
+
+
+@pytest.mark.numeric
+def test_float32_differs_from_float64_by_rounding_only(group, tokenizer):
+    """The tests in float64 speak for float32 too. Log-probs: see PARITY. A gradient inherits their error, some 100 EPS of a nat."""
+    results, rollouts = [], fixed_rollouts(tokenizer)
+    for precision in (contextlib.nullcontext(), float64()):
+        with precision:
+            cfg = make_config(correction="none")
+            policy, batch = nr.TokenLogps(engines.load_model(cfg), 0.9), nr.collate(rollouts)
+            logp, entropy = policy(batch)
+            nr.policy_loss(logp, None, None, batch, cfg)[0].backward()
+            results.append((logp.double(), entropy.double(), torch.cat([p.grad.flatten() for p in policy.parameters()]).double()))
+    (logp, entropy, gradient), wanted = results
+    within((logp - wanted[0]).abs().max(), PARITY)
+    within((entropy - wanted[1]).abs().max(), PARITY)
+    within((gradient - wanted[2]).norm(), 1000 * EPS * wanted[2].norm())
 
 
 def test_bf16_weights_have_fp32_masters_that_move_when_they_cannot(group, tokenizer):
     from deepspeed.utils import safe_get_full_fp32_param
     cfg = make_config(dtype="bfloat16", lr=1e-6, kl_coef=0.0, mismatch_bound=1e9)
-    engine, start = nr.make_policy(cfg), nr.load_model(cfg).state_dict()
+    engine, start = nr.make_policy(cfg), engines.load_model(cfg).state_dict()
     nr.update(engine, [fixed_rollouts(tokenizer)], cfg)
     weight = engine.module.model.model.layers[0].mlp.up_proj.weight
     before = start["model.layers.0.mlp.up_proj.weight"]
-    assert (weight == before).float().mean() > 0.9  # a step of 1e-6 is below the last bit of nearly every bf16 weight ...
+    # a step of 1e-6 is below the last bit of every bf16 weight above 5e-4: 99 % of them ...
+    assert (weight == before).float().mean() > 0.9
     assert (safe_get_full_fp32_param(weight) != before.float()).float().mean() > 0.9  # ... and is kept all the same
 
 
+@pytest.mark.numeric
 def test_adapters_alone_are_trained_and_reach_vllm_merged(fresh_llm, tokenizer, tmp_path):
     cfg = make_config(lora_rank=4, lr=1e-2, kl_coef=0.1, mismatch_bound=1e9)
-    engine, plain = nr.make_policy(cfg), nr.TokenLogps(nr.load_model(make_config()))
+    engine, plain = nr.make_policy(cfg), nr.TokenLogps(engines.load_model(make_config()))
     ref, rollouts = nr.make_reference(cfg, engine), fixed_rollouts(tokenizer)
     base = plain.model.state_dict()
-    assert all(torch.equal(w, base[n]) for n, w in nr.named_weights(engine))  # adapters begin at 0; names are the checkpoint's
-    assert {n for n, _ in nr.named_weights(engine)} == base.keys()
+    assert all(torch.equal(w, base[n]) for n, w in checkpoint.named_weights(engine))  # adapters begin at 0; names are the checkpoint's
+    assert {n for n, _ in checkpoint.named_weights(engine)} == base.keys()
     nr.rehearse(engine, ref, dataclasses.replace(cfg, pack_tokens=500))
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = cfg.lr
@@ -155,26 +191,30 @@ def test_adapters_alone_are_trained_and_reach_vllm_merged(fresh_llm, tokenizer, 
     assert metrics["kl"] > 1e-3  # the policy has left the reference ...
     batch = nr.collate(rollouts)
     with torch.no_grad():
-        assert torch.equal(batch.ref, plain(batch)[0])  # ... which is the base model still
-    moved = {n for n, w in nr.named_weights(engine) if not torch.equal(w, base[n])}
+        within((batch.ref - plain(batch)[0]).abs().max(), PARITY)  # ... which is the base model still
+    moved = {n for n, w in checkpoint.named_weights(engine) if not torch.equal(w, base[n])}
     linear = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert moved == {n for n in base if n.endswith(tuple(f"{part}.weight" for part in linear))}
     frozen = {n.replace(".base_layer", ""): p for n, p in engine.module.model.named_parameters() if not p.requires_grad}
     assert all(torch.equal(p, base[n]) for n, p in frozen.items()) and moved <= frozen.keys()
+    assert gap(engine, sample(fresh_llm, tokenizer)) > 100 * PARITY
     nr.sync_weights(engine, fresh_llm)
-    assert gap(engine, sample(fresh_llm, tokenizer)) < 1e-4
+    within(gap(engine, sample(fresh_llm, tokenizer)), PARITY)
     nr.save(engine, tokenizer, tmp_path / "final").result()
-    again = nr.TokenLogps(nr.load_model(make_config(model=str(tmp_path / "final"))))
+    again = nr.TokenLogps(engines.load_model(make_config(model=str(tmp_path / "final"))))
     with torch.no_grad():
-        assert torch.allclose(again(batch)[0], engine(batch)[0], atol=1e-4)
+        within((again(batch)[0] - engine(batch)[0]).abs().max(), PARITY)
 
 
+@pytest.mark.numeric
 def test_minibatches_and_epochs_use_the_log_probs_of_the_policy_that_sampled(group, tokenizer):
-    cfg = make_config(kl_coef=0.0, mismatch_bound=1e9, lr=1e-3)
-    engine, rollouts = nr.make_policy(cfg), fixed_rollouts(tokenizer)
-    nr.annotate(engine, [rollouts], "old")
-    first, second = nr.update(engine, [rollouts], cfg), nr.update(engine, [rollouts], cfg)
-    assert first["ratio"] == pytest.approx(1, abs=1e-5) and abs(second["ratio"] - 1) > 1e-3
+    with float64():
+        cfg = make_config(kl_coef=0.0, mismatch_bound=1e9, lr=1e-3)
+        engine, rollouts = nr.make_policy(cfg), fixed_rollouts(tokenizer)
+        nr.annotate(engine, [rollouts], "old")
+        first, second = nr.update(engine, [rollouts], cfg), nr.update(engine, [rollouts], cfg)
+    close(first["ratio"], 1)
+    assert abs(second["ratio"] - 1) > 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -194,11 +234,15 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.numeric
 def test_kl_is_zero_at_step_0_and_not_after_it(run):
+    """k3 is exp(d) - d - 1: where policy and reference are the same, what rounding leaves of it is about EPS."""
     steps = [m for m in lines(run / "metrics.jsonl") if "kl" in m]
-    assert steps[0]["kl"] == 0 and steps[1]["kl"] > 0
+    within(abs(steps[0]["kl"]), 10 * EPS)
+    assert steps[1]["kl"] > 100 * EPS
 
 
+@pytest.mark.numeric
 def test_metrics_hold_every_diagnostic(run):
     first, second, last = lines(run / "metrics.jsonl")
     for name in ("reward/mean", "reward/gsm8k", "group/flat", "completion/length", "completion/truncated", "loss", "kl", "ratio", "clipped", "entropy",
@@ -206,7 +250,7 @@ def test_metrics_hold_every_diagnostic(run):
                  "seconds/sync", "tokens_per_second", "tokens", "mfu", "memory/rollout", "memory/update"):
         assert name in first and name in second, name
     assert second["tokens"] == 32 * second["completion/length"] and 0 < second["mfu"] < 1 and second["memory/update"] > 0.3
-    assert second["mismatch/max"] < 1e-4
+    within(second["mismatch/max"], PARITY)
     assert {"eval/accuracy", "eval/low", "eval/high", "eval/length", "eval/truncated", "eval/mean@4", "eval/pass@2", "eval/pass@4", "eval/maj@4"} <= set(last)
     assert first["eval/accuracy"] >= 0 and "eval/accuracy" not in second and last["step"] == 2
     assert last["eval/low"] <= last["eval/accuracy"] <= last["eval/high"] and last["eval/mean@4"] <= last["eval/pass@2"] <= last["eval/pass@4"]
@@ -217,12 +261,13 @@ def test_profile_traces_one_whole_step(run):
     assert {"aten::embedding", "aten::_log_softmax", "aten::scaled_dot_product_attention"} <= names  # the update's forward pass is in it
 
 
+@pytest.mark.numeric
 def test_rollouts_file_tells_each_sample(run):
     rows = lines(run / "rollouts.jsonl")
     assert len(rows) == 2 * 32
     for group in (rows[i:i + 4] for i in range(0, len(rows), 4)):
         assert len({r["prompt"] for r in group}) == 1
-        assert sum(r["advantage"] for r in group) == pytest.approx(0, abs=1e-4)
+        within(abs(sum(r["advantage"] for r in group)), 100 * EPS)
     assert all(r["prompt"].startswith("<|user|>") and r["reward"] == r["parts"]["gsm8k"] and r["finish"] in ("stop", "length") for r in rows)
 
 
@@ -236,7 +281,8 @@ def test_a_checkpoint_holds_the_weights_of_its_step(run):
     from safetensors.torch import load_file
     base, one, final = (load_file(f"{folder}/model.safetensors") for folder in (make_config().model, run / "step-1", run / "final"))
     first, whole = (max((a[name] - base[name]).abs().max().item() for name in base) for a in (one, final))
-    assert 0 < first <= 1.01 * nr.MODELS["models/tiny"]["lr"] < whole  # AdamW's first step moves no weight further than lr
+    # AdamW's first step moves no weight further than lr, and its rounding: weights are below 2, so EPS, a thousandth of lr
+    assert 0 < first <= 1.01 * nr.MODELS["models/tiny"]["lr"] < whole
     assert not list(run.glob("*.part"))
 
 

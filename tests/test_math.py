@@ -1,18 +1,21 @@
-"""The pure functions of the loop against hand-derived cases and naive references."""
+"""The pure functions of the loop against hand-derived cases and naive references, in float64 (conftest)."""
 import copy
 import dataclasses
 import math
+from statistics import NormalDist
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import fixed_rollouts, make_config
+from conftest import EXACT, close, fixed_rollouts, make_config, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nano_rlvr as nr
-from tools.stats import pass_at_k, wilson
+from runtime import engines
+from runtime.stats import pass_at_k, wilson_interval
 
+pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 NAN = math.nan
 PLAIN = dataclasses.replace(nr.Config(), correction="none")
 
@@ -21,16 +24,16 @@ PLAIN = dataclasses.replace(nr.Config(), correction="none")
 
 
 def test_advantage_is_the_z_score_with_population_deviation_and_1e4():
-    a = nr.group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float64))
+    a = nr.group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
     sigma = math.sqrt(3 / 16)  # mean 1/4, deviations 3/4 and three times 1/4
-    assert a[0].tolist() == pytest.approx([0.75 / (sigma + 1e-4)] + [-0.25 / (sigma + 1e-4)] * 3, rel=1e-12)
+    close(a[0], [0.75 / (sigma + 1e-4)] + [-0.25 / (sigma + 1e-4)] * 3)
 
 
 def test_trl_deviation_differs_by_the_factor_sqrt_of_n_minus_1_over_n():
-    r = torch.rand(5, 8, dtype=torch.float64)
+    r = torch.rand(5, 8)
     ours = nr.group_advantages(r, eps=0.0)
     trl = (r - r.mean(1, keepdim=True)) / r.std(1, keepdim=True)  # n - 1
-    assert torch.allclose(trl, ours * math.sqrt(7 / 8), rtol=1e-12)
+    close(ours * math.sqrt(7 / 8), trl)
 
 
 def test_a_flat_group_has_no_advantage():
@@ -48,27 +51,27 @@ def test_no_verdict_gets_nothing_and_moves_nobody():
 
 
 def test_leave_one_out_is_the_group_mean_times_n_over_n_minus_1():
-    r = torch.rand(3, 5, dtype=torch.float64)
+    r = torch.rand(3, 5)
     loo = nr.group_advantages(r, "leave_one_out", "none")
-    assert torch.allclose(loo, (r - r.mean(1, keepdim=True)) * 5 / 4)
-    assert loo[0, 0].item() == pytest.approx((r[0, 0] - r[0, 1:].mean()).item())
+    close(loo, (r - r.mean(1, keepdim=True)) * 5 / 4)
+    close(loo[0, 0], r[0, 0] - r[0, 1:].mean())
 
 
 def test_batch_scale_divides_every_group_by_the_deviation_of_all_rewards():
-    r = torch.tensor([[1.0, 0.0], [4.0, 4.0]], dtype=torch.float64)
+    r = torch.tensor([[1.0, 0.0], [4.0, 4.0]])
     a = nr.group_advantages(r, scale="batch")
-    assert torch.allclose(a, (r - r.mean(1, keepdim=True)) / (r.std(correction=0) + 1e-4))
+    close(a, (r - r.mean(1, keepdim=True)) / (r.std(correction=0) + 1e-4))
 
 
 # ---- token weights
 
 
 def test_weights_average_as_each_aggregation_says():
-    lengths, losses = [2, 5, 3], [torch.rand(n, dtype=torch.float64) for n in (2, 5, 3)]
+    lengths, losses = [2, 5, 3], [torch.rand(n) for n in (2, 5, 3)]
     wanted = {"sequence": sum(x.mean() for x in losses) / 3, "token": torch.cat(losses).mean(), "constant": torch.cat(losses).sum() / (3 * 8)}
     for aggregate, mean in wanted.items():
         weights = nr.token_weights(lengths, aggregate, 8)
-        assert sum(w * x.sum() for w, x in zip(weights, losses)).item() == pytest.approx(mean.item(), rel=1e-12)
+        close(sum(w * x.sum() for w, x in zip(weights, losses)), mean)
 
 
 def test_weights_of_two_ranks_are_those_of_one_batch():
@@ -104,16 +107,16 @@ def test_collate_points_at_the_token_before_each_completion_token():
     b = nr.Rollout([20], [21], "", False, [-4.0], advantage=-1.0, weight=3.0)
     c = nr.Rollout([10, 11], [15], "", False, [-5.0], advantage=2.0, weight=4.0)
     batch = nr.collate([a, b, c])
-    assert batch.ids.tolist() == [[10, 11, 12, 13, 14, 20, 21, 15]]  # the prompt of a and c once
-    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
-    assert batch.whole.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 7]
-    assert batch.row_ends.tolist() == [0, 5, 7, 8] and batch.ends.tolist() == [0, 5, 7, 10] and batch.longest == 5
-    assert batch.rows.tolist() == [1, 2, 3, 5, 1]
+    assert batch.input_ids.tolist() == [[10, 11, 12, 13, 14, 20, 21, 15]]  # the prompt of a and c once
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
+    assert batch.kv_index.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 7]
+    assert batch.cu_seqlens_q.tolist() == [0, 5, 7, 8] and batch.cu_seqlens_k.tolist() == [0, 5, 7, 10] and batch.max_seqlen == 5
+    assert batch.predictors.tolist() == [1, 2, 3, 5, 1]
     assert batch.targets.tolist() == [12, 13, 14, 21, 15]
-    assert batch.sequence.tolist() == [0, 0, 0, 1, 2]
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 2]
     assert batch.advantage.tolist() == [0.5, 0.5, 0.5, -1.0, 2.0]
     assert batch.weight.tolist() == [2.0, 2.0, 2.0, 3.0, 4.0]
-    assert batch.vllm.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert batch.vllm_logps.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0]
     assert batch.old is None and batch.ref is None
 
 
@@ -123,7 +126,7 @@ def test_collate_points_at_the_token_before_each_completion_token():
 def naive_logps(model, rollout, temperature):
     """One sequence, the library's own forward with full logits."""
     ids = torch.tensor([rollout.prompt + rollout.completion])
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(rollout.prompt) - 1:-1].float() / temperature  # (R, V)
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(rollout.prompt) - 1:-1] / temperature  # (R, V)
     logp = logits.log_softmax(-1)
     return logp.gather(1, ids[0, len(rollout.prompt):, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
@@ -133,7 +136,7 @@ def naive_logps(model, rollout, temperature):
 def test_packed_chunked_logps_and_gradients_equal_one_sequence_at_a_time(model, tokenizer, implementation, temperature):
     from transformers import AutoModelForCausalLM
     rollouts = fixed_rollouts(tokenizer)
-    naive = AutoModelForCausalLM.from_pretrained(make_config().model, dtype=torch.float32, attn_implementation=implementation)
+    naive = AutoModelForCausalLM.from_pretrained(make_config().model, dtype=torch.float64, attn_implementation=implementation)
     wanted, entropy = zip(*(naive_logps(naive, r, temperature) for r in rollouts))
     sum((w * r.advantage).sum() for w, r in zip(wanted, rollouts)).backward()
 
@@ -142,12 +145,12 @@ def test_packed_chunked_logps_and_gradients_equal_one_sequence_at_a_time(model, 
     for members in nr.pack(rollouts, 100):
         batch = nr.collate(members)
         logp, h = policy(batch)
-        assert torch.allclose(logp, torch.cat([wanted[rollouts.index(r)] for r in members]), atol=1e-5)
-        assert torch.allclose(h, torch.cat([entropy[rollouts.index(r)] for r in members]), atol=1e-5)
+        close(logp, torch.cat([wanted[rollouts.index(r)] for r in members]))
+        close(h, torch.cat([entropy[rollouts.index(r)] for r in members]))
         (logp * batch.advantage).sum().backward()
     assert len(order) == len(rollouts) and len(nr.pack(rollouts, 100)) > 3
-    for (name, p), q in zip(model.named_parameters(), naive.parameters()):
-        assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5 * q.grad.abs().max()), name
+    for p, q in zip(model.parameters(), naive.parameters(), strict=True):
+        close(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text", "phi3", "olmo2", "granite"])
@@ -167,12 +170,12 @@ def test_other_families_agree_packed_and_one_sequence_at_a_time(model, tokenizer
         packed.gradient_checkpointing_enable({"use_reentrant": False})
     (members,) = nr.pack(rollouts, 10**6)
     batch = nr.collate(members)
-    assert batch.ids.numel() < sum(map(len, rollouts))  # prompts are shared
+    assert batch.input_ids.numel() < sum(map(len, rollouts))  # prompts are shared
     logp, _ = nr.TokenLogps(packed)(batch)
-    assert torch.allclose(logp, torch.cat([wanted[id(r)] for r in members]), atol=1e-5)
+    close(logp, torch.cat([wanted[id(r)] for r in members]))
     (logp * batch.advantage).sum().backward()
-    for (name, p), q in zip(packed.named_parameters(), naive.parameters()):
-        assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5 * max(1, q.grad.abs().max())), name
+    for p, q in zip(packed.parameters(), naive.parameters(), strict=True):
+        within((p.grad - q.grad).abs().max(), EXACT * max(1, q.grad.abs().max()))
 
 
 def test_no_tensor_as_wide_as_the_vocabulary_is_made(model, tokenizer):
@@ -206,7 +209,7 @@ def test_any_split_into_packs_gives_the_same_gradient(model, tokenizer):
             nr.policy_loss(policy(batch)[0], batch.old, batch.ref, batch, cfg)[0].backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     for g in grads[1:]:
-        assert (g - grads[0]).norm() < 1e-5 * grads[0].norm()
+        within((g - grads[0]).norm(), EXACT * grads[0].norm())
 
 
 # ---- loss
@@ -216,9 +219,9 @@ def loss_of(ratio, advantage, **changes):
     """Loss and gradient with respect to the log-prob of a single token."""
     cfg = dataclasses.replace(PLAIN, **changes)
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    batch = SimpleNamespace(advantage=torch.tensor([advantage], dtype=torch.float64), weight=torch.ones(1), sizes=torch.ones(1),
-                            sequence=torch.zeros(1, dtype=torch.long))
-    loss, sums = nr.policy_loss(logp, torch.zeros(1, dtype=torch.float64), None, batch, cfg)
+    batch = SimpleNamespace(advantage=torch.tensor([advantage]), weight=torch.ones(1),
+                            completion_lengths=torch.ones(1), sequence_ids=torch.zeros(1, dtype=torch.long))
+    loss, sums = nr.policy_loss(logp, torch.zeros(1), None, batch, cfg)
     loss.backward()
     return loss.item(), logp.grad.item(), int(sums["clipped"])
 
@@ -233,42 +236,47 @@ def loss_of(ratio, advantage, **changes):
 ])
 def test_the_four_quadrants_of_the_clip(ratio, advantage, loss, gradient, clipped):
     got = loss_of(ratio, advantage, clip_low=0.2, clip_high=0.28)
-    assert got[:2] == pytest.approx((loss, gradient)) and got[2] == clipped
+    close(got[:2], (loss, gradient))
+    assert got[2] == clipped
 
 
 def test_mean_of_k3_under_the_policy_is_the_exact_kl():
     torch.manual_seed(0)
-    p, q = torch.randn(50, dtype=torch.float64).log_softmax(0), torch.randn(50, dtype=torch.float64).log_softmax(0)
+    p, q = torch.randn(50).log_softmax(0), torch.randn(50).log_softmax(0)
     exact = (p.exp() * (p - q)).sum()
-    assert (p.exp() * nr.k3(p, q)).sum().item() == pytest.approx(exact.item())  # expectation over samples of p
-    assert (q.exp() * nr.k3(p, q)).sum().item() != pytest.approx(exact.item(), rel=0.05)  # ... and of nothing else
+    close((p.exp() * nr.k3(p, q)).sum(), exact)  # expectation over samples of p
+    assert abs((q.exp() * nr.k3(p, q)).sum() - exact) > 0.05 * exact  # ... and of nothing else
     assert (nr.k3(p, q) >= 0).all()
 
 
 def test_kl_pulls_the_policy_towards_the_reference():
     cfg = dataclasses.replace(PLAIN, kl_coef=0.5)
-    batch = SimpleNamespace(advantage=torch.zeros(2), weight=torch.ones(2), sizes=torch.ones(2), sequence=torch.arange(2))
+    batch = SimpleNamespace(advantage=torch.zeros(2), weight=torch.ones(2),
+                            completion_lengths=torch.ones(2), sequence_ids=torch.arange(2))
     logp = torch.tensor([-1.0, -3.0], requires_grad=True)
     loss, sums = nr.policy_loss(logp, None, torch.tensor([-2.0, -2.0]), batch, cfg)
     loss.backward()
     assert logp.grad[0] > 0 > logp.grad[1]  # descent lowers the token that is too likely and raises the other
     wanted = sum(math.exp(d) - d - 1 for d in (-1.0, 1.0))
-    assert loss.item() == pytest.approx(0.5 * wanted) and sums["kl"].item() == pytest.approx(wanted)
+    close([loss.item(), sums["kl"].item()], [0.5 * wanted, wanted])
 
 
 def test_on_policy_the_loss_is_minus_the_advantage_but_has_its_gradient():
     logp = torch.tensor([-1.0, -2.0], requires_grad=True)
-    batch = SimpleNamespace(advantage=torch.tensor([2.0, -1.0]), weight=torch.tensor([0.5, 0.25]), sizes=torch.ones(2), sequence=torch.arange(2))
+    batch = SimpleNamespace(advantage=torch.tensor([2.0, -1.0]), weight=torch.tensor([0.5, 0.25]), 
+                            completion_lengths=torch.ones(2), sequence_ids=torch.arange(2))
     loss, _ = nr.policy_loss(logp, None, None, batch, PLAIN)
     loss.backward()
-    assert loss.item() == pytest.approx(-(0.5 * 2 - 0.25)) and logp.grad.tolist() == [-1.0, 0.25]
+    close(loss, -(0.5 * 2 - 0.25))
+    close(logp.grad, [-1.0, 0.25])
 
 
 def test_sequence_ratio_is_the_geometric_mean_of_the_token_ratios():
     logp = torch.tensor([0.1, 0.3, -0.2], requires_grad=True)
-    batch = SimpleNamespace(advantage=torch.ones(3), weight=torch.ones(3), sizes=torch.tensor([2, 1]), sequence=torch.tensor([0, 0, 1]))
+    batch = SimpleNamespace(advantage=torch.ones(3), weight=torch.ones(3), 
+                            completion_lengths=torch.tensor([2, 1]), sequence_ids=torch.tensor([0, 0, 1]))
     _, sums = nr.policy_loss(logp, torch.zeros(3), None, batch, dataclasses.replace(PLAIN, ratio="sequence"))
-    assert sums["ratio"].item() == pytest.approx(2 * math.exp(0.2) + math.exp(-0.2))
+    close(sums["ratio"], 2 * math.exp(0.2) + math.exp(-0.2))
 
 
 # ---- evaluation and schedule
@@ -279,26 +287,29 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_one():
     right = [1, 0, 0, 1, 0, 0]
     for k in range(1, 7):
         subsets = list(combinations(right, k))
-        assert pass_at_k(6, 2, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+        close(pass_at_k(6, 2, k), sum(map(any, subsets)) / len(subsets))
 
 
 def test_wilson_interval_of_known_cases():
-    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)  # Wilson's closed form: z^2 / (n + z^2)
-    low, high = wilson(50, 100)
-    assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    """At 0 of n the upper end is z^2 / (n + z^2); at n/2 the interval is symmetric, of half width z / (2 sqrt(n + z^2))."""
+    z = NormalDist().inv_cdf(0.975)  # wilson_interval() has seven digits of it
+    close(wilson_interval(0, 10), (0.0, z**2 / (10 + z**2)), 1e-6)
+    half = z / (2 * math.sqrt(100 + z**2))
+    close(wilson_interval(50, 100), (0.5 - half, 0.5 + half), 1e-6)
 
 
 def test_learning_rate_warms_up_and_ends_at_lr_end():
     cfg = dataclasses.replace(nr.Config(), lr=1.0, warmup=4, steps=10, lr_end=0.0)
-    assert [nr.lr_at(s, cfg) for s in (0, 3)] == pytest.approx([0.25, 0.7]) and nr.lr_at(10, cfg) == 0
+    close([nr.lr_at(s, cfg) for s in (0, 3)], [0.25, 0.7])
+    assert nr.lr_at(10, cfg) == 0
     assert nr.lr_at(7, dataclasses.replace(cfg, lr_end=1.0)) == 1.0
 
 
 def test_request_seeds_do_not_meet():
     n = 8  # vLLM gives sample j of a request seed + j
-    seeds = {nr.request_seed(0, step, i) + j for step in range(20) for i in range(64) for j in range(n)}
+    seeds = {data.request_seed(0, step, i) + j for step in range(20) for i in range(64) for j in range(n)}
     assert len(seeds) == 20 * 64 * n
-    assert nr.request_seed(0, 1, 2) == nr.request_seed(0, 1, 2) != nr.request_seed(1, 1, 2)
+    assert data.request_seed(0, 1, 2) == data.request_seed(0, 1, 2) != data.request_seed(1, 1, 2)
 
 
 def test_docstring_examples():

@@ -20,9 +20,10 @@ def verifier(tmp_path_factory):
 
 
 @pytest.mark.parametrize("algo", nr.ALGOS)
-def test_preset_raises_the_reward(llm, tokenizer, verifier, tmp_path, algo):
+def test_preset_raises_the_reward(fresh_llm, tokenizer, verifier, tmp_path, algo):
     cfg = make_config(**nr.ALGOS[algo] | dict(algo=algo, lr=2e-4, lr_end=1.0, steps=STEPS, prompts=16, samples=8, eval_size=8, out=str(tmp_path), name=algo))
     _, train_set, eval_set = nr.prepare(cfg)
-    nr.train(cfg, llm, nr.make_policy(cfg), nr.make_reference(cfg), train_set, eval_set, verifier, nr.Log(cfg, tokenizer))
+    nr.train(cfg, fresh_llm, nr.make_policy(cfg), nr.make_reference(cfg), train_set, eval_set, verifier, nr.Log(cfg, tokenizer))
     curve = [m["reward/mean"] for m in map(json.loads, (tmp_path / algo / "metrics.jsonl").read_text().splitlines()) if "loss" in m]
+    print("CURVE", cfg.seed, algo, [round(x, 3) for x in curve], round(fmean(curve[-2:]) - curve[0], 3))
     assert fmean(curve[-2:]) > curve[0] + MARGIN, curve

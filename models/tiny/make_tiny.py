@@ -1,14 +1,15 @@
-"""Makes the bundled model: a byte-level tokenizer and a Qwen2 of 0.8 M parameters with two habits from supervised training.
+"""Makes the bundled model: a Qwen2 of 0.8 M parameters with a byte-level tokenizer and two trained habits.
 
     python models/tiny/make_tiny.py        11 minutes on 2 cores; seeded (--seed)
 
-What the model is shown (its "cold start"): sums such as 14+2+9, each answered in one of two ways,
+The supervised examples (the "cold start") are sums such as 14+2+9, each answered in one of two ways:
 
-    quick guess    <think></think><answer>27</answer>                       right once in eleven: off by -5 to 5
+    quick guess    <think></think><answer>27</answer>                       off by -5 to 5: 1 in 11 is right
     step by step   <think>14+2=16\\n16+9=25</think><answer>25</answer>       always right
 
-and it is shown guesses more often the longer the sum is (HABIT). It ends up as a pretrained model does: it can work things out,
-but often does not bother to. Which way pays is for RL to find; held-out questions (data.py) are never shown.
+The longer the sum, the more often it is answered with a guess (HABIT). The result resembles a pretrained
+model: it can work out a sum but often guesses, and RL finds out which of the two is rewarded. Held-out
+questions (data.py) are never shown.
 """
 import argparse
 import math
@@ -23,12 +24,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import data
 import nano_rlvr
+from runtime.attention import packed_attention
 
-HABIT = {3: 0.7, 4: 0.5, 5: 0.35, 6: 0.2}  # number of terms -> share of the examples that are worked out
+HABIT = {3: 0.7, 4: 0.5, 5: 0.35, 6: 0.2}  # number of terms -> fraction of the examples that are worked out
 
 
 def make_tokenizer():
-    """256 bytes, three control tokens and the four tags as one token each: any text fits, an answer stays short."""
+    """256 bytes, three control tokens and four tags of one token each: encodes any text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     byte = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -37,15 +39,17 @@ def make_tokenizer():
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|user|>", "<|assistant|>")])
     core.add_tokens(["<think>", "</think>", "<answer>", "</answer>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", pad_token="<|endoftext|>",
-                                        clean_up_tokenization_spaces=False, model_max_length=2048)
-    tokenizer.chat_template = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
-                               "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|endoftext|>", pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False, model_max_length=2048)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}")
     return tokenizer
 
 
 def demonstration(example, rng):
-    """The text that an example is answered with in the cold start."""
+    """A completion for an example: worked out or guessed."""
     terms = [int(x) for x in example["question"].replace("-", "+-").split("+")]
     total, lines = terms[0], []
     for x in terms[1:]:
@@ -57,7 +61,8 @@ def demonstration(example, rng):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--out", default=str(Path(__file__).parent))
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=128)
@@ -65,27 +70,32 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
-    AttentionInterface.register("packed", nano_rlvr.packed_attention)
+    AttentionInterface.register("packed", packed_attention)
 
     tokenizer = make_tokenizer()
     torch.manual_seed(args.seed)
-    model = Qwen2ForCausalLM._from_config(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
-        dtype="float32"), attn_implementation="packed")
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
+        dtype="float32")
+    model = Qwen2ForCausalLM._from_config(config, attn_implementation="packed")
     policy, rng = nano_rlvr.TokenLogps(model), random.Random(args.seed)
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     start = time.time()
     for step in range(args.steps):
-        for group in adam.param_groups:  # warm-up, then a cosine to 2 %
-            group["lr"] = args.lr * min(1, (step + 1) / 100) * (0.51 + 0.49 * math.cos(math.pi * step / args.steps))
+        warmup = min(1, (step + 1) / 100)
+        decay = 0.51 + 0.49 * math.cos(math.pi * step / args.steps)  # cosine from 1 to 0.02
+        for group in adam.param_groups:
+            group["lr"] = args.lr * warmup * decay
         batch = []
         while len(batch) < args.batch:
             example = data.arithmetic(rng)
             if zlib.crc32(example["question"].encode()) % 8:  # not one of the held-out questions
-                answer = tokenizer(demonstration(example, rng), add_special_tokens=False)["input_ids"]
-                batch.append(nano_rlvr.Rollout(data.encode(example, tokenizer, "chat"), answer, "", False, [0.0]))
+                completion = tokenizer(demonstration(example, rng), add_special_tokens=False)["input_ids"]
+                prompt = data.encode(example, tokenizer, "chat")
+                batch.append(nano_rlvr.Rollout(prompt, completion, "", False, [0.0]))
         logp, _ = policy(nano_rlvr.collate(batch))  # (R,)
         loss = -logp.mean()
         adam.zero_grad()

@@ -1,28 +1,36 @@
-"""The memory plan against a simulation of the real code at real sizes (nothing is allocated), and against what users were promised."""
+"""The memory plan against a simulation of the real code at real sizes, and against what the README promises.
+
+Nothing is allocated.
+"""
 import dataclasses
 import tempfile
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_config
 
 import nano_rlvr as nr
-from tools import cost
+from conftest import make_config
+from runtime import memory
+from runtime.attention import packed_attention
+from runtime.flops import ModelShape
 
-QWEN = dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, vocab_size=151936)
-SIZES = {  # Qwen2.5 0.5B and 1.5B exactly, and a wider one with as many key heads as query heads
-    "1.5B": QWEN,
-    "0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936),
-    "Qwen3": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-                  vocab_size=151936, model_type="qwen3"),  # 0.6B: queries and keys have norms, and twice the model's width
-    "wide": dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=8, num_attention_heads=32, num_key_value_heads=32, vocab_size=32000),
+SIZES = {
+    "1.5B": dict(  # Qwen2.5-1.5B
+        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+        num_key_value_heads=2, vocab_size=151936),
+    "Qwen3": dict(  # Qwen3-0.6B: queries and keys have norms and are twice as wide as the model
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, model_type="qwen3"),
+    "wide": dict(  # as many key heads as query heads
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=8, num_attention_heads=32,
+        num_key_value_heads=32, vocab_size=32000),
 }
 
 
 def make(size):
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-    AttentionInterface.register("packed", nr.packed_attention)
+    AttentionInterface.register("packed", packed_attention)
     config = AutoConfig.for_model(**{"model_type": "qwen2", "tie_word_embeddings": True} | size)
     return AutoModelForCausalLM.from_config(config, attn_implementation="packed")
 
@@ -32,17 +40,19 @@ def shape_of(size):
         config = make(size).config
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        return cost.Shape.of(folder)
+        return ModelShape.of(folder)
 
 
 def simulated_peak(size, tokens, checkpointing):
-    """Bytes beside the weights at the peak of TokenLogps' forward and backward in bf16, each gradient taken away as it is ready."""
+    """Peak bytes without the weights: forward and backward in bf16, each gradient freed at once."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
     count, prompt = 4, 64
     completion = tokens // count - prompt
-    batch = nr.collate([nr.Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion) for i in range(count)])
-    batch.ends = batch.row_ends = SimpleNamespace(diff=lambda: SimpleNamespace(tolist=lambda: [tokens // count] * count))  # a fake tensor has no values
+    batch = nr.collate([nr.Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion)
+                        for i in range(count)])
+    lengths = SimpleNamespace(tolist=lambda: [tokens // count] * count)  # fake tensors have no values
+    batch.cu_seqlens_q = batch.cu_seqlens_k = SimpleNamespace(diff=lambda: lengths)
     with FakeTensorMode(allow_non_fake_inputs=True):
         torch.set_default_dtype(torch.bfloat16)
         try:
@@ -62,49 +72,58 @@ def simulated_peak(size, tokens, checkpointing):
         return peak["Total"] - sum(p.numel() for p in model.parameters()) * 2
 
 
-@pytest.mark.parametrize("size, tokens, checkpointing", [("1.5B", 16384, "on"), ("Qwen3", 8192, "on"), ("Qwen3", 8192, "off"), ("wide", 8192, "on"), ("wide", 4096, "off")])
+@pytest.mark.parametrize("size, tokens, checkpointing", [
+    ("1.5B", 16384, "on"), ("Qwen3", 8192, "on"), ("Qwen3", 8192, "off"),
+    ("wide", 8192, "on"), ("wide", 4096, "off"),
+])
 def test_planned_activations_are_those_of_the_code_within_a_fifth(size, tokens, checkpointing):
-    cfg = dataclasses.replace(nr.Config(), dtype="bfloat16", pack_tokens=tokens, checkpointing=checkpointing, max_prompt=64, max_tokens=64)
-    table = cost.step_bytes(cfg, shape_of(SIZES[size]))
-    planned, real = table["activations kept"][2] + table["a layer or the head"][2], simulated_peak(SIZES[size], tokens, checkpointing)
-    assert 0.95 * real < planned < 1.2 * real, (planned / 2**30, real / 2**30)
+    cfg = dataclasses.replace(nr.Config(), dtype="bfloat16", pack_tokens=tokens, checkpointing=checkpointing,
+                              max_prompt=64, max_tokens=64)
+    parts = memory.step_bytes(cfg, shape_of(SIZES[size]))
+    planned = parts["activations kept"].update + parts["a layer or the head"].update
+    measured = simulated_peak(SIZES[size], tokens, checkpointing)
+    assert 0.95 * measured < planned < 1.2 * measured, (planned / 2**30, measured / 2**30)
 
 
 @pytest.fixture
 def card(monkeypatch):
-    """card(gib, parameters...) -> the plan of the defaults for a GPU that is not there."""
+    """card(gib, **flags) -> the planned Config and its peak in GiB, for a simulated GPU."""
     def plan(gib, size="1.5B", host=64, **changes):
         shape = shape_of(SIZES[size])
-        monkeypatch.setattr(cost.Shape, "of", lambda model: shape)
+        available = SimpleNamespace(available=host * memory.GIB)
+        monkeypatch.setattr(ModelShape, "of", lambda model: shape)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib * cost.GIB, gib * cost.GIB))
-        monkeypatch.setattr(cost.psutil, "virtual_memory", lambda: SimpleNamespace(available=host * cost.GIB))
-        cfg = cost.plan(dataclasses.replace(nr.Config(), dtype="bfloat16", **changes))
-        table = cost.step_bytes(cfg, shape)
-        generate, reference, update = (sum(sizes) / cost.GIB for sizes in zip(*table.values()))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib * memory.GIB, gib * memory.GIB))
+        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: available)
+        cfg = memory.plan(dataclasses.replace(nr.Config(), dtype="bfloat16", **changes))
+        parts = memory.step_bytes(cfg, shape)
+        generate, reference, update = (sum(sizes) / memory.GIB for sizes in zip(*parts.values()))
         return cfg, max(generate + cfg.vllm_memory * gib, reference, update)
     return plan
 
 
 def test_a_24_gib_card_trains_all_of_1_5b_with_3000_tokens_and_no_flags_in_22_gib(card):
     cfg, peak = card(24)
-    assert (cfg.offload, cfg.checkpointing, cfg.max_tokens) == ("optimizer", "on", 3000) and cfg.pack_tokens >= 8192 and peak <= 22
+    assert (cfg.offload, cfg.checkpointing, cfg.max_tokens) == ("optimizer", "on", 3000)
+    assert cfg.pack_tokens >= 8192 and peak <= 22
 
 
 @pytest.mark.parametrize("gib, checkpointing", [(40, "on"), (80, "off")])
 def test_from_40_gib_everything_is_on_the_card(card, gib, checkpointing):
     cfg, peak = card(gib)
-    assert (cfg.offload, cfg.checkpointing) == ("none", checkpointing) and cfg.pack_tokens >= 8192 and peak <= 0.905 * gib
+    assert (cfg.offload, cfg.checkpointing) == ("none", checkpointing)
+    assert cfg.pack_tokens >= 8192 and peak <= 0.905 * gib
 
 
 def test_a_large_card_capped_is_planned_like_a_small_one(card):
     small, capped = card(24)[0], card(140, memory_gb=24)[0]
     assert capped.vllm_memory * 140 == pytest.approx(small.vllm_memory * 24, rel=0.01)
-    assert dataclasses.replace(capped, vllm_memory=0, memory_gb=0) == dataclasses.replace(small, vllm_memory=0)
+    capped, small = (dataclasses.replace(cfg, vllm_memory=0, memory_gb=0) for cfg in (capped, small))
+    assert capped == small
 
 
 def test_an_optimizer_that_host_memory_cannot_hold_is_refused_in_one_line(card):
-    with pytest.raises(ValueError, match="needs about .* GiB there, 16 are free"):
+    with pytest.raises(ValueError, match="needs about .* GiB of host memory, 16 are free"):
         card(24, host=16)
 
 
@@ -123,26 +142,29 @@ def test_what_cannot_fit_is_refused_in_one_line_and_adapters_make_it_fit(card):
 
 def test_planned_flops_are_those_a_counter_sees(tokenizer):
     from torch.utils.flop_counter import FlopCounterMode
+
     from conftest import fixed_rollouts
     cfg, rollouts = make_config(), fixed_rollouts(tokenizer)
     model = nr.TokenLogps(nr.load_model(cfg))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(nr.collate(rollouts))
-    assert cost.Shape.of(cfg.model).forward_flops(rollouts) == pytest.approx(counter.get_total_flops(), rel=0.05)
+    flops = ModelShape.of(cfg.model).forward_flops(rollouts)
+    assert flops == pytest.approx(counter.get_total_flops(), rel=0.05)
 
 
 def test_an_lm_head_that_is_more_than_a_matrix_is_refused(tmp_path):
     from transformers import PhiConfig
     PhiConfig(num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="LM head with a bias"):
-        cost.Shape.of(str(tmp_path))
+        ModelShape.of(str(tmp_path))
 
 
-def test_out_of_memory_names_the_flags_to_turn(monkeypatch, capsys):
+def test_out_of_memory_names_the_flags_to_change(monkeypatch):
     def full(cfg):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
     monkeypatch.setattr(nr, "make_llm", full)
     with pytest.raises(SystemExit) as e:
         nr.main(["--steps", "1", "--pack_tokens", "4096", "--checkpointing", "off"])
-    assert "Tried to allocate 2.00 GiB. Ask less of the device: --pack_tokens 2048 --checkpointing on --offload optimizer" in str(e.value)
+    flags = "--pack_tokens 2048 --checkpointing on --offload optimizer"
+    assert f"Tried to allocate 2.00 GiB. To use less memory: {flags}" in str(e.value)
     assert "\n" not in str(e.value)

@@ -1,0 +1,58 @@
+"""Attention over a pack: several sequences in one row, each prompt stored once for all its completions."""
+import itertools
+
+import torch
+import torch.nn.functional as F
+
+
+def packed_attention(module, query, key, value, mask, scaling=None, dropout=0.0, batch=None, **kwargs):
+    """Causal attention inside each sequence of a pack. Registered with transformers as "packed".
+
+    query (1, heads, T, d), key and value (1, kv heads, T, d) -> (1, T, heads, d), None. `batch` is what
+    nano_rlvr.collate returns; its docstring says which queries and keys a sequence has. There is no T x T
+    mask: the cost is the sum over the sequences.
+
+    Raises ValueError for a sliding window shorter than a sequence, attention sinks and soft caps.
+    transformers can detect packed rows itself, but silently skips that when a KV cache is on; here `batch` is
+    required.
+    """
+    window = kwargs.get("sliding_window")
+    if window and batch.max_seqlen > window:
+        raise ValueError(f"sliding-window attention ({window} tokens) is not supported "
+                         f"for {batch.max_seqlen} tokens")
+    if any(kwargs.get(name) is not None for name in ("s_aux", "softcap")):
+        raise ValueError("attention with sinks or a soft cap is not supported")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, d), (T, kv heads, d) twice
+    # Repeat the shared prompts. An embedding look-up, because its backward pass sums the gradients of a
+    # token in fp32 and rounds once.
+    k, v = (F.embedding(batch.kv_index, x.flatten(1)) for x in (k, v))  # (K, kv heads * d)
+    k, v = (x.unflatten(1, key.shape[1::2]) for x in (k, v))  # (K, kv heads, d)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (K, heads, d)
+    if q.is_cuda and q.dtype is not torch.float32:  # flash attention: the last query sees the last key
+        from torch.nn.attention.varlen import varlen_attn
+        out = varlen_attn(q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen, batch.max_seqlen,
+                          scale=scaling, window_size=(-1, 0))  # (T, heads, d)
+    else:
+        out = attend_in_groups(q, k, v, batch, scaling)  # (T, heads, d)
+    return out[None], None  # (1, T, heads, d)
+
+
+def attend_in_groups(q, k, v, batch, scaling):
+    """The same with PyTorch's dense attention: one call per run of sequences with equal lengths.
+
+    q (T, heads, d), k and v (K, heads, d) -> (T, heads, d).
+    """
+    out, q_start, k_start = [], 0, 0
+    lengths = zip(batch.cu_seqlens_q.diff().tolist(), batch.cu_seqlens_k.diff().tolist())
+    for (m, n), run in itertools.groupby(lengths):  # sequences of m queries and n keys
+        b = len(list(run))
+        q_run = q[q_start:q_start + b * m].unflatten(0, (b, m)).transpose(1, 2)  # (b, heads, m, d)
+        k_run, v_run = (x[k_start:k_start + b * n].unflatten(0, (b, n)).transpose(1, 2)
+                        for x in (k, v))  # (b, heads, n, d)
+        # a prompt stored earlier: these m queries are the last m of n positions
+        mask = None if m == n else torch.ones(m, n, dtype=torch.bool, device=q.device).tril(n - m)  # (m, n)
+        out_run = F.scaled_dot_product_attention(
+            q_run, k_run, v_run, mask, is_causal=m == n, scale=scaling)  # (b, heads, m, d)
+        out.append(out_run.transpose(1, 2).flatten(0, 1))  # (b * m, heads, d)
+        q_start, k_start = q_start + b * m, k_start + b * n
+    return torch.cat(out)  # (T, heads, d)

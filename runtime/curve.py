@@ -1,0 +1,51 @@
+"""Plots metrics.jsonl of one or several runs: held-out accuracy, reward and completion length over the steps.
+
+    python -m runtime.curve runs/a runs/b --out curve.png
+"""
+import argparse
+import json
+from pathlib import Path
+
+
+def read(folder):
+    """metrics.jsonl of a run folder -> list of dicts, one per line: every step, and the last evaluation."""
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def draw(folders, out, labels=None):
+    """Writes a figure with two panels and one line per run.
+
+    Left: held-out greedy accuracy with its interval; thin: mean reward of the training samples.
+    Right: mean completion length in tokens.
+    """
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
+    for i, (folder, label) in enumerate(zip(folders, labels or [Path(f).name for f in folders])):
+        rows, color = read(folder), f"C{i}"
+        train = [row for row in rows if "reward/mean" in row]
+        evals = [row for row in rows if "eval/accuracy" in row]
+        train_steps = [row["step"] for row in train]
+        eval_steps = [row["step"] for row in evals]
+        low, high = ([row[name] for row in evals] for name in ("eval/low", "eval/high"))
+        left.plot(train_steps, [row["reward/mean"] for row in train], color=color, lw=0.8, alpha=0.5)
+        left.plot(eval_steps, [row["eval/accuracy"] for row in evals], "o-", color=color, ms=4, label=label)
+        left.fill_between(eval_steps, low, high, color=color, alpha=0.15, lw=0)
+        right.plot(train_steps, [row["completion/length"] for row in train], color=color, label=label)
+    left.set(xlabel="step", ylabel="accuracy (thin: training reward)", ylim=(-0.02, None))
+    right.set(xlabel="step", ylabel="tokens per completion", ylim=(0, None))
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    fig.savefig(out, dpi=120)
+    plt.close(fig)
+
+
+if __name__ == "__main__":
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("runs", nargs="+")
+    parser.add_argument("--out", default="curve.png")
+    args = parser.parse_args()
+    draw(args.runs, args.out)

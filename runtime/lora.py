@@ -1,0 +1,61 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) with peft: r * (a + b) trained numbers per matrix (a, b)."""
+
+
+def add_adapters(model, rank):
+    """Freezes the model and adds adapters of this rank to every linear layer except the LM head.
+
+    Their product is scaled by 2 (alpha = 2 * rank) and is 0 at the start."""
+    from peft import LoraConfig, inject_adapter_in_model
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    inject_adapter_in_model(config, model.requires_grad_(False))
+
+
+class WithoutAdapters:
+    """The reference of a LoRA run: the policy (a TokenLogps) with its adapters switched off."""
+
+    def __init__(self, policy):
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        self.policy = policy
+        self.layers = [module for module in policy.modules() if isinstance(module, BaseTunerLayer)]
+
+    def __call__(self, batch):
+        self._enable_adapters(False)
+        logp, entropy = self.policy(batch)  # (R,), (R,)
+        self._enable_adapters(True)
+        return logp, entropy
+
+    def _enable_adapters(self, enabled):
+        for layer in self.layers:
+            layer.enable_adapters(enabled)
+
+    def to(self, device):
+        """Does nothing: it always is where the policy is."""
+
+    def parameters(self):
+        """Empty: it has no parameters of its own."""
+        return ()
+
+
+def merge_adapter(model, name, tensor):
+    """Yields (name, tensor) of one state-dict entry as a checkpoint has it: renamed, with its adapter added.
+
+    Yields nothing for the adapter's own tensors. The sum is a new tensor: merging in place and subtracting
+    again would leave rounding errors in the frozen bf16 weights.
+    """
+    layer, base_layer, suffix = name.partition(".base_layer")
+    if base_layer and suffix == ".weight":
+        delta = model.get_submodule(layer).get_delta_weight("default").detach()
+        tensor = (tensor.to(delta.device).float() + delta.float()).to(tensor.dtype)
+    if ".lora_" not in name:
+        yield layer + suffix, tensor
+
+
+def place_frozen_weights(engine, device):
+    """With --lora_rank and --offload optimizer: moves the frozen weights to `device`. Else does nothing.
+
+    They are in host memory while vLLM, which has its own copy of them, generates.
+    """
+    if getattr(engine.optimizer, "cpu_offload", False):
+        for p in engine.module.parameters():
+            if not p.requires_grad:
+                p.data = p.data.to(device)

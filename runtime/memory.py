@@ -1,0 +1,235 @@
+"""The memory plan: how many bytes each phase of a step needs on this device, and which settings make it fit.
+
+The plan is made and printed before weights are loaded.
+"""
+import dataclasses
+import resource
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from runtime import dist
+from runtime.flops import ModelShape
+from runtime.head import CHUNK
+from runtime.preflight import need_compiler
+
+GIB = 2**30
+CUDA_CONTEXT = 1.5 * GIB  # PyTorch, the CUDA context and the kernels, before the first tensor
+BUCKET = 2**26  # numbers in one gradient bucket of DeepSpeed (its default of 5e8 can take 3 GB)
+USABLE = 0.9  # the plan uses this fraction of the memory; the rest is for fragmentation
+
+
+class Phases(NamedTuple):
+    """Bytes while vLLM generates, while the reference model runs, and while the policy is updated."""
+    generate: float
+    reference: float
+    update: float
+
+
+def device_bytes():
+    """(free, total) bytes of the GPU; `free` is the least over the ranks.
+
+    On a CPU both start from this rank's share of the available host memory.
+    """
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+    else:
+        free = total = psutil.virtual_memory().available // dist.world_size()
+    return min(dist.all_gather([free])), total
+
+
+def bytes_per_number(cfg):
+    """Bytes of one weight or activation."""
+    return 2 if cfg.dtype == "bfloat16" else 4
+
+
+def trained_parameters(cfg, shape):
+    """Number of trained parameters: all, or those of the adapters: r * (a + b) per matrix (a, b)."""
+    sum_of_sides = 7 * shape.hidden + 2 * shape.attention + 3 * shape.mlp  # a + b over a layer's matrices
+    return cfg.lora_rank * shape.layers * sum_of_sides or shape.parameters
+
+
+def step_bytes(cfg, shape):
+    """Bytes of each part of the trainer in each phase: {name: Phases}. vLLM's own memory is not included.
+
+    Counted from what the code keeps:
+        DeepSpeed 0.19   the fp32 sum of gradients stays on the device, also with offload
+        HeadLogps        two fp32 chunks of logits; its backward pass also holds the gradients of the head
+                         and, in fp32, of its input
+        decoder layer    per token 5 hidden, 8 attention (14 with query and key norms) and 4 MLP activations
+    tests/test_memory.py compares this with a simulation of the real code at 1.5B parameters.
+    """
+    cuda = torch.cuda.is_available()
+    offload = cuda and cfg.offload == "optimizer"
+    size = bytes_per_number(cfg)
+    tokens = max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
+    trained = trained_parameters(cfg, shape)
+    largest = min(trained, shape.vocab * shape.hidden)  # numbers in the largest gradient, the embedding's
+
+    weights = shape.parameters * size
+    generate_weights = 0 if offload and cfg.lora_rank else weights  # lora.place_frozen_weights
+    optimizer = 0 if offload else 12 * trained / dist.world_size()
+    offload_buffer = largest * size * offload
+    buckets = (size + 4) * min(trained, max(BUCKET, largest))
+    reference = weights if cfg.kl_coef and not cfg.lora_rank else 0
+
+    attention_activations = (14 if shape.qk_norms else 8) * shape.attention
+    layer = tokens * size * (5 * shape.hidden + attention_activations + 4 * shape.mlp)
+    layer_gradients = tokens * size * (3 * shape.mlp + 4 * shape.qk_norms * shape.attention)
+    if cfg.checkpointing == "on":  # keep each layer's input, compute the layer again in the backward pass
+        kept = tokens * size * (shape.layers + 4) * shape.hidden
+        layer_backward = layer + layer_gradients
+    else:
+        kept = shape.layers * layer
+        layer_backward = layer_gradients
+    head = 2 * 4 * tokens * min(CHUNK, shape.vocab)
+    head_backward = head + tokens * shape.hidden * (4 + size) + largest * size
+
+    return {
+        "weights": Phases(generate_weights, weights, weights),
+        "fp32 weights and AdamW": Phases(optimizer, optimizer, optimizer),
+        "gradients in fp32": Phases(0, 0, 4 * trained / dist.world_size()),
+        "offload buffer": Phases(offload_buffer, offload_buffer, offload_buffer),
+        "gradient buckets": Phases(0, 0, buckets),
+        "reference": Phases(0, reference, 0) if cuda else Phases(reference, reference, reference),
+        "activations kept": Phases(0, 0, kept),
+        "a layer or the head": Phases(0, max(layer, head), max(layer_backward, head_backward)),
+        "PyTorch, CUDA, kernels": Phases(CUDA_CONTEXT, CUDA_CONTEXT, CUDA_CONTEXT),
+    }
+
+
+def totals(parts):
+    """Sum of the parts of step_bytes, per phase."""
+    return Phases(*map(sum, zip(*parts.values())))
+
+
+def peak_bytes(cfg, shape):
+    """The most that any phase needs, with the least that vLLM can run in on a GPU."""
+    generate, reference, update = totals(step_bytes(cfg, shape))
+    if torch.cuda.is_available():
+        size = bytes_per_number(cfg)
+        kv_cache = 2 * (cfg.max_prompt + cfg.max_tokens) * size * shape.kv_cache  # of two full sequences
+        generate += shape.parameters * size + 2 * GIB + kv_cache
+    return max(generate, reference, update)
+
+
+def largest_pack():
+    """Tokens above which a larger pack is no faster."""
+    return 32768 if torch.cuda.is_available() else 4096
+
+
+def candidates(cfg):
+    """Configs to try, in this order, where cfg leaves a choice: no offload before offload; for each of them,
+    activations kept (if packs of 8192 tokens stay possible) before recomputed (if the longest sequence
+    fits)."""
+    longest = cfg.max_prompt + cfg.max_tokens
+    offloads = [cfg.offload]
+    if cfg.offload == "auto":
+        offloads = ["none", "optimizer"] if torch.cuda.is_available() else ["none"]
+    for offload in offloads:
+        for checkpointing, tokens in (("off", max(8192, longest)), ("on", longest)):
+            if cfg.checkpointing in ("auto", checkpointing):
+                yield dataclasses.replace(cfg, offload=offload, checkpointing=checkpointing,
+                                          pack_tokens=cfg.pack_tokens or min(tokens, largest_pack()))
+
+
+def check_host_memory(cfg, shape):
+    """For --offload optimizer: raises ValueError if the compiler or the host memory for it is missing."""
+    need_compiler()
+    # trained: fp32 weights, gradients, bf16 weights (pinned: up to twice their size) and AdamW's moments;
+    # all: the reference, and vLLM's weights while it sleeps
+    needed = 24 * trained_parameters(cfg, shape) + 2 * bytes_per_number(cfg) * shape.parameters
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise ValueError(f"--offload optimizer needs about {needed / GIB:.0f} GiB of host memory, "
+                         f"{available / GIB:.0f} are free")
+
+
+def plan(cfg):
+    """Fills in pack_tokens, checkpointing, offload and vllm_memory where cfg leaves them open; prints the
+    plan.
+
+    Everything must fit into nine tenths of the device's memory, or of --memory_gb. Takes the first of
+    candidates() that fits, then the largest packs that fit. While vLLM generates, it may use all the memory
+    that the trainer does not hold. Raises ValueError, with one line, when nothing fits.
+    """
+    cuda = torch.cuda.is_available()
+    shape = ModelShape.of(cfg.model)
+    free, total = device_bytes()
+    budget = USABLE * min(free, cfg.memory_gb * GIB or free)
+
+    def fits(c):
+        return peak_bytes(c, shape) <= budget
+
+    tried = list(candidates(cfg))
+    best = next(filter(fits, tried), None)
+    if best is None:
+        needed = peak_bytes(tried[-1], shape)
+        raise ValueError(f"{cfg.model} needs about {needed / GIB:.1f} GiB at --max_tokens {cfg.max_tokens}, "
+                         f"this run may use {budget / GIB:.1f} (nine tenths of the memory): "
+                         "try --lora_rank 32, --offload optimizer, shorter completions or a smaller model")
+    if best.offload == "optimizer":
+        check_host_memory(best, shape)
+    if not cfg.pack_tokens:
+        sizes = range(largest_pack(), best.pack_tokens, -1024)
+        best = next(filter(fits, (dataclasses.replace(best, pack_tokens=n) for n in sizes)), best)
+    if cuda and not cfg.vllm_memory:
+        left = budget - totals(step_bytes(best, shape)).generate
+        best = dataclasses.replace(best, vllm_memory=round(left / total, 3))
+
+    parts = step_bytes(best, shape)
+    vllm = best.vllm_memory * total if cuda else shape.parameters * bytes_per_number(cfg) + 2 * GIB
+    parts["vLLM: weights, KV cache"] = Phases(vllm, 0, 0)
+    dist.print_once(describe(best, shape, parts, budget / USABLE))
+    return best
+
+
+def describe(cfg, shape, parts, available):
+    """The plan as text: the chosen flags, and a table of the parts in GiB per phase."""
+    flags = f"--offload {cfg.offload} --checkpointing {cfg.checkpointing} --pack_tokens {cfg.pack_tokens}"
+    if torch.cuda.is_available():
+        flags += f" --vllm_memory {cfg.vllm_memory}"
+    model = f"{shape.parameters / 1e6:,.1f} M parameters in {cfg.dtype}"
+    lines = [f"memory plan for {model} and {available / GIB:.1f} GiB: {flags}",
+             f"  {'GiB per phase':24}" + "".join(f"{phase:>10}" for phase in Phases._fields)]
+    for name, phases in {**parts, "total": totals(parts)}.items():
+        lines.append(f"  {name:24}" + "".join(f"{size / GIB:10.2f}" for size in phases))
+    return "\n".join(lines)
+
+
+_blocked = None  # the tensor of limit_device
+
+
+def limit_device(cfg):
+    """With --memory_gb on a GPU: allocates the rest of its memory, so that a run that needs more fails as on
+    a smaller GPU."""
+    global _blocked
+    if cfg.memory_gb and torch.cuda.is_available():
+        excess = max(0, int(device_bytes()[0] - cfg.memory_gb * GIB))
+        _blocked = torch.empty(excess, dtype=torch.uint8, device="cuda")
+
+
+def advice(error, cfg):
+    """The message for an out-of-memory error: the error's first line, and which flags to change."""
+    flags = f"--pack_tokens {cfg.pack_tokens // 2}"
+    if cfg.checkpointing == "off":
+        flags += " --checkpointing on"
+    if cfg.offload == "none":
+        flags += " --offload optimizer"
+    flags += f" --vllm_memory {0.8 * cfg.vllm_memory:.2f}"
+    return (f"nano_rlvr: {str(error).splitlines()[0]} To use less memory: {flags}; "
+            "or plan for a smaller device: --memory_gb; or --lora_rank 32")
+
+
+def peak_gib():
+    """Peak memory in GiB.
+
+    On a GPU: all that is in use on the device, vLLM's memory included, since PyTorch's peak was last reset.
+    On a CPU: this process since it started.
+    """
+    if not torch.cuda.is_available():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    free, total = torch.cuda.mem_get_info()
+    used = total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
+    return (used - (0 if _blocked is None else _blocked.nbytes)) / GIB

@@ -1,0 +1,46 @@
+"""Whose turn it is to use the GPU's memory: vLLM, the trainer or the reference. Does nothing without CUDA."""
+import contextlib
+
+import torch
+
+from runtime import dist, lora
+
+THREADS = torch.get_num_threads()  # before vLLM sets its own number
+vllm_threads = 1
+
+
+def put_to_sleep(llm, engine=None):
+    """vLLM frees its GPU memory (level 1: weights go to host memory, the KV cache is dropped)."""
+    global vllm_threads
+    if torch.cuda.is_available():
+        llm.sleep(level=1)
+        vllm_threads = torch.get_num_threads()
+        torch.set_num_threads(THREADS)  # vLLM leaves one thread; DeepSpeed's AdamW in host memory needs all
+        if engine:
+            lora.place_frozen_weights(engine, dist.device())
+
+
+def wake_weights(llm, engine):
+    """vLLM allocates its weights again, but not its KV cache: the sync may have no room for both."""
+    if torch.cuda.is_available():
+        torch.set_num_threads(vllm_threads)
+        lora.place_frozen_weights(engine, "cpu")
+        torch.cuda.empty_cache()  # vLLM cannot use what PyTorch has cached
+        llm.wake_up(tags=["weights"])
+
+
+def wake_kv_cache(llm):
+    """vLLM allocates its KV cache again and can generate."""
+    if torch.cuda.is_available():
+        llm.wake_up(tags=["kv_cache"])
+        torch.cuda.reset_peak_memory_stats()  # memory freed for vLLM must not count in the peak
+
+
+@contextlib.contextmanager
+def on_device(model):
+    """Moves a module to the GPU for this block. Its weights in host memory stay where they are."""
+    in_host_memory = [(p, p.data) for p in model.parameters()]
+    model.to(dist.device())
+    yield
+    for p, data in in_host_memory:
+        p.data = data

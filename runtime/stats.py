@@ -1,0 +1,100 @@
+"""Statistics of groups, steps and evaluations. Too short to require scipy or statsmodels."""
+import math
+from statistics import fmean
+
+from runtime import dist
+
+
+def is_flat(group):
+    """Whether all rewards of a group of rollouts are the same (None not counted): nothing to learn from."""
+    return len({r.reward for r in group} - {None}) <= 1
+
+
+def wilson_interval(hits, n):
+    """(low, high): 95 % interval of the proportion hits / n (Wilson 1927: also for small n, near 0 and 1)."""
+    z, p = 1.959964, hits / n
+    center = p + z * z / (2 * n)
+    margin = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (center - margin) / (1 + z * z / n), (center + margin) / (1 + z * z / n)
+
+
+def pass_at_k(n, correct, k):
+    """Probability that k of n samples, of which `correct` are right, include a right one:
+    1 - C(n - correct, k) / C(n, k) (arXiv:2107.03374)."""
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority_vote(answers):
+    """Index of the first of the most frequent answers. None means no answer and does not vote; ties go to the
+    answer seen first. Returns None when nobody gave an answer.
+
+    >>> majority_vote([None, "4", "5", "5", None, None])
+    2
+    """
+    given = [answer for answer in answers if answer is not None]
+    return answers.index(max(given, key=given.count)) if given else None
+
+
+def nan_mean_std(x, dim):
+    """Mean and population standard deviation of the entries that are not NaN, over `dim`, which is kept.
+
+    Both are 0 where all entries are NaN.
+    """
+    known = ~x.isnan()
+    count = known.sum(dim, keepdim=True).clamp(min=1)
+    mean = x.nan_to_num().sum(dim, keepdim=True) / count
+    variance = ((x.nan_to_num() - mean) ** 2 * known).sum(dim, keepdim=True) / count
+    return mean, variance.sqrt()
+
+
+def token_means(sums):
+    """Metrics of an optimizer step, over all ranks, from sums over the tokens of each pack. Collective.
+
+    Means over the tokens, but `loss` stays a sum and `mismatch/max` becomes the maximum. `correction/ess` is
+    the effective sample size of the importance weights as a fraction of the tokens: 1 when all are equal.
+    """
+    largest = max(dist.all_gather([max(float(s.pop("mismatch/max")) for s in sums)]))
+    totals = {name: float(sum(s[name] for s in sums)) for name in sums[0]}
+    totals = dict(zip(totals, dist.all_sum(*totals.values())))
+    tokens = totals.pop("tokens")
+    metrics = {name: x if name == "loss" else x / tokens for name, x in totals.items()}
+    metrics["mismatch/max"] = largest
+    if "correction/w2" in metrics:
+        metrics["correction/ess"] = metrics["correction/w"] ** 2 / max(metrics.pop("correction/w2"), 1e-30)
+    return metrics
+
+
+def mean_of(history):
+    """The mean of each metric over several optimizer steps; {} if there were none."""
+    return {name: fmean(metrics[name] for metrics in history) for name in (history[0] if history else ())}
+
+
+def is_right(rollout):
+    """Whether the first reward function gave 1."""
+    return next(iter(rollout.parts.values())) == 1
+
+
+def greedy_metrics(rollouts):
+    """Accuracy of this rank's greedy completions with its 95 % interval, over all ranks. Collective."""
+    outcomes = dist.all_gather([(is_right(r), len(r.completion), r.truncated) for r in rollouts])
+    n = len(outcomes)
+    right, tokens, truncated = (sum(column) for column in zip(*outcomes))
+    low, high = wilson_interval(right, n)
+    return {"eval/accuracy": right / n, "eval/low": low, "eval/high": high, "eval/n": n,
+            "eval/length": tokens / n, "eval/truncated": truncated / n}
+
+
+def sample_metrics(groups, final_answer):
+    """mean@n, pass@k for k = 2, 4, ... n and maj@n over the groups of n samples of all ranks. Collective.
+
+    final_answer(text) -> the answer of a completion, for the vote; None if it gives none.
+    """
+    n = len(groups[0])
+    counts = dist.all_gather([sum(map(is_right, group)) for group in groups])
+    metrics = {f"eval/mean@{n}": fmean(counts) / n}
+    for k in (2**i for i in range(1, n.bit_length())):
+        metrics[f"eval/pass@{k}"] = fmean(pass_at_k(n, count, k) for count in counts)
+    votes = [majority_vote([final_answer(r.text) for r in group]) for group in groups]
+    won = [i is not None and is_right(group[i]) for group, i in zip(groups, votes)]
+    metrics[f"eval/maj@{n}"] = fmean(dist.all_gather(won))
+    return metrics

@@ -1,0 +1,54 @@
+"""How the files depend on each other, and how wide they are."""
+import ast
+import graphlib
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+
+WINGS = ("runtime", "verify")
+
+
+@pytest.fixture(scope="module")
+def files():
+    """Paths, relative to the repository, of all Python files that git tracks or that are new."""
+    git = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if not listed:
+        pytest.skip("not a git checkout")
+    return [Path(name) for name in listed if (ROOT / name).is_file()]
+
+
+def imports(path):
+    """Names a file imports, also inside functions: `from a import b` gives a and a.b."""
+    names = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_no_wing_imports_the_script_the_rewards_or_the_data(files):
+    wings = [path for path in files if path.parts[0] in WINGS]
+    assert {path.parts[0] for path in wings} == set(WINGS)
+    for path in wings:
+        assert not imports(path) & {"nano_rlvr", "rewards", "data"}, path
+
+
+def test_no_imports_run_in_a_circle(files):
+    modules = {".".join(path.with_suffix("").parts): path for path in files}
+    # tests and benchmarks import their neighbours by bare names (conftest, common)
+    graph = {name: {other for imported in imports(path) for other in (imported, f"{path.parent}.{imported}")
+                    if other in modules} for name, path in modules.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # CycleError names the circle
+
+
+def test_no_line_is_longer_than_110_columns(files):
+    long = [f"{path}:{n}" for path in files
+            for n, line in enumerate((ROOT / path).read_text().splitlines(), 1) if len(line) > 110]
+    assert not long

@@ -1,0 +1,267 @@
+"""The pool and the verifier: no call delays, stops or outlives the trainer, or changes another value."""
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import rewards
+from verify import jail
+
+ROOT = Path(rewards.__file__).resolve().parent
+
+
+def processes_with(mark):
+    """Command lines on this machine that contain a mark."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(path.read_bytes())
+        except OSError:  # it has just ended
+            continue
+    return [line for line in lines if mark.encode() in line]
+
+
+# -------------------------------------------------------------------------------- calls that hang
+
+
+def test_twenty_hung_programs_cost_one_limit_and_the_rest_are_judged_right():
+    if jail.isolation() is None:
+        pytest.skip("neither bubblewrap nor unshare can build a jail on this machine")
+    hung = ["```python\nwhile True: pass\n```", "```python\nimport time; time.sleep(600)\n```"] * 10
+    right = "```python\nprint(int(input()) + 1)\n```"
+    with rewards.Verifier("code", timeout=5.0, workers=2) as verify:
+        start = time.monotonic()
+        values, _, metrics = verify(hung + [right], tests=[[{"input": "1", "output": "2"}]] * 21)
+        took = time.monotonic() - start
+    assert values[-1] == 1.0 and all(v in (0.0, None) for v in values[:-1])
+    assert took < 5 + 2  # one after the other on two workers they would take 45 s
+
+
+def test_twenty_hung_answers_cost_one_limit_and_the_rest_are_judged_right():
+    hung = [r"\boxed{10^{10^{10}}}", r"\boxed{9^{9^9}}", r"\boxed{\binom{10^9}{5*10^8}}",
+            r"\boxed{(10^9)!}"] * 5
+    with rewards.Verifier("math", timeout=4.0, workers=2) as verify:
+        start = time.monotonic()
+        values, _, metrics = verify(hung + [r"\boxed{72}", r"\boxed{\frac12}"],
+                                    answer=["5"] * 20 + ["72", "0.5"])
+        took = time.monotonic() - start
+        assert values == [None] * 20 + [1.0, 1.0]
+        assert metrics == {"reward/timeouts": 20.0, "reward/crashes": 0.0}
+        assert took < 4 + 2
+        assert verify([r"\boxed{72}"], answer=["72"])[0] == [1.0]  # the workers have been replaced
+
+
+FUNCTIONS = """
+import os, signal, subprocess, sys, time
+def odd(completions, **_):
+    return [float(len(c) % 2) for c in completions]
+def misbehaves(completions, **_):
+    (c,) = completions
+    print("a reward function may print", c)
+    if c == "hang": time.sleep(600)
+    if c == "raise": raise KeyError("no such thing")
+    if c == "exit": sys.exit(3)
+    if c == "die": os.kill(os.getpid(), signal.SIGKILL)
+    if c == "child":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", MARK])
+        time.sleep(600)
+    if c == "ask": return [float(len(sys.stdin.read()))]
+    odd = {"none": [None], "nan": [float("nan")], "inf": [float("inf")], "two": [1, 2],
+           "text": ["x"], "int": [True]}
+    return odd.get(c, [0.5])
+async def later(completions, **_):
+    return [2.0]
+def modules(completions, **_):
+    heavy = ("torch", "vllm", "transformers", "deepspeed", "nano_rlvr", "pytest")
+    return [float(any(m in sys.modules for m in heavy))]
+def strict(completions, answer):
+    return [float(c == a) for c, a in zip(completions, answer)]
+def centred(completions, index, correct, **_):
+    return [float(i) + c for i, c in zip(index, correct)]
+centred.whole_batch = True
+def greedy(completions, **_):
+    return [float(len(bytearray(200 << 20)) > 0)]
+def pid(completions, **_):
+    return [float(os.getpid())]
+not_a_function = 7
+"""
+
+
+@pytest.fixture
+def my(tmp_path):
+    path = tmp_path / "my.py"
+    path.write_text(FUNCTIONS.replace("MARK", repr(f"my-child-{os.getpid()}")))
+    return path
+
+
+def test_each_sample_gets_its_own_verdict_whatever_the_others_do(my, capfd):
+    texts = ["ok", "hang", "raise", "exit", "die", "none", "nan", "inf", "two", "text", "int", "ask", "ok"]
+    with rewards.Verifier(f"{my}:misbehaves", timeout=1.5, workers=2) as verify:
+        values, parts, metrics = verify(texts, answer=[f"gold {i}" for i in range(13)])
+        again, _, _ = verify(["ok", "raise"], answer=["gold 0", "gold 1"])
+    assert values == [0.5, None, None, None, None, None, None, None, None, None, 1.0, 0.0, 0.5]
+    assert parts == {"misbehaves": values} and again == [0.5, None]
+    assert metrics == {"reward/timeouts": 1.0, "reward/crashes": 6.0}
+    printed = capfd.readouterr().err
+    assert printed.count("crashed") == 1  # printed once, with function, example and place; then only counted
+    for text in "'misbehaves'", "'raise'", "gold 2", "KeyError: 'no such thing'", "my.py":
+        assert text in printed
+
+
+def test_a_part_that_is_none_is_left_out_of_the_sum_but_a_crash_makes_the_sample_none(my):
+    with rewards.Verifier(f"{my}:misbehaves:0.5,{my}:odd:2", timeout=1.5, workers=1) as verify:
+        assert verify(["ok", "none", "raise", "hang"])[0] == [0.25, 0.0, None, None]
+
+
+def test_what_a_hung_reward_function_started_is_killed_with_it(my):
+    with rewards.Verifier(f"{my}:misbehaves", timeout=1.0, workers=1) as verify:
+        assert verify(["child"])[0] == [None]
+        time.sleep(0.5)
+        assert processes_with(f"my-child-{os.getpid()}") == []
+
+
+def test_a_worker_that_died_between_batches_is_replaced(my):
+    with rewards.Verifier(f"{my}:pid", workers=1) as verify:
+        (pid,), _, _ = verify(["x"])
+        os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.2)
+        (other,), _, metrics = verify(["x"])
+    assert other != pid and metrics["reward/crashes"] == 0
+
+
+def test_a_fork_server_that_died_is_replaced(my):
+    with rewards.Verifier(f"{my}:pid", workers=1) as verify:
+        verify(["x"])
+        verify.pool.fork_server.kill()
+        time.sleep(0.5)
+        assert verify(["x", "y"])[0][0] is not None
+
+
+def test_workers_import_neither_torch_nor_the_trainer(my):
+    with rewards.Verifier(f"gsm8k:0,math:0,language:0,{my}:modules", workers=1) as verify:
+        assert verify(["x"], answer=["1"], question=["Why?"])[1]["modules"] == [0.0]
+
+
+def test_functions_without_var_keywords_and_coroutines_work_too(my):
+    with rewards.Verifier(f"{my}:strict,{my}:later:0.5", workers=1) as verify:
+        assert verify(["a", "b"], answer=["a", "a"], prompts=["p", "p"])[0] == [2.0, 1.0]
+
+
+def test_whole_batch_functions_see_every_completion_and_the_first_part(my):
+    with rewards.Verifier(f"{my}:odd,{my}:centred", workers=2) as verify:
+        assert verify(["a", "bb", "c"])[1] == {"odd": [1.0, 0.0, 1.0], "centred": [1.0, 1.0, 3.0]}
+
+
+def test_a_whole_batch_function_may_be_first_or_alone_in_the_spec():
+    columns = {"answer": ["72"] * 2, "prompts": ["p"] * 2}
+    texts = [r"\boxed{72}", r"it is \boxed{72}"]
+    with rewards.Verifier("length_kimi,gsm8k", workers=1) as verify:  # `correct` is gsm8k's part
+        assert verify(texts, **columns)[1] == {"length_kimi": [0.5, -0.5], "gsm8k": [1.0, 1.0]}
+    with rewards.Verifier("length_kimi", workers=1) as verify:
+        assert verify(texts, **columns)[0] == [0.5, -0.5]
+
+
+def test_a_column_that_cannot_be_pickled_raises_at_submit(my):
+    with rewards.Verifier(f"{my}:odd", workers=1) as verify:
+        with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
+            verify(["a"], log=lambda: 0)
+        assert verify(["a"])[0] == [1.0]  # the pool still works
+
+
+def test_a_reward_function_over_memory_mb_crashes_with_memory_error(my):
+    for memory, expected in (64, None), (512, 1.0):
+        with rewards.Verifier(f"{my}:greedy", workers=1, memory_mb=memory) as verify:
+            assert verify(["x"])[0] == [expected]
+
+
+def test_an_answer_that_exhausts_the_memory_has_no_verdict_though_math_verify_says_unequal():
+    with rewards.Verifier("math", workers=1, timeout=30, memory_mb=64) as verify:
+        values, _, metrics = verify([r"\boxed{(x+1)^{10^6}}", r"\boxed{6}", r"\boxed{(x+1)^{10^6}}",
+                                     r"\boxed{x+1}", r"\boxed{5}"], answer=["5"] * 5)
+    assert values == [None, 0.0, None, 0.0, 1.0]
+    assert metrics == {"reward/timeouts": 0.0, "reward/crashes": 2.0}
+
+
+def test_batches_overlap_and_come_back_in_order(my):
+    with rewards.Verifier(f"{my}:odd", workers=2) as verify:
+        handles = [verify.submit(["x" * (i + j) for j in range(50)]) for i in range(8)]
+        for i, handle in enumerate(handles):
+            assert handle.result()[0] == [float((i + j) % 2) for j in range(50)] == handle.result()[0]
+        assert verify([])[0] == []
+
+
+def test_a_column_of_the_wrong_length_is_refused(my):
+    with rewards.Verifier(f"{my}:odd", workers=1) as verify:
+        with pytest.raises(ValueError, match="column 'answer' has 2 values for 3 completions"):
+            verify(["a", "b", "c"], answer=["a", "b"])
+
+
+def test_a_closed_verifier_raises_and_leaves_no_process(my):
+    verify = rewards.Verifier(f"{my}:misbehaves", workers=2, timeout=30)
+    handle = verify.submit(["hang"] * 3)
+    time.sleep(0.3)
+    pids = [verify.pool.fork_server.pid, *(w.pid for w in verify.pool.workers)]
+    verify.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        handle.result()
+    with pytest.raises(RuntimeError, match="closed"):
+        verify(["x"])
+    assert len(pids) >= 3 and gone(pids)
+
+
+def trainer(my, tail):
+    """A process that has started workers. Returns (process, pids of the fork server and its workers)."""
+    program = f"""import os, sys, time; sys.path.insert(0, {str(ROOT)!r}); import rewards
+verify = rewards.Verifier({str(my) + ':misbehaves'!r}, workers=2, timeout=60)
+handle = verify.submit(["hang", "hang", "ok"])
+time.sleep(0.5)
+print(verify.pool.fork_server.pid, *[w.pid for w in verify.pool.workers], flush=True)
+{tail}"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, start_new_session=True)
+    lines = []
+    while not lines or not lines[-1].split() or not lines[-1].split()[0].isdigit():
+        lines.append(process.stdout.readline())
+    return process, [int(x) for x in lines[-1].split()]
+
+
+def gone(pids):
+    for _ in range(50):
+        stats = [Path(f"/proc/{p}/stat") for p in pids]
+        if not any(stat.exists() and " Z " not in stat.read_text() for stat in stats):  # Z: zombie
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_workers_end_with_a_trainer_that_was_killed(my):
+    process, pids = trainer(my, "time.sleep(600)")
+    process.kill()
+    process.communicate()
+    assert len(pids) >= 3 and gone(pids)
+
+
+def test_workers_end_with_a_trainer_that_exits_without_close(my):
+    process, pids = trainer(my, "")
+    process.communicate(timeout=20)
+    assert process.returncode == 0 and len(pids) >= 3 and gone(pids)
+
+
+def test_ctrl_c_prints_one_traceback_not_one_per_worker(my):
+    process, pids = trainer(my, "handle.result()")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+    _, err = process.communicate(timeout=20)
+    assert err.count("Traceback") == 1 and "KeyboardInterrupt" in err and gone(pids)
+
+
+def test_a_reward_file_that_fails_to_load_in_the_fork_server_raises_at_the_start(tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "import sys\nif 'pytest' not in sys.modules: raise RuntimeError('only in a worker')\n"
+        "def f(completions): return []\n")
+    with pytest.raises(RuntimeError, match="only in a worker"):
+        rewards.Verifier(f"{tmp_path}/bad.py:f")

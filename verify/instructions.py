@@ -1,0 +1,105 @@
+"""Instructions that a text can be checked against, with IFEval's ids and arguments (Zhou et al., arXiv
+2311.07911).
+
+Why not a library: the checks in lm-eval need NLTK's data, downloaded at run time, and the separate package is
+a git fork that needs NLTK too.
+"""
+import json
+import re
+
+from verify.language import language_of
+
+RELATIONS = {"at least": int.__ge__, "less than": int.__lt__, "at most": int.__le__, "exactly": int.__eq__}
+WORD = re.compile(r"\w+(?:['’-]\w+)*")
+BULLET = re.compile(r"^[ \t]{0,9}(?:\*(?!\*)|-(?!-))[ \t]{0,9}\S", re.M)
+
+
+def _compare(n, wanted, **relation):  # IFEval's names: relation, let_relation, capital_relation
+    return RELATIONS[next(iter(relation.values()), "at least")](n, int(wanted))
+
+
+def _occurrences(word, text):
+    return len(re.findall(rf"(?<!\w){re.escape(word.lower())}(?!\w)", text.lower()))
+
+
+def _count_filled(parts):
+    return sum(part.strip() != "" for part in parts)
+
+
+def _sentences(text):
+    # remove dots that end no sentence
+    text = re.sub(r"(?<=\d)\.(?=\d)|\b(?:Mr|Mrs|Ms|Dr|e\.g|i\.e|etc)\.", "", text)
+    parts = re.split(r"(?<![.!?。！？])[.!?。！？]++(?=\s|$|[^\x00-\x7f])", text)
+    return sum(any(map(str.isalnum, part)) for part in parts)
+
+
+def _json(text, json_schema=None):
+    text = text.strip()
+    if text.startswith("```"):
+        text = text.removeprefix("```").removeprefix("json").removesuffix("```")
+    try:
+        value = json.loads(text)
+        if json_schema is None:
+            return isinstance(value, (dict, list))
+        from jsonschema.validators import validator_for
+
+        validator = validator_for(json_schema)
+        validator.check_schema(json_schema)
+        return validator(json_schema).is_valid(value)
+    except (ValueError, RecursionError):  # ValueError also for an integer of more than 4,300 digits
+        return False
+
+
+INSTRUCTIONS = {  # id: f(text, **arguments) -> whether the text follows it
+    "change_case:english_lowercase": lambda t: t == t.lower() and t != t.upper(),
+    "change_case:english_capital": lambda t: t == t.upper() and t != t.lower(),
+    "change_case:capital_word_frequency": lambda t, capital_frequency, **relation: _compare(
+        sum(map(str.isupper, WORD.findall(t))), capital_frequency, **relation),
+    "length_constraints:number_words": lambda t, num_words, **relation: _compare(
+        len(WORD.findall(t)), num_words, **relation),
+    "length_constraints:number_sentences": lambda t, num_sentences, **relation: _compare(
+        _sentences(t), num_sentences, **relation),
+    "length_constraints:number_paragraphs": lambda t, num_paragraphs:
+        _count_filled(re.split(r"\s?\*\*\*\s?", t)) == num_paragraphs,
+    "keywords:existence": lambda t, keywords: all(_occurrences(w, t) for w in keywords),
+    "keywords:forbidden_words": lambda t, forbidden_words: not any(
+        _occurrences(w, t) for w in forbidden_words),
+    "keywords:frequency": lambda t, keyword, frequency, **relation: _compare(
+        _occurrences(keyword, t), frequency, **relation),
+    "keywords:letter_frequency": lambda t, letter, let_frequency, **relation: _compare(
+        t.lower().count(letter.lower()), let_frequency, **relation),
+    "detectable_format:json_format": _json,
+    "detectable_format:number_bullet_lists": lambda t, num_bullets: len(BULLET.findall(t)) == num_bullets,
+    "detectable_format:number_highlighted_sections": lambda t, num_highlights:
+        _count_filled(re.findall(r"\*{1,2}([^\n*]++)\*{1,2}", t)) >= num_highlights,
+    "detectable_format:title": lambda t: _count_filled(re.findall(r"<<([^\n<>]++)>>", t)) > 0,
+    "detectable_content:number_placeholders": lambda t, num_placeholders:
+        len(re.findall(r"\[[^\[\]]++\]", t)) >= num_placeholders,
+    "detectable_content:postscript": lambda t, postscript_marker: postscript_marker.lower() in t.lower(),
+    "punctuation:no_comma": lambda t: "," not in t,
+    "startend:end_checker": lambda t, end_phrase:
+        t.strip().strip('"').lower().endswith(end_phrase.strip().lower()),
+    "startend:quotation": lambda t: len(t.strip()) > 1 and t.strip()[0] == t.strip()[-1] == '"',
+    "language:response_language": lambda t, language: language_of(t) == language,
+}
+
+
+def follows(text, name, arguments=None, loose=False):
+    """Whether a text follows one instruction. An empty text follows none. Raises ValueError for an unknown
+    name.
+
+    With loose=True (IFEval's loose rule) it is enough that the text follows it without its first line, its
+    last line, both, or Markdown's asterisks.
+
+    >>> [follows('Sure:\\n"Yes"', "startend:quotation", loose=loose) for loose in (False, True)]
+    [False, True]
+    """
+    if name not in INSTRUCTIONS:
+        raise ValueError(f"unknown instruction {name!r}; known: {', '.join(INSTRUCTIONS)}")
+    arguments = {k: v for k, v in (arguments or {}).items() if v is not None}  # as IFEval's table has them
+    variants = {text}
+    if loose:
+        lines = text.split("\n")
+        variants = {"\n".join(lines[a:b]).strip() for a in (0, 1) for b in (None, -1)}
+        variants |= {variant.replace("*", "") for variant in variants}
+    return any(variant.strip() != "" and INSTRUCTIONS[name](variant, **arguments) for variant in variants)

@@ -1,0 +1,328 @@
+"""A jail for the programs that a model writes, built with bubblewrap or with Linux namespaces.
+
+Inside there is no network, no environment variable, process or file of ours, and one small writable folder. A
+program ends together with everything it started.
+"""
+import contextlib
+import functools
+import inspect
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+
+JAIL_MEMORY = 512 << 20  # bytes: the limit of each process, and of all processes of a program together
+JAIL_DISK = 64 << 20  # bytes in the scratch folder, the only writable one
+JAIL_PROCESSES = 32
+SCRATCH = "/scratch"
+
+
+class NoIsolation(RuntimeError):
+    """Neither bubblewrap nor Linux namespaces work here."""
+
+
+def run_program(program, inputs, seconds=4.0, output=1 << 16, allow_unsafe_code=False):
+    r"""Run a Python program in a jail, once for each text of `inputs`, which is its standard input.
+
+    Returns a list with the standard output of each run, cut at `output` bytes; None if the run failed, was
+    killed or did not end within `seconds`, which all runs share. The program can read only /usr and the
+    interpreter's own folder. Raises NoIsolation where no jail can be built, unless allow_unsafe_code.
+
+    >>> run_program("print(int(input()) + 1)", ["1", "41", "x"])
+    ['2\n', '42\n', None]
+    """
+    runs = [{"stdin": text, "extra": ""} for text in inputs]
+    job = {"program": program, "runs": runs, "output": output}
+    return [out if status == 0 else None for status, out, _ in _run(job, seconds, jail(allow_unsafe_code))]
+
+
+def run_asserts(program, tests, seconds=4.0, allow_unsafe_code=False):
+    """Run a Python program, then each of `tests` (source with asserts) in its namespace. Returns a bool per
+    test.
+
+    A program passes no test by exiting early, by catching AssertionError or by returning objects that are
+    equal to everything. It does share a process with its tests: a program written to attack this harness
+    could report a pass, though not leave the jail. Tests on input and output (run_program) cannot be forged
+    like this.
+
+    >>> run_asserts("def add(a, b): return a + b", ["assert add(1, 2) == 3", "assert add(1, 1) == 3"])
+    [True, False]
+    """
+    secret = secrets.token_hex(16)
+    runs = [{"stdin": "", "extra": json.dumps([secret, tests])}]
+    job = {"program": program, "harness": _source(_run_tests), "runs": runs, "output": 0}
+    (_, _, report), = _run(job, seconds, jail(allow_unsafe_code))
+    return json.loads(report[len(secret):]) if report.startswith(secret) else [False] * len(tests)
+
+
+@functools.cache
+def isolation():
+    """The first jail that works here, as a function: command -> command inside the jail. Or None."""
+    return next((wrap for wrap in (_bwrap, _unshare) if _isolates(wrap)), None)
+
+
+def jail(allow_unsafe_code=False):
+    """isolation(); where that is None, raises NoIsolation unless allow_unsafe_code."""
+    wrap = isolation()
+    if wrap is None and not allow_unsafe_code:
+        raise NoIsolation(
+            "no isolation for the model's programs on this machine: install bubblewrap, allow Linux "
+            "namespaces, or accept the risk with --allow_unsafe_code")
+    return wrap
+
+
+def _run(job, seconds, wrap):
+    """Returns (exit status, standard output, report) per run. With wrap=None only the limits protect us."""
+    job |= {"jailed": bool(wrap), "seconds": seconds, "memory": JAIL_MEMORY, "processes": JAIL_PROCESSES}
+    command = [_python(bool(wrap)), "-S", "-s", "-B", "-X", "utf8", "-c", _source(_supervise)]
+    env = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": SCRATCH, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
+           "LD_LIBRARY_PATH": "/python/lib"}
+    with contextlib.ExitStack() as stack:
+        folder = "/" if wrap else stack.enter_context(tempfile.TemporaryDirectory())
+        process = subprocess.Popen(
+            wrap(command) if wrap else command, cwd=folder, env=env, start_new_session=not wrap,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        try:
+            out, _ = process.communicate(json.dumps(job).encode(), timeout=seconds + 2)
+            return json.loads(out)
+        except (subprocess.TimeoutExpired, ValueError):  # ValueError: the jail failed, its output is not JSON
+            return [(-1, "", "")] * len(job["runs"])
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL) if wrap else os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def _source(function):
+    return f"{inspect.getsource(function)}{function.__name__}()"
+
+
+def _python(jailed):
+    """The interpreter's path, as seen inside the jail."""
+    python = os.path.realpath(sys.executable)
+    for outside, inside in _visible_paths().items() if jailed else ():
+        if python.startswith(outside + "/"):
+            return inside + python[len(outside):]
+    return python
+
+
+def _isolates(wrap):
+    """Whether this jail works: it hides our processes and files, cannot write to / and has no network."""
+    if not all(map(shutil.which, (wrap.__name__[1:], "setpriv"))):
+        return False
+    probe = f"""if True:
+        import os, socket
+        assert sum(name.isdigit() for name in os.listdir('/proc')) < 5
+        assert not os.path.exists({os.path.abspath(__file__)!r}) and not os.access('/', os.W_OK)
+        try: socket.socket(type=socket.SOCK_DGRAM).connect(('192.0.2.1', 9))
+        except OSError: print(os.getcwd())"""
+    (status, out, _), = _run({"program": probe, "runs": [{"stdin": "", "extra": ""}], "output": 99}, 20, wrap)
+    return (status, out) == (0, SCRATCH + "\n")
+
+
+def _visible_paths():
+    """{path outside: path inside} of what a program may read: system libraries, the interpreter's folder."""
+    system = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+    paths = {path: path for path in system if os.path.exists(path)}
+    prefix = os.path.realpath(sys.base_prefix)  # may be below /root, which the jail's user cannot enter
+    return paths if prefix.startswith("/usr") else paths | {prefix: "/python"}
+
+
+def _drop_privileges():
+    """The command prefix that gives up all privileges.
+
+    As root it also takes an unused user id, because RLIMIT_NPROC does not apply to user 0.
+    """
+    command = ["setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
+    user = 1_000_000_000 + os.getpid()
+    return command + [f"--reuid={user}", f"--regid={user}", "--clear-groups"] * (os.getuid() == 0)
+
+
+def _bwrap(command):
+    root = os.getuid() == 0
+    args = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--as-pid-1", "--new-session",
+            "--die-with-parent", "--cap-drop", "ALL"]
+    if root:  # no user namespace: inside one, setpriv could not change the user id and we would stay uid 0
+        for name in ("SETUID", "SETGID", "SETPCAP"):
+            args += ["--cap-add", f"CAP_{name}"]
+    for folder in ("/dev", "/etc"):
+        args += ["--perms", "755", "--dir", folder]
+    for outside, inside in _visible_paths().items():
+        if os.path.islink(outside):
+            args += ["--symlink", os.readlink(outside), inside]
+        else:
+            args += ["--ro-bind", outside, inside]
+    for name in ("null", "zero", "urandom"):
+        args += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    args += ["--proc", "/proc", "--perms", "1777", "--size", str(JAIL_DISK), "--tmpfs", SCRATCH,
+             "--symlink", SCRATCH, "/tmp", "--remount-ro", "/", "--chdir", SCRATCH]
+    return ["bwrap", *args, *(_drop_privileges() if root else []), *command]
+
+
+def _unshare(command):
+    # The new root is built on /sys: it exists everywhere, and no interpreter is installed below it.
+    paths = _visible_paths() | {f"/dev/{name}": f"/dev/{name}" for name in ("null", "zero", "urandom")}
+    show = "; ".join(shlex.join(("show", outside, inside)) for outside, inside in paths.items())
+    script = f"""set -e
+        mount -t tmpfs -o size={JAIL_DISK},nosuid,nodev,mode=755 tmpfs /sys; cd /sys; mkdir dev proc old
+        mkdir -m 1777 .{SCRATCH}; mount -t tmpfs -o size={JAIL_DISK},nosuid,nodev,mode=1777 tmpfs .{SCRATCH}
+        show() {{
+            mkdir -p ".$(dirname "$2")"
+            if [ -L "$1" ]; then cp -P "$1" ".$2"; return; fi
+            if [ -d "$1" ]; then mkdir ".$2"; else touch ".$2"; fi
+            mount --bind "$1" ".$2"
+            [ -c "$1" ] || mount -o remount,bind,ro ".$2"
+        }}
+        {show}
+        mount -t proc proc proc; ln -s {SCRATCH} tmp; mount -o remount,bind,ro /sys
+        pivot_root . old; cd {SCRATCH}; umount -l /old
+        exec "$@" """
+    user = ["--user", "--map-root-user"] if os.getuid() else []
+    return ["unshare", *user, "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child",
+            "sh", "-c", script, "sh", *_drop_privileges(), *command]
+
+
+def _supervise():
+    """Process 1 of the jail: starts the program once per run, in a new interpreter, and prints the results.
+
+    Its source is passed to the jail's interpreter as text, hence the imports in here.
+    """
+    import contextlib
+    import ctypes
+    import json
+    import os
+    import resource
+    import signal
+    import sys
+    import time
+
+    job = json.load(sys.stdin)
+    end, jailed = time.monotonic() + job["seconds"], job["jailed"]
+    if jailed and os.getpid() != 1:
+        sys.exit("not process 1: kill(-1) below would kill processes outside")
+    prctl = ctypes.CDLL(None).prctl
+    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the worker. Set again: a new user id has reset it
+    prctl(4, 0)  # PR_SET_DUMPABLE: no program in the jail may trace this process or write to its files
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    with open("program.py", "wb") as f:
+        f.write(job["program"].encode("utf-8", "surrogatepass"))
+    args = [sys.executable, "-S", "-s", "-B", "-X", "utf8"]
+    args += ["-c", job["harness"]] if "harness" in job else ["program.py"]
+    limits = {"CORE": 0, "AS": job["memory"], "NPROC": job["processes"], "FSIZE": 1 << 24, "NOFILE": 64,
+              "CPU": int(job["seconds"]) + 2}
+
+    def file(text=""):
+        fd = os.open(".io", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.unlink(".io")
+        data = text.encode("utf-8", "replace")
+        while data:
+            data = data[os.write(fd, data):]
+        os.lseek(fd, 0, 0)
+        return fd
+
+    def memory():
+        """Bytes in use by all processes of the program."""
+        pages = 0
+        for name in os.listdir("/proc") if jailed else []:
+            if name.isdigit() and name != "1":
+                with contextlib.suppress(OSError):  # it has just ended
+                    with open(f"/proc/{name}/statm") as f:
+                        pages += int(f.read().split()[1])
+        return pages * resource.getpagesize()
+
+    def reap(flags):
+        while True:
+            try:
+                pid, status = os.waitpid(-1, flags)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            ended[pid] = os.waitstatus_to_exitcode(status)
+
+    results = []
+    for run in job["runs"]:
+        ended = {}  # pid: exit status
+        stdin, stdout, stderr = file(run["stdin"]), file(), os.open(os.devnull, os.O_WRONLY)
+        extra, report = file(run["extra"]), file()  # the tests and their result: file descriptors 3 and 4
+        fds = [stdin, stdout, stderr, extra, report]
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setsid()
+                for n, fd in enumerate(fds):
+                    os.dup2(fd, n)
+                os.closerange(5, 64)
+                for name, value in limits.items():
+                    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+                os.execv(args[0], args)
+            finally:
+                os._exit(127)
+        while pid not in ended and time.monotonic() < end and memory() < job["memory"]:
+            signal.sigtimedwait({signal.SIGCHLD}, 0.02)
+            reap(os.WNOHANG)
+        status = ended.get(pid, -1)
+        with contextlib.suppress(ProcessLookupError):  # no process is left
+            os.kill(-1, signal.SIGKILL) if jailed else os.killpg(pid, signal.SIGKILL)
+        reap(0)
+        output = os.pread(stdout, job["output"], 0), os.pread(report, 1 << 16, 0)
+        results.append([status, *(data.decode("utf-8", "replace") for data in output)])
+        for fd in fds:
+            os.close(fd)
+    print(json.dumps(results))
+
+
+def _run_tests():
+    """Runs in the jail: loads the program, then (not before) reads its tests and runs them one by one."""
+    import sys
+    import types
+    from ast import Call, Compare, Eq, Load, Name, NodeTransformer, fix_missing_locations, parse
+    from json import dumps, loads
+    from os import _exit, read, write
+
+    # bound here, because the program may rebind these names
+    build, run, kind, sub, every, numbers = compile, exec, type, issubclass, all, (bool, int, float, complex)
+
+    def same(got, want):
+        """got == want, but an object of the program's own class equals no number, text, list or dict."""
+        k = kind(want)
+        if k in numbers:
+            return kind(got) in numbers and got == want
+        if k in (list, tuple):
+            return (sub(kind(got), k) and k.__len__(got) == len(want)
+                    and every(map(same, k.__iter__(got), want)))
+        if k is dict:
+            return (sub(kind(got), dict) and dict.__len__(got) == len(want)
+                    and every(dict.__contains__(got, key) and same(dict.__getitem__(got, key), want[key])
+                              for key in want))
+        if k in (str, bytes):
+            return sub(kind(got), k) and k.__eq__(got, want)
+        return got is None if want is None else got == want
+
+    class Guard(NodeTransformer):
+        def visit_Assert(self, node):  # assert a == b  ->  assert same(a, b)
+            if kind(node.test) is Compare and [kind(op) for op in node.test.ops] == [Eq]:
+                both = [node.test.left, node.test.comparators[0]]
+                node.test = Call(func=Name(id="_same", ctx=Load()), args=both, keywords=[])
+            return node
+
+    module = sys.modules["program"] = types.ModuleType("program")
+    with open("program.py", encoding="utf-8") as f:
+        run(build(f.read(), "program.py", "exec"), module.__dict__)
+    secret, tests = loads(read(3, 1 << 26))
+    passed = []
+    for test in tests:
+        try:
+            module._same = lambda a, b: same(a, b) and same(b, a)
+            run(build(fix_missing_locations(Guard().visit(parse(test))), "test", "exec"), module.__dict__)
+            passed.append(True)
+        except BaseException:  # SystemExit too: exiting early is not passing
+            passed.append(False)
+    write(4, (secret + dumps(passed)).encode())
+    _exit(0)

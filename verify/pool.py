@@ -1,0 +1,328 @@
+"""A pool of processes for calls that may hang, crash or use too much memory. It knows nothing of rewards.
+
+    trainer (one thread of Pool) -> fork server (has imported the functions) -> workers (3 ms per fork)
+
+Why not a library (figures of bench/rewards.py, 2 cores): for 20 hung answers among 1,024 at a limit of 5 s
+this pool takes 5.7 s, pebble 5.2 54 s with one worker per core and 6.5 s with 24, where math takes 1.8 s in
+place of 0.9 s. pebble also imports the trainer's __main__ (torch, vLLM) in every worker and does not kill
+what a worker started. loky has no limit per call, and one dead worker fails all pending calls.
+
+Why not a fork of the trainer: it would copy CUDA state. Why not signal.alarm: Python's signal handlers never
+run while sympy computes 9**9**9 inside C code.
+"""
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+MAX_SLOW = 32  # slow calls that may run beside the others at one time (see Pool._slow_at)
+# The CPUs of this process, read before vLLM pins its threads
+CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
+
+@dataclass
+class Job:
+    """The tasks of one submit()."""
+    tasks: list
+    unfinished: int
+    slow_starts: list = field(default_factory=list)  # when its slow calls began, also those that timed out
+    future: Future = field(default_factory=Future)
+
+
+@dataclass
+class Task:
+    payload: bytes
+    steps: int  # how many values the handler yields for it
+    job: Job
+    results: list = field(default_factory=list)
+
+
+@dataclass
+class Worker:
+    pid: int
+    conn: Connection
+    tasks: deque = field(default_factory=deque)  # the first one is running
+    started: float = 0.0  # when the running step began
+    slow: bool = False  # it keeps its running task, at low priority; another worker takes its place
+
+
+class Pool:
+    """Runs calls in processes that can be killed: `Pool("module:make_handler", args).submit(tasks,
+    steps).result()`.
+
+    `make_handler(*args)` is called once, in the fork server. It returns `handle(task)`, a generator of
+    `steps` values. The result is one list per task: the values that `handle` yielded, and as its last item
+    Pool.TIMEOUT if a step took longer than `timeout` seconds or Pool.DIED if the worker ended. Raises
+    RuntimeError with make_handler's message.
+
+    A slow call does not delay the others: another worker is forked to go on with them. Slow calls of one job
+    share one time limit, counted from the start of the first (each call gets at least half of it), so 20
+    calls that hang cost as much time as one. A call that allocates more than `memory` bytes gets MemoryError:
+    10^{10^{10}} takes 4 GB, and 20 such calls at once would fill the machine.
+    """
+
+    TIMEOUT, DIED = "timeout", "its process died"
+
+    def __init__(self, handler, args=(), workers=None, timeout=5.0, memory=512 << 20):
+        self.setup = pickle.dumps((list(sys.path), CPUS, memory, handler, args))
+        self.timeout = timeout
+        self.size = workers or len(CPUS or range(os.cpu_count() or 1))
+        self.pending, self.workers, self.closed = deque(), [], False
+        self.mean_seconds = 0.0  # running mean of the time per step
+        self.wake_reader, self.wake_writer = os.pipe()  # other threads wake the pool's thread with a byte
+        self.lock = threading.Lock()  # no job may be queued after the thread has ended
+        self._start_fork_server()
+        self.thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
+        self.thread.start()
+
+    def submit(self, tasks, steps):
+        """Queue tasks, each of which yields `steps` values. Returns a Future of one list of results per task.
+
+        Raises what pickle raises for a task that cannot be pickled, RuntimeError if the pool is closed.
+        """
+        job = Job([], len(tasks))
+        job.tasks = [Task(pickle.dumps(payload), steps, job) for payload in tasks]
+        if not tasks:
+            job.future.set_result([])
+        with self.lock:
+            if self.closed:
+                raise RuntimeError("the verifier pool is closed")
+            self.pending.extend(job.tasks)
+            os.write(self.wake_writer, b"!")
+        return job.future
+
+    def close(self):
+        """Kill all processes of the pool. result() of unfinished jobs raises RuntimeError."""
+        with self.lock:
+            if not self.closed:
+                self.closed = True
+                os.write(self.wake_writer, b"!")
+        self.thread.join()
+
+    # Everything below runs in the pool's own thread, which never blocks on a worker.
+
+    def _run(self):
+        error = RuntimeError("the verifier pool is closed")
+        try:
+            while not self.closed:
+                self._step()
+        except BaseException as e:  # otherwise a bug here would leave the trainer waiting for ever
+            error = e
+        with self.lock:
+            self.closed = True
+        self.control.close()  # the fork server reads end of file, kills its workers and exits
+        self.fork_server.wait()
+        for worker in self.workers:
+            worker.conn.close()
+        os.close(self.wake_reader)
+        os.close(self.wake_writer)
+        unfinished = [*self.pending, *(task for worker in self.workers for task in worker.tasks)]
+        for job in {id(task.job): task.job for task in unfinished}.values():
+            job.future.set_exception(error)
+
+    def _step(self):
+        """Assign tasks, wait for the next event, handle it."""
+        self._assign_tasks()
+        busy = [worker for worker in self.workers if worker.tasks]
+        next_event = min((min(self._slow_at(w), self._deadline(w)) for w in busy), default=None)
+        seconds = None if next_event is None else max(0.0, next_event - time.monotonic())
+        ready = wait([self.wake_reader, *(worker.conn for worker in self.workers)], seconds)
+        if self.wake_reader in ready:
+            os.read(self.wake_reader, 4096)
+        now = time.monotonic()
+        for worker in self.workers[:]:
+            if worker.conn in ready:
+                self._receive(worker)
+            elif worker.tasks and now >= self._deadline(worker):
+                self._remove(worker, Pool.TIMEOUT)
+            elif worker.tasks and now >= self._slow_at(worker):
+                self._mark_slow(worker)
+
+    def _assign_tasks(self):
+        while self.pending:
+            worker = next((w for w in self.workers if not w.tasks), None)
+            if worker is None:
+                if sum(not w.slow for w in self.workers) >= self.size:
+                    return
+                worker = self._fork_worker()
+            n = max(1, min(16, len(self.pending) // (4 * self.size)))  # few at the end: all finish together
+            worker.tasks.extend(self.pending.popleft() for _ in range(n))
+            worker.started = time.monotonic()
+            with contextlib.suppress(OSError):  # it has just died: the next _step reads end of file
+                worker.conn.send([task.payload for task in worker.tasks])
+
+    def _receive(self, worker):
+        try:
+            while True:
+                result = worker.conn.recv()
+                now, task = time.monotonic(), worker.tasks[0]
+                if worker.slow and worker.started in task.job.slow_starts:
+                    task.job.slow_starts.remove(worker.started)  # slow, but it did not hang
+                self.mean_seconds += (now - worker.started - self.mean_seconds) / 20
+                worker.started = now
+                task.results.append(result)
+                if len(task.results) == task.steps:
+                    self._finish(worker.tasks.popleft())
+                if not worker.tasks or not worker.conn.poll():
+                    break
+        except (EOFError, OSError):
+            return self._remove(worker, Pool.DIED)
+        if worker.slow and not worker.tasks:  # it still holds tasks that others have got
+            self._remove(worker, None)
+
+    def _finish(self, task):
+        task.job.unfinished -= 1
+        if task.job.unfinished == 0:
+            task.job.future.set_result([t.results for t in task.job.tasks])
+
+    def _deadline(self, worker):
+        """When the running step of this worker times out."""
+        first = min([worker.started, *worker.tasks[0].job.slow_starts])
+        return max(first + self.timeout, worker.started + self.timeout / 2)
+
+    def _slow_at(self, worker):
+        """When the running step of this worker counts as slow; infinity if it may not.
+
+        Relative to the mean: where every call takes long (programs, a busy machine), replacing every worker
+        would start more processes than there are cores, and each would take longer still.
+        """
+        if worker.slow or sum(w.slow for w in self.workers) >= MAX_SLOW:
+            return float("inf")
+        return worker.started + max(self.timeout / 25, 4 * self.mean_seconds)
+
+    def _mark_slow(self, worker):
+        """Let the worker run its present task at low priority and give its other tasks to other workers."""
+        worker.slow, task = True, worker.tasks.popleft()
+        task.job.slow_starts.append(worker.started)
+        self.pending.extendleft(reversed(worker.tasks))
+        worker.tasks = deque([task])
+        with contextlib.suppress(OSError):  # it may have ended meanwhile
+            os.setpriority(os.PRIO_PROCESS, worker.pid, 10)
+
+    def _remove(self, worker, result):
+        """Kill the worker. `result` goes to its running task; its other tasks are queued again."""
+        self.workers.remove(worker)
+        worker.conn.close()
+        with contextlib.suppress(OSError):  # the fork server has died, and its workers with it
+            self.control.sendall(b"K%015d" % worker.pid)
+        if worker.tasks:
+            worker.tasks[0].results.append(result)
+            self._finish(worker.tasks.popleft())
+            self.pending.extendleft(reversed(worker.tasks))
+
+    def _fork_worker(self):
+        for last_try in False, True:
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    socket.send_fds(self.control, [b"F%015d" % 0], [theirs.fileno()])
+                    pid = int(self.control.recv(16))  # ValueError: b"", end of file
+                self.workers.append(Worker(pid, Connection(ours.detach())))
+                return self.workers[-1]
+            except (OSError, ValueError):  # the fork server has died
+                ours.close()
+                if last_try:
+                    raise
+                self._start_fork_server()
+
+    def _start_fork_server(self):
+        root = str(Path(__file__).resolve().parents[1])
+        self.control, theirs = socket.socketpair()
+        code = f"import sys; sys.path.insert(0, {root!r}); from verify import pool; pool._serve()"
+        # One thread each and no GPU, whatever a user's reward function imports. A session of its own: Ctrl-C
+        # reaches only the trainer, which then closes the pool, or exits, which the fork server reads as end
+        # of file.
+        env = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+        with theirs:
+            self.fork_server = subprocess.Popen(
+                [sys.executable, "-c", code, str(theirs.fileno())], stdin=subprocess.PIPE, env=env,
+                pass_fds=[theirs.fileno()], start_new_session=True)
+        with contextlib.suppress(BrokenPipeError), self.fork_server.stdin as pipe:
+            pipe.write(self.setup)
+        self.control.settimeout(300)
+        reply = self.control.recv(65536).decode()
+        self.control.settimeout(None)
+        if reply != "ready":
+            status = self.fork_server.wait()
+            raise RuntimeError(reply or f"the verifier process ended with status {status}")
+
+
+def _serve():
+    """The fork server: makes the handler, then forks workers (b"F", a socket) and kills them (b"K", pid)."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    sys.path[:], cpus, memory, handler, args = pickle.load(sys.stdin.buffer)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function that asks for input gets end of file
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+    module, _, name = handler.partition(":")
+    try:
+        handle = getattr(importlib.import_module(module), name)(*args)
+    except Exception as e:
+        return control.sendall(f"{type(e).__name__}: {e}"[:2000].encode("utf-8", "replace"))
+    gc.freeze()  # otherwise the garbage collector writes to every page, and each worker gets its own copy
+    control.sendall(b"ready")
+    alive, killed = set(), set()  # a pid is not used again before waitpid: we never kill another process
+
+    def kill(pid):
+        os.killpg(pid, signal.SIGKILL)  # the worker and what it started
+        alive.remove(pid)
+        killed.add(pid)
+
+    while True:
+        control.settimeout(0.1 if killed else None)
+        try:
+            message, fds, *_ = socket.recv_fds(control, 16, 1)
+        except TimeoutError:
+            message = b"wait for the killed"
+        if message[:1] == b"F":
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                _work(fds[0], handle, memory)
+            os.setpgid(pid, pid)
+            os.close(fds[0])
+            alive.add(pid)
+            control.sendall(b"%d" % pid)
+        elif message[:1] == b"K":
+            kill(int(message[1:]))
+        elif not message:  # the pool is closed, or the trainer has ended
+            for pid in list(alive):
+                kill(pid)
+            for pid in killed:
+                os.waitpid(pid, 0)
+            return
+        killed -= {pid for pid in killed if os.waitpid(pid, os.WNOHANG)[0]}
+
+
+def _work(fd, handle, memory):
+    """A worker: run tasks from the socket until the pool closes it. Never returns."""
+    try:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the fork server
+            with open("/proc/self/status") as f:
+                used = int(next(line for line in f if line.startswith("VmData")).split()[1]) * 1024
+            resource.setrlimit(resource.RLIMIT_DATA, (used + memory, used + memory))
+        conn = Connection(fd)
+        while True:
+            for task in conn.recv():
+                for result in handle(pickle.loads(task)):
+                    conn.send(result)
+    except (EOFError, OSError):
+        os._exit(0)  # the pool has closed its end
+    finally:
+        os._exit(1)  # nothing may reach the fork server's loop, of which this process is a copy

@@ -1,0 +1,182 @@
+"""Runs the rewards of a spec in processes that can be killed (pool.py), weights and adds them."""
+import asyncio
+import functools
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+from verify import jail
+from verify.pool import Pool
+
+
+class Verifier:
+    """The rewards of a spec, run in a pool of processes that is started once.
+
+        verify = Verifier("math:1,format:0.2", workers=8, timeout=5.0)
+        rewards, parts, metrics = verify(completions, answer=answers, prompts=prompts)
+
+    rewards: per completion the weighted sum of its parts. Parts that are None are left out of the sum. A
+    completion is worth None if all its parts are None, or if one of them timed out or crashed. parts: {name:
+    one unweighted value per completion}. metrics: reward/timeouts and reward/crashes of this batch. The first
+    crash of each function is printed to stderr.
+
+    A column that is a list holds one value per completion. Any other column and the settings (max_tokens,
+    judge_url, ...) reach every call unchanged. A call gets one completion; it may take `timeout` seconds and
+    memory_mb of memory.
+
+    A reward function may have these attributes: whole_batch = True: it gets all completions in one call,
+    after the other functions. warm: a function that is called once, before the workers are forked, to import
+    modules and fill caches. needs_jail = True: it runs programs of the model, so the verifier does not start
+    where no jail can be built.
+
+    Columns added here: index (position in the batch) and, for whole_batch functions, correct (the first other
+    part).
+
+    `parser` names the function spec -> [(name, weight, function), ...] as "module:function". It is a name
+    because the worker processes import it too. rewards.Verifier fills it in.
+
+    Raises ValueError for a bad spec, jail.NoIsolation if a jail is needed and cannot be built, RuntimeError
+    if no worker starts.
+    """
+
+    def __init__(self, spec, workers=None, timeout=5.0, messages=False, allow_unsafe_code=False,
+                 memory_mb=512, *, parser, **settings):
+        parts = load(*parser.split(":"))(spec)
+        if any(getattr(function, "needs_jail", False) for _, _, function in parts):
+            jail.jail(allow_unsafe_code)  # raises NoIsolation now, not at the first batch
+        settings = {"timeout": timeout, "allow_unsafe_code": allow_unsafe_code, **settings}
+        self.weights = {name: weight for name, weight, _ in parts}
+        self.batch_names = [name for name, _, function in parts if getattr(function, "whole_batch", False)]
+        self.names = [name for name in self.weights if name not in self.batch_names]
+        self.messages = messages
+        self.reported = set()  # names of functions whose first crash has been printed
+        handler_args = (parser, spec, settings)
+        self.pool = Pool("verify.verifier:_make_handler", handler_args, workers, timeout, memory_mb << 20)
+
+    def __call__(self, completions, **columns):
+        """Judge a batch: returns (rewards, parts, metrics), see the class."""
+        return self.submit(completions, **columns).result()
+
+    def submit(self, completions, **columns):
+        """The same without waiting: returns a handle whose result() waits.
+
+        Raises ValueError if a column has another number of values than there are completions.
+        """
+        n = len(completions)
+        columns["index"] = list(range(n))
+        lists = {name: values for name, values in columns.items() if isinstance(values, (list, tuple))}
+        for name, values in lists.items():
+            if len(values) != n:
+                raise ValueError(f"column {name!r} has {len(values)} values for {n} completions")
+        if self.messages:
+            completions = [[{"role": "assistant", "content": text}] for text in completions]
+        tasks = []  # one per completion, for all functions that judge single completions
+        for i in range(n if self.names else 0):
+            row = columns | {name: values[i:i + 1] for name, values in lists.items()}
+            tasks.append((self.names, completions[i:i + 1], row))
+        future = self.pool.submit(tasks, len(self.names))
+        collect = functools.partial(self._collect, tasks, future, completions, columns)
+        return SimpleNamespace(result=functools.cache(collect))
+
+    def _collect(self, tasks, future, completions, columns):
+        parts = {name: [None] * len(completions) for name in self.weights}
+        failed = set()  # indices of completions with a part that timed out or crashed
+        metrics = {"reward/timeouts": 0.0, "reward/crashes": 0.0}
+        self._store(tasks, future.result(), parts, failed, metrics)
+        if self.batch_names and completions:
+            if self.names:
+                columns = columns | {"correct": parts[self.names[0]]}
+            tasks = [(self.batch_names, completions, columns)]
+            future = self.pool.submit(tasks, len(self.batch_names))
+            self._store(tasks, future.result(), parts, failed, metrics)
+        rewards = []
+        for i in range(len(completions)):
+            values = [w * parts[name][i] for name, w in self.weights.items() if parts[name][i] is not None]
+            rewards.append(sum(values) if values and i not in failed else None)
+        return rewards, parts, metrics
+
+    def _store(self, tasks, all_results, parts, failed, metrics):
+        """Enter results into parts, failed and metrics. A result is a list of values or an error as text."""
+        for (names, completions, row), results in zip(tasks, all_results):
+            for name, result in zip(names, results):
+                if isinstance(result, list):
+                    for i, value in zip(row["index"], result):
+                        parts[name][i] = value
+                    continue
+                failed.update(row["index"])
+                if result == Pool.TIMEOUT:
+                    metrics["reward/timeouts"] += 1
+                    continue
+                metrics["reward/crashes"] += 1
+                if name not in self.reported:
+                    self.reported.add(name)
+                    sample = f"{repr(completions)[:500]} of {repr(row)[:500]}"
+                    print(f"reward {name!r} crashed (printed once, then counted in reward/crashes) "
+                          f"on completion {sample}\n{result}", file=sys.stderr)
+
+    def close(self):
+        """End the worker processes."""
+        self.pool.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def _make_handler(parser, spec, settings):
+    """Runs in the fork server. The handler it returns runs in a worker and yields one result per function."""
+    functions = {name: function for name, _, function in load(*parser.split(":"))(spec)}
+    for function in functions.values():
+        if hasattr(function, "warm"):
+            function.warm()
+
+    def handle(task):
+        names, completions, columns = task
+        for name in names:
+            yield _call(functions[name], completions, settings | columns)
+
+    return handle
+
+
+def _call(function, completions, columns):
+    """Returns a list with a float or None per completion, or the traceback as text."""
+    try:
+        parameters = inspect.signature(function).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            columns = {name: value for name, value in columns.items() if name in parameters}
+        values = function(completions=completions, **columns)
+        values = asyncio.run(values) if inspect.isawaitable(values) else values
+        values = [None if v is None or math.isnan(v) else float(v) for v in values]  # nan: TRL's form of None
+        if len(values) != len(completions) or any(v is not None and math.isinf(v) for v in values):
+            raise ValueError(f"returned {str(values)[:200]} for {len(completions)} completions")
+        return values
+    except BaseException:  # SystemExit too: a reward function must not end the worker
+        return traceback.format_exc(limit=-5)
+
+
+def load(module, name):
+    """The function `name` of "my_file.py" or "installed.module"; a one-line ValueError if there is none."""
+    try:
+        if module.endswith(".py"):
+            path = Path(module).resolve()
+            if not path.is_file():
+                raise ValueError(f"reward file {module!r} does not exist")
+            if str(path.parent) not in sys.path:
+                sys.path.append(str(path.parent))  # the file may import its neighbours
+            spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+            found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found)
+        else:
+            found = importlib.import_module(module)
+        function = getattr(found, name)
+    except (AttributeError, ImportError) as e:
+        raise ValueError(f"reward {module}:{name}: {e}") from None
+    if not callable(function):
+        raise ValueError(f"reward {module}:{name} is not a function")
+    return function
