@@ -1,1 +1,1 @@
-"""What running needs. Nothing here imports nano_rlvr.py, rewards.py or data.py: what it needs is handed in."""
+"""What running needs. Nothing in here imports nano_rlvr.py, rewards.py or data.py."""

@@ -1,4 +1,4 @@
-"""What the tests share: fixtures (model, tokenizer, one real vLLM engine), fixed rollouts, numeric comparisons."""
+"""What the tests share: model, tokenizer and vLLM engine, fixed rollouts, numeric comparisons."""
 import contextlib
 import dataclasses
 import os
@@ -64,7 +64,7 @@ class Double(TorchDispatchMode):
 
 @contextlib.contextmanager
 def float64():
-    """Runs our code, TRL, DeepSpeed and transformers in float64, also where they say .float() or torch.float32.
+    """Runs our code, TRL, DeepSpeed and transformers in float64, also where they ask for float32.
 
     Exception: a tensor made from Python numbers with dtype=torch.float32 stays float32. Use numbers that
     float32 holds exactly (see `exactly`) there.

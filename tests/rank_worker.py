@@ -1,40 +1,43 @@
-"""Run by test_ranks.py under torchrun or alone: two optimizer steps on the same fixed rollouts, each rank taking its share,
-in float64."""
+"""Run by test_ranks.py, with and without torchrun: two optimizer steps on fixed rollouts, in float64.
+
+Each rank takes its part of the rollouts. Rank 0 saves the final weights and the metrics of the last step.
+"""
 import functools
 import sys
 
 import deepspeed
 import torch
-from conftest import fixed_rollouts, float64, make_config
 from transformers import AutoTokenizer
 
 import nano_rlvr as nr
+from conftest import fixed_rollouts, float64, make_config
+from runtime import checkpoint, dist
 
 out, model, aggregate, stage = sys.argv[1:]
 initialize = deepspeed.initialize
 
 
 def without_threshold(config, **others):
-    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # ZeRO-3 shards even weights as small as these
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # ZeRO-3 shards small weights too
     return initialize(config=config, **others)
 
 
 deepspeed.initialize = without_threshold
-nr.TokenLogps = functools.partial(nr.TokenLogps, chunk=100)  # three parts of the LM head
+nr.TokenLogps = functools.partial(nr.TokenLogps, chunk=100)  # three chunks of the vocabulary
 dist.init_process_group()
 with float64():
-    cfg = make_config(model=model, aggregate=aggregate, zero_stage=int(stage), lr=1e-3, pack_tokens=120, kl_coef=0.0,
-                      mismatch_bound=1e9)
+    cfg = make_config(model=model, aggregate=aggregate, zero_stage=int(stage), lr=1e-3, pack_tokens=120,
+                      kl_coef=0.0, mismatch_bound=1e9)
     engine = nr.make_policy(cfg)
-    rollouts = fixed_rollouts(AutoTokenizer.from_pretrained(make_config().model), groups=4)
-    mine = rollouts
+    mine = fixed_rollouts(AutoTokenizer.from_pretrained(make_config().model), groups=4)
     if dist.world_size() == 2:
-        mine = rollouts[12:] if dist.rank() else rollouts[:12]  # uneven on purpose
+        mine = mine[12:] if dist.rank() else mine[:12]  # uneven on purpose
     for _ in range(2):
-        used = nr.assign_token_weights(mine, cfg)
-        metrics = nr.update(engine, nr.pack_evenly(used, mine, cfg.pack_tokens), cfg)
-    sharded = [hasattr(p, "ds_status") and p.ds_status.name == "NOT_AVAILABLE" for p in engine.module.parameters()]
+        packs = nr.pack_evenly(nr.assign_token_weights(mine, cfg), filler=mine[0], budget=cfg.pack_tokens)
+        metrics = nr.update(engine, packs, cfg)
+    sharded = [hasattr(p, "ds_status") and p.ds_status.name == "NOT_AVAILABLE"
+               for p in engine.module.parameters()]
     assert all(sharded) if stage == "3" else not any(sharded)
-    weights = {n: w.clone() for n, w in checkpoint.named_weights(engine)}
+    weights = {name: w.clone() for name, w in checkpoint.named_weights(engine)}
 if dist.rank() == 0:
     torch.save((weights, metrics), out)

@@ -11,7 +11,7 @@ import pytest
 import data
 import nano_rlvr as nr
 from conftest import ROOT
-from runtime import preflight
+from runtime import cli, engines, preflight
 
 ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(40)]
 
@@ -20,8 +20,8 @@ ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(40)]
 def no_model(monkeypatch):
     def fail(*_):
         raise AssertionError("a model was loaded")
-    for name in ("make_llm", "make_policy", "load_model"):
-        monkeypatch.setattr(nr, name, fail)
+    for module, name in ((nr, "make_llm"), (nr, "make_policy"), (engines, "load_model")):
+        monkeypatch.setattr(module, name, fail)
 
 
 @pytest.fixture
@@ -77,12 +77,12 @@ def one_line(argv, capsys):
     ("--model no/such-model", "--model no/such-model: no folder and not loadable from the hub"),
     ("--task gsm8k", "openai/gsm8k: not a file here and not loadable from the hub"),
 ])
-def test_impossible_input_ends_in_one_line(argv, says, files, capsys, monkeypatch):
+def test_invalid_input_is_rejected_with_a_one_line_error(argv, says, files, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert says in one_line(argv.format(dir=files).split(), capsys)
 
 
-def test_a_batch_that_ranks_cannot_share_is_refused(monkeypatch, capsys):
+def test_a_batch_that_ranks_cannot_share_evenly_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert "--prompts 32 cannot be shared evenly by 3 ranks" in one_line([], capsys)
 
@@ -134,10 +134,21 @@ def test_an_unknown_flag_is_an_error(capsys):
     assert e.value.code == 2 and "learning_rate" in capsys.readouterr().err
 
 
-def test_help_has_a_meaning_for_every_flag_and_the_presets_own_values(capsys):
+def test_every_field_is_in_one_of_six_groups_and_has_a_help_text():
+    groups = cli.fields_by_group(nr.Config)
+    assert list(groups) == ["model and data", "rollout", "algorithm", "optimizer", "engines and memory",
+                            "evaluation and files"]
+    assert [name for fields in groups.values() for name in fields] == [
+        f.name for f in dataclasses.fields(nr.Config)]
+    assert all(len(text) >= 10 for fields in groups.values() for text in fields.values())
+
+
+def test_help_shows_the_groups_every_flag_and_the_values_of_the_preset(capsys):
     with pytest.raises(SystemExit):
         nr.main(["--algo", "dr_grpo", "--help"])
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    for title in cli.fields_by_group(nr.Config):
+        assert f"─ {title} ─" in out.replace(" options ", " "), title
     flat = " ".join(out.replace("│", " ").split())
     for f in dataclasses.fields(nr.Config):
         assert f"--{f.name}" in flat, f.name
@@ -166,7 +177,7 @@ def test_bare_names_resolve_to_their_organisation_and_a_local_folder_wins(tmp_pa
     assert find_model("models/tiny").endswith("models/tiny")  # beside the script, from any folder
 
 
-def test_of_a_file_alone_a_tenth_is_held_out_for_evaluation(files, tokenizer):
+def test_a_tenth_of_a_file_is_held_out_for_evaluation(files, tokenizer):
     cfg = nr.parse_config(["--data", str(files / "good.jsonl")])
     train_set, eval_set = data.load_splits(cfg, tokenizer)
     assert (len(train_set), len(eval_set)) == (36, 4)

@@ -1,18 +1,21 @@
-"""The pure functions of the loop against hand-derived cases and naive references, in float64 (conftest)."""
+"""The pure functions of the loop against hand-derived cases and naive references, all in float64."""
 import copy
 import dataclasses
+import inspect
 import math
 from statistics import NormalDist
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import EXACT, close, fixed_rollouts, make_config, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import data
 import nano_rlvr as nr
-from runtime import engines
+from conftest import EXACT, close, fixed_rollouts, make_config, within
 from runtime.stats import pass_at_k, wilson_interval
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
@@ -40,14 +43,15 @@ def test_a_flat_group_has_no_advantage():
     assert nr.group_advantages(torch.tensor([[1.0] * 4, [0.0] * 4])).eq(0).all()
 
 
-def test_no_verdict_gets_nothing_and_moves_nobody():
-    with_gap = nr.group_advantages(torch.tensor([[1.0, NAN, 0.0, 0.0]]))
+def test_no_verdict_gets_advantage_0_and_does_not_change_the_others():
+    with_nan = nr.group_advantages(torch.tensor([[1.0, NAN, 0.0, 0.0]]))
     without = nr.group_advantages(torch.tensor([[1.0, 0.0, 0.0]]))
-    assert with_gap[0, 1] == 0
-    assert torch.equal(with_gap[0, [0, 2, 3]], without[0])
+    assert with_nan[0, 1] == 0
+    assert torch.equal(with_nan[0, [0, 2, 3]], without[0])
+    r = torch.tensor([[NAN, NAN], [NAN, 1.0]])
     for baseline in ("group", "leave_one_out", "none"):
         for scale in ("group", "batch", "none"):
-            assert nr.group_advantages(torch.tensor([[NAN, NAN], [NAN, 1.0]]), baseline, scale).isfinite().all()
+            assert nr.group_advantages(r, baseline, scale).isfinite().all()
 
 
 def test_leave_one_out_is_the_group_mean_times_n_over_n_minus_1():
@@ -63,12 +67,20 @@ def test_batch_scale_divides_every_group_by_the_deviation_of_all_rewards():
     close(a, (r - r.mean(1, keepdim=True)) / (r.std(correction=0) + 1e-4))
 
 
+@pytest.mark.parametrize("axis", ["baseline", "scale"])
+def test_an_unknown_baseline_or_scale_is_an_error(axis):
+    with pytest.raises(ValueError, match=f"unknown {axis} 'typo'"):
+        nr.group_advantages(torch.rand(2, 3), **{axis: "typo"})
+
+
 # ---- token weights
 
 
-def test_weights_average_as_each_aggregation_says():
+def test_each_aggregation_is_the_mean_that_it_names():
     lengths, losses = [2, 5, 3], [torch.rand(n) for n in (2, 5, 3)]
-    wanted = {"sequence": sum(x.mean() for x in losses) / 3, "token": torch.cat(losses).mean(), "constant": torch.cat(losses).sum() / (3 * 8)}
+    all_tokens = torch.cat(losses)
+    wanted = {"sequence": sum(x.mean() for x in losses) / 3, "token": all_tokens.mean(),
+              "constant": all_tokens.sum() / (3 * 8)}
     for aggregate, mean in wanted.items():
         weights = nr.token_weights(lengths, aggregate, 8)
         close(sum(w * x.sum() for w, x in zip(weights, losses)), mean)
@@ -77,9 +89,14 @@ def test_weights_average_as_each_aggregation_says():
 def test_weights_of_two_ranks_are_those_of_one_batch():
     lengths = [2, 5, 3, 7]
     for aggregate in ("sequence", "token", "constant"):
-        whole = nr.token_weights(lengths, aggregate, 8)
-        halves = [nr.token_weights(part, aggregate, 8, sequences=4, tokens=17) for part in (lengths[:2], lengths[2:])]
-        assert whole == halves[0] + halves[1]
+        first, second = (nr.token_weights(part, aggregate, 8, sequences=4, tokens=17)
+                         for part in (lengths[:2], lengths[2:]))
+        assert nr.token_weights(lengths, aggregate, 8) == first + second
+
+
+def test_an_unknown_aggregation_is_an_error():
+    with pytest.raises(ValueError, match="unknown aggregate 'typo'"):
+        nr.token_weights([1, 2], "typo", 8)
 
 
 # ---- pack and collate
@@ -93,13 +110,15 @@ def test_packs_hold_every_rollout_once_within_the_budget(lengths, budget):
     assert sorted(id(r) for p in packs for r in p) == sorted(map(id, rollouts))
     assert all(len(p) == 1 or sum(map(len, p)) <= budget for p in packs)
     free = [budget - sum(map(len, p)) for p in packs]
-    assert all(len(p[-1]) > f for i, p in enumerate(packs) for f in free[:i])  # first fit: nobody fits into an earlier pack
+    # first fit: no rollout fits into an earlier pack
+    assert all(len(p[-1]) > tokens for i, p in enumerate(packs) for tokens in free[:i])
 
 
 def test_a_pack_takes_a_whole_group_before_it_begins_the_next():
     sizes = [(0, 9), (1, 20), (0, 8), (1, 30), (2, 7), (2, 6)]
     rollouts = [nr.Rollout([g], [1] * (n - 1), "", False, [0.0] * (n - 1)) for g, n in sorted(sizes)]
-    assert [[(r.prompt[0], len(r)) for r in p] for p in nr.pack(rollouts, 50)] == [[(1, 30), (1, 20)], [(0, 9), (0, 8), (2, 7), (2, 6)]]
+    packs = [[(r.prompt[0], len(r)) for r in p] for p in nr.pack(rollouts, 50)]
+    assert packs == [[(1, 30), (1, 20)], [(0, 9), (0, 8), (2, 7), (2, 6)]]
 
 
 def test_collate_points_at_the_token_before_each_completion_token():
@@ -110,7 +129,10 @@ def test_collate_points_at_the_token_before_each_completion_token():
     assert batch.input_ids.tolist() == [[10, 11, 12, 13, 14, 20, 21, 15]]  # the prompt of a and c once
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
     assert batch.kv_index.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 7]
-    assert batch.cu_seqlens_q.tolist() == [0, 5, 7, 8] and batch.cu_seqlens_k.tolist() == [0, 5, 7, 10] and batch.max_seqlen == 5
+    assert batch.cu_seqlens_q.tolist() == [0, 5, 7, 8]
+    assert batch.cu_seqlens_k.tolist() == [0, 5, 7, 10]
+    assert batch.max_seqlen == 5
+    assert batch.completion_lengths.tolist() == [3, 1, 1]
     assert batch.predictors.tolist() == [1, 2, 3, 5, 1]
     assert batch.targets.tolist() == [12, 13, 14, 21, 15]
     assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 2]
@@ -124,31 +146,33 @@ def test_collate_points_at_the_token_before_each_completion_token():
 
 
 def naive_logps(model, rollout, temperature):
-    """One sequence, the library's own forward with full logits."""
-    ids = torch.tensor([rollout.prompt + rollout.completion])
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(rollout.prompt) - 1:-1] / temperature  # (R, V)
-    logp = logits.log_softmax(-1)
-    return logp.gather(1, ids[0, len(rollout.prompt):, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    """Log-probs and entropies of one sequence, from the full logits of the library's own forward pass."""
+    ids, start = torch.tensor([rollout.prompt + rollout.completion]), len(rollout.prompt)
+    logits = model(input_ids=ids, use_cache=False).logits[0, start - 1:-1] / temperature  # (R, V)
+    logp = logits.log_softmax(-1)  # (R, V)
+    return logp.gather(1, ids[0, start:, None])[:, 0], -(logp.exp() * logp).sum(-1)  # (R,), (R,)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_packed_chunked_logps_and_gradients_equal_one_sequence_at_a_time(model, tokenizer, implementation, temperature):
+def test_packed_chunked_logps_and_gradients_equal_one_sequence_at_a_time(
+        model, tokenizer, implementation, temperature):
     from transformers import AutoModelForCausalLM
     rollouts = fixed_rollouts(tokenizer)
-    naive = AutoModelForCausalLM.from_pretrained(make_config().model, dtype=torch.float64, attn_implementation=implementation)
+    naive = AutoModelForCausalLM.from_pretrained(
+        make_config().model, dtype=torch.float64, attn_implementation=implementation)
     wanted, entropy = zip(*(naive_logps(naive, r, temperature) for r in rollouts))
     sum((w * r.advantage).sum() for w, r in zip(wanted, rollouts)).backward()
 
     policy = nr.TokenLogps(model, temperature, chunk=7)
-    order = [r for p in nr.pack(rollouts, 100) for r in p]
-    for members in nr.pack(rollouts, 100):
+    packs = nr.pack(rollouts, 100)
+    for members in packs:
         batch = nr.collate(members)
         logp, h = policy(batch)
         close(logp, torch.cat([wanted[rollouts.index(r)] for r in members]))
         close(h, torch.cat([entropy[rollouts.index(r)] for r in members]))
         (logp * batch.advantage).sum().backward()
-    assert len(order) == len(rollouts) and len(nr.pack(rollouts, 100)) > 3
+    assert sum(map(len, packs)) == len(rollouts) and len(packs) > 3
     for p, q in zip(model.parameters(), naive.parameters(), strict=True):
         close(p.grad, q.grad)
 
@@ -157,12 +181,15 @@ def test_packed_chunked_logps_and_gradients_equal_one_sequence_at_a_time(model, 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_other_families_agree_packed_and_one_sequence_at_a_time(model, tokenizer, family, checkpointing):
     from transformers import AutoConfig, AutoModelForCausalLM
-    config = AutoConfig.for_model(family, vocab_size=263, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                                  num_key_value_heads=2, head_dim=32 if family in ("qwen3", "gemma3_text") else 16, pad_token_id=0)
+    config = AutoConfig.for_model(
+        family, vocab_size=263, hidden_size=64, intermediate_size=96, num_hidden_layers=2, pad_token_id=0,
+        num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32 if family in ("qwen3", "gemma3_text") else 16)
     rollouts = fixed_rollouts(tokenizer, groups=3)
     torch.manual_seed(0)
     packed = AutoModelForCausalLM.from_config(config, attn_implementation="packed").train()
-    naive = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")  # it writes that into its config
+    # a copy: from_config() writes the attention into the config
+    naive = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
     naive.load_state_dict(packed.state_dict())
     wanted = {id(r): naive_logps(naive, r, 1.0)[0] for r in rollouts}
     sum((w * r.advantage).sum() for w, r in zip(wanted.values(), rollouts)).backward()
@@ -181,10 +208,10 @@ def test_other_families_agree_packed_and_one_sequence_at_a_time(model, tokenizer
 def test_no_tensor_as_wide_as_the_vocabulary_is_made(model, tokenizer):
     batch, shapes = nr.collate(fixed_rollouts(tokenizer, groups=8)), set()
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            shapes.update(x.shape for x in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(x))
+            shapes.update(x.shape for x in tree_leaves(out) if torch.is_tensor(x))
             return out
 
     with Watch():
@@ -216,7 +243,7 @@ def test_any_split_into_packs_gives_the_same_gradient(model, tokenizer):
 
 
 def loss_of(ratio, advantage, **changes):
-    """Loss and gradient with respect to the log-prob of a single token."""
+    """Loss, gradient with respect to the log-prob, and whether it was clipped, of a single token."""
     cfg = dataclasses.replace(PLAIN, **changes)
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     batch = SimpleNamespace(advantage=torch.tensor([advantage]), weight=torch.ones(1),
@@ -227,12 +254,12 @@ def loss_of(ratio, advantage, **changes):
 
 
 @pytest.mark.parametrize("ratio, advantage, loss, gradient, clipped", [
-    (1.1, +1.0, -1.1, -1.1, 0),  # inside the band: plain policy gradient
+    (1.1, +1.0, -1.1, -1.1, 0),  # inside the clip range: plain policy gradient
     (0.9, -1.0, +0.9, +0.9, 0),
-    (1.5, +1.0, -1.28, 0.0, 1),  # good and already 28 % likelier: stop
-    (0.5, -1.0, +0.8, 0.0, 1),  # bad and already 20 % less likely: stop
-    (0.5, +1.0, -0.5, -0.5, 0),  # good but less likely: pulled back
-    (1.5, -1.0, +1.5, +1.5, 0),  # bad but likelier: pulled back, however far it went
+    (1.5, +1.0, -1.28, 0.0, 1),  # good and already 28 % likelier: no gradient
+    (0.5, -1.0, +0.8, 0.0, 1),  # bad and already 20 % less likely: no gradient
+    (0.5, +1.0, -0.5, -0.5, 0),  # good but less likely: full gradient
+    (1.5, -1.0, +1.5, +1.5, 0),  # bad but likelier: full gradient, however far it moved
 ])
 def test_the_four_quadrants_of_the_clip(ratio, advantage, loss, gradient, clipped):
     got = loss_of(ratio, advantage, clip_low=0.2, clip_high=0.28)
@@ -240,30 +267,43 @@ def test_the_four_quadrants_of_the_clip(ratio, advantage, loss, gradient, clippe
     assert got[2] == clipped
 
 
+@pytest.mark.parametrize("axis", ["gate", "ratio", "correction"])
+def test_an_unknown_gate_ratio_or_correction_is_an_error(axis):
+    batch = SimpleNamespace(advantage=torch.ones(1), weight=torch.ones(1), vllm_logps=torch.zeros(1),
+                            completion_lengths=torch.ones(1), sequence_ids=torch.zeros(1, dtype=torch.long))
+    with pytest.raises(ValueError, match=f"unknown {axis} 'typo'"):
+        nr.policy_loss(torch.zeros(1), None, None, batch, dataclasses.replace(PLAIN, **{axis: "typo"}))
+
+
+def test_importance_with_an_unknown_correction_is_an_error():
+    with pytest.raises(ValueError, match="unknown correction 'typo'"):
+        nr.importance(torch.zeros(1), None, dataclasses.replace(PLAIN, correction="typo"))
+
+
 def test_mean_of_k3_under_the_policy_is_the_exact_kl():
     torch.manual_seed(0)
     p, q = torch.randn(50).log_softmax(0), torch.randn(50).log_softmax(0)
     exact = (p.exp() * (p - q)).sum()
     close((p.exp() * nr.k3(p, q)).sum(), exact)  # expectation over samples of p
-    assert abs((q.exp() * nr.k3(p, q)).sum() - exact) > 0.05 * exact  # ... and of nothing else
+    assert abs((q.exp() * nr.k3(p, q)).sum() - exact) > 0.05 * exact  # samples of q would not give it
     assert (nr.k3(p, q) >= 0).all()
 
 
-def test_kl_pulls_the_policy_towards_the_reference():
+def test_the_gradient_of_the_kl_leads_to_the_reference():
     cfg = dataclasses.replace(PLAIN, kl_coef=0.5)
     batch = SimpleNamespace(advantage=torch.zeros(2), weight=torch.ones(2),
                             completion_lengths=torch.ones(2), sequence_ids=torch.arange(2))
     logp = torch.tensor([-1.0, -3.0], requires_grad=True)
     loss, sums = nr.policy_loss(logp, None, torch.tensor([-2.0, -2.0]), batch, cfg)
     loss.backward()
-    assert logp.grad[0] > 0 > logp.grad[1]  # descent lowers the token that is too likely and raises the other
+    assert logp.grad[0] > 0 > logp.grad[1]  # descent lowers the token that is too likely, raises the other
     wanted = sum(math.exp(d) - d - 1 for d in (-1.0, 1.0))
     close([loss.item(), sums["kl"].item()], [0.5 * wanted, wanted])
 
 
-def test_on_policy_the_loss_is_minus_the_advantage_but_has_its_gradient():
+def test_the_on_policy_loss_is_minus_the_advantage_and_has_the_gradient_of_the_log_prob():
     logp = torch.tensor([-1.0, -2.0], requires_grad=True)
-    batch = SimpleNamespace(advantage=torch.tensor([2.0, -1.0]), weight=torch.tensor([0.5, 0.25]), 
+    batch = SimpleNamespace(advantage=torch.tensor([2.0, -1.0]), weight=torch.tensor([0.5, 0.25]),
                             completion_lengths=torch.ones(2), sequence_ids=torch.arange(2))
     loss, _ = nr.policy_loss(logp, None, None, batch, PLAIN)
     loss.backward()
@@ -273,16 +313,17 @@ def test_on_policy_the_loss_is_minus_the_advantage_but_has_its_gradient():
 
 def test_sequence_ratio_is_the_geometric_mean_of_the_token_ratios():
     logp = torch.tensor([0.1, 0.3, -0.2], requires_grad=True)
-    batch = SimpleNamespace(advantage=torch.ones(3), weight=torch.ones(3), 
+    batch = SimpleNamespace(advantage=torch.ones(3), weight=torch.ones(3),
                             completion_lengths=torch.tensor([2, 1]), sequence_ids=torch.tensor([0, 0, 1]))
-    _, sums = nr.policy_loss(logp, torch.zeros(3), None, batch, dataclasses.replace(PLAIN, ratio="sequence"))
+    cfg = dataclasses.replace(PLAIN, ratio="sequence")
+    _, sums = nr.policy_loss(logp, torch.zeros(3), None, batch, cfg)
     close(sums["ratio"], 2 * math.exp(0.2) + math.exp(-0.2))
 
 
 # ---- evaluation and schedule
 
 
-def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_one():
+def test_pass_at_k_is_the_fraction_of_k_subsets_with_a_right_one():
     from itertools import combinations
     right = [1, 0, 0, 1, 0, 0]
     for k in range(1, 7):
@@ -291,8 +332,8 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_one():
 
 
 def test_wilson_interval_of_known_cases():
-    """At 0 of n the upper end is z^2 / (n + z^2); at n/2 the interval is symmetric, of half width z / (2 sqrt(n + z^2))."""
-    z = NormalDist().inv_cdf(0.975)  # wilson_interval() has seven digits of it
+    """0 of n: the upper end is z^2 / (n + z^2). n/2 of n: 1/2 plus and minus z / (2 sqrt(n + z^2))."""
+    z = NormalDist().inv_cdf(0.975)  # wilson_interval() uses seven digits of it
     close(wilson_interval(0, 10), (0.0, z**2 / (10 + z**2)), 1e-6)
     half = z / (2 * math.sqrt(100 + z**2))
     close(wilson_interval(50, 100), (0.5 - half, 0.5 + half), 1e-6)
@@ -305,7 +346,7 @@ def test_learning_rate_warms_up_and_ends_at_lr_end():
     assert nr.lr_at(7, dataclasses.replace(cfg, lr_end=1.0)) == 1.0
 
 
-def test_request_seeds_do_not_meet():
+def test_no_two_samples_share_a_seed():
     n = 8  # vLLM gives sample j of a request seed + j
     seeds = {data.request_seed(0, step, i) + j for step in range(20) for i in range(64) for j in range(n)}
     assert len(seeds) == 20 * 64 * n
@@ -314,4 +355,16 @@ def test_request_seeds_do_not_meet():
 
 def test_docstring_examples():
     import doctest
-    assert doctest.testmod(nr).failed == 0 and doctest.testmod(nr).attempted >= 2
+    result = doctest.testmod(nr)
+    assert result.failed == 0 and result.attempted >= 2
+
+
+# ---- the names that a notebook uses
+
+
+def test_the_public_names_of_the_script():
+    for name in ("Config ALGOS Rollout group_advantages token_weights pack collate TokenLogps HeadLogps k3 "
+                 "policy_loss importance update rewards Verifier parse_config").split():
+        assert hasattr(nr, name), name
+    assert "math" in nr.rewards.REWARDS and nr.Verifier is nr.rewards.Verifier
+    assert list(inspect.signature(nr.policy_loss).parameters) == ["logp", "old", "ref", "batch", "cfg"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import make_config
-from runtime import memory
+from conftest import fixed_rollouts, make_config
+from runtime import engines, memory
 from runtime.attention import packed_attention
 from runtime.flops import ModelShape
 
@@ -142,10 +142,8 @@ def test_what_cannot_fit_is_refused_in_one_line_and_adapters_make_it_fit(card):
 
 def test_planned_flops_are_those_a_counter_sees(tokenizer):
     from torch.utils.flop_counter import FlopCounterMode
-
-    from conftest import fixed_rollouts
     cfg, rollouts = make_config(), fixed_rollouts(tokenizer)
-    model = nr.TokenLogps(nr.load_model(cfg))
+    model = nr.TokenLogps(engines.load_model(cfg))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(nr.collate(rollouts))
     flops = ModelShape.of(cfg.model).forward_flops(rollouts)

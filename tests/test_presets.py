@@ -1,14 +1,17 @@
-"""Every preset learns: eight real steps (vLLM, DeepSpeed) on a toy reward - 1 for working the sum out, right or not."""
+"""Every preset learns a toy task in eight real steps: reward 1 for working the sum out, right or not."""
 import json
 from statistics import fmean
 
 import pytest
-from conftest import make_config
 
+import data
 import nano_rlvr as nr
 import rewards
+from conftest import make_config
+from runtime.log import Log
 
-STEPS, MARGIN = 8, 0.15  # the bundled model works out about half of its answers before; a coin's standard error here is 0.04
+STEPS = 8
+MARGIN = 0.15  # the bundled model works out about half of its answers; the standard error here is 0.04
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +24,12 @@ def verifier(tmp_path_factory):
 
 @pytest.mark.parametrize("algo", nr.ALGOS)
 def test_preset_raises_the_reward(fresh_llm, tokenizer, verifier, tmp_path, algo):
-    cfg = make_config(**nr.ALGOS[algo] | dict(algo=algo, lr=2e-4, lr_end=1.0, steps=STEPS, prompts=16, samples=8, eval_size=8, out=str(tmp_path), name=algo))
-    _, train_set, eval_set = nr.prepare(cfg)
-    nr.train(cfg, fresh_llm, nr.make_policy(cfg), nr.make_reference(cfg), train_set, eval_set, verifier, nr.Log(cfg, tokenizer))
-    curve = [m["reward/mean"] for m in map(json.loads, (tmp_path / algo / "metrics.jsonl").read_text().splitlines()) if "loss" in m]
-    print("CURVE", cfg.seed, algo, [round(x, 3) for x in curve], round(fmean(curve[-2:]) - curve[0], 3))
+    toy = dict(algo=algo, lr=2e-4, lr_end=1.0, steps=STEPS, prompts=16, samples=8, eval_size=8,
+               out=str(tmp_path), name=algo)
+    cfg = make_config(**nr.ALGOS[algo] | toy)
+    train_set, eval_set = data.load_splits(cfg, tokenizer)
+    engine, ref = nr.make_policy(cfg), nr.make_reference(cfg)
+    nr.train(cfg, fresh_llm, engine, ref, train_set, eval_set, verifier, Log(cfg, tokenizer))
+    lines = map(json.loads, (tmp_path / algo / "metrics.jsonl").read_text().splitlines())
+    curve = [m["reward/mean"] for m in lines if "loss" in m]
     assert fmean(curve[-2:]) > curve[0] + MARGIN, curve

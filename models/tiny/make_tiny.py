@@ -37,7 +37,8 @@ def make_tokenizer():
     core = Tokenizer(models.BPE(vocab=byte, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|user|>", "<|assistant|>")])
+    special = ("<|endoftext|>", "<|user|>", "<|assistant|>")
+    core.add_special_tokens([AddedToken(token, special=True) for token in special])
     core.add_tokens(["<think>", "</think>", "<answer>", "</answer>"])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|endoftext|>", pad_token="<|endoftext|>",
