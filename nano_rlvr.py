@@ -11,14 +11,14 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     2. reward      verifiers (rewards.py) turn texts into numbers; None means "no verdict", which is not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): the group replaces a critic
     4. pack        sequences are laid end to end without padding, a prompt once for all its completions
-    5. log-probs   one forward pass gives log pi(token) of each completion token, without the T x V logits
+    5. log-probs   log pi(token) of each completion token, without storing logits; first the reference's
     6. loss        clipped policy gradient per token + kl_coef * k3 KL to the frozen starting model
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
     8. sync        the new weights go into vLLM in place; the next step's log-probs show whether they arrived
 
 Differences from a textbook PPO: no critic, no GAE, no padding, no means per micro-batch. Instead, every token
-has a weight, computed from the counts of the optimizer step on all ranks, and weighted losses are summed. The
-gradient is then the same for any packing and any number of ranks.
+has a weight, computed from the number of sequences and tokens in the optimizer step over all ranks, and
+weighted losses are summed. The gradient is then the same for any packing and any number of ranks.
 
 Shapes: G prompts, n completions per prompt, N = G*n sequences. Per pack: B sequences, R completion tokens,
 T tokens with each prompt stored once, K tokens with the prompt repeated for each completion. H hidden size,
@@ -52,6 +52,8 @@ from runtime.packing import pack, pack_evenly  # noqa: F401  users reach pack() 
 
 @dataclass
 class Config:
+    """Defaults for 1.5B parameters on one GPU. The rows of ALGOS and MODELS, below, replace some of them."""
+
     # model and data
     model: str = "models/tiny"  # a folder or a hub id; a bare name of a known family gets its organisation
     algo: str = "grpo"  # a row of ALGOS; any flag below overrides a value of the row
@@ -78,9 +80,9 @@ class Config:
     # algorithm
     baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = "group"  # mean to subtract
     scale: Literal["group", "batch", "none"] = "group"  # standard deviation that divides the advantage
-    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old per token, or its mean or product
+    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old; geometric mean; product
     gate: Literal["clip", "detach", "soft"] = "clip"  # bound on the ratio: PPO's clip, CISPO, SAPO
-    aggregate: Literal["sequence", "token", "constant"] = "sequence"  # mean over these, or a fixed divisor
+    aggregate: Literal["sequence", "token", "constant"] = "sequence"  # divisor of the loss: token_weights
     clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low ...
     clip_high: float = 0.2  # ... and 1 + clip_high
     delta: float = 0.0  # upper bound of the ratio for negative advantages (two-sided clip); 0 = off
@@ -171,7 +173,6 @@ def check_config(cfg):
 
 # ------------------------------------------------------------------------------------------------ 1. rollout
 
-
 @dataclass
 class Rollout:
     # stage 1, rollout
@@ -187,9 +188,9 @@ class Rollout:
     advantage: float = 0.0
     # stage 4, pack
     weight: float = 0.0  # of each of its tokens in the loss; 0 = not trained
-    # stage 5, log-probs
-    old: torch.Tensor | None = None  # the trainer's before the first optimizer step; None = only one step
-    ref: torch.Tensor | None = None  # the reference's; None = no KL
+    # stage 5, log-probs; None if not needed
+    old: torch.Tensor | None = None  # pi_old: the trainer's, before the first of several steps on this batch
+    ref: torch.Tensor | None = None  # the reference's, for the KL
 
     def __len__(self):
         return len(self.prompt) + len(self.completion)
@@ -213,7 +214,6 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
 
 # ------------------------------------------------------------------------------------------------- 2. reward
 
-
 def score(rollouts, examples, verifier, step=0):
     """Fills reward and parts of the N rollouts of G examples. Returns counts of time-outs and crashes.
 
@@ -223,7 +223,7 @@ def score(rollouts, examples, verifier, step=0):
     n = len(rollouts) // len(examples)
     names = examples[0].keys() - {"prompt_ids", "completions"}
     columns = {name: [e.get(name) for e in examples for _ in range(n)] for name in names}  # N values each
-    columns |= {"prompts": columns["question"], "step": step}
+    columns |= {"prompts": columns["question"], "step": step}  # prompts without the template
     columns["completion_ids"] = [r.completion for r in rollouts]
     values, parts, counts = verifier([r.text for r in rollouts], **columns)
     for i, r in enumerate(rollouts):
@@ -235,7 +235,8 @@ def collect_rollouts(cfg, llm, train_set, verifier, step, metrics):
     """Stages 1 and 2 for this rank. -> (groups to train on, all sampled groups); a group is n rollouts.
 
     With drop_flat_groups, groups whose rewards are all the same are left out. With resample, new prompts are
-    then drawn until every rank has enough: DAPO's dynamic sampling. Draws depend on (seed, step, draw) only.
+    then drawn until every rank has enough: DAPO's dynamic sampling. Each step owns 1 + resample batches of
+    prompts, used or not, so that the data does not depend on what came before.
     """
     share = cfg.prompts // dist.world_size()
     groups, sampled = [], []
@@ -260,7 +261,6 @@ def collect_rollouts(cfg, llm, train_set, verifier, step, metrics):
 
 
 # ---------------------------------------------------------------------------------------------- 3. advantage
-
 
 def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, running=0.0, lengths=None):
     """(G, n) rewards -> (G, n) advantages. NaN means "no verdict": it enters no mean and gets advantage 0.
@@ -312,7 +312,7 @@ def assign_advantages(groups, cfg, running_mean):
     running_mean: moving average of the reward, for --baseline running; NaN before the first step.
     """
     def gather(get):  # get(rollout) for the groups of all ranks, in the order of the ranks
-        rows = dist.all_gather([[get(r) for r in group] for group in groups])
+        rows = dist.all_gather([[get(r) for r in group] for group in groups])  # concatenates the ranks' lists
         return torch.tensor(rows).view(-1, cfg.samples)  # (G, n)
 
     group_rewards = gather(lambda r: math.nan if r.reward is None else r.reward)  # (G, n)
@@ -330,7 +330,6 @@ def assign_advantages(groups, cfg, running_mean):
 
 
 # --------------------------------------------------------------------------------------------------- 4. pack
-
 
 def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
     """(N,) completion lengths -> (N,) weight of each token, so that sum(weight * token loss) is a mean.
@@ -371,10 +370,11 @@ def assign_token_weights(rollouts, cfg):
 def collate(rollouts, device="cpu"):
     """A pack of B rollouts -> one row of T tokens: each prompt once, before its first completion.
 
-    A prompt P with completions a and b becomes the row P a b. Attention runs per sequence, causal and aligned
-    at the end: queries P a with keys P a, then queries b with keys P b. Sequence i has the queries
-    cu_seqlens_q[i]:cu_seqlens_q[i+1] of the row and the keys kv_index[cu_seqlens_k[i]:cu_seqlens_k[i+1]],
-    which are positions in the row. predictors (R,) are the positions whose output predicts completion tokens.
+    A prompt P with completions a and b becomes the row P a b. Attention runs per sequence: queries P a with
+    keys P a, then queries b with keys P b. It is causal and the last query sees all keys: b sees all of P.
+    Sequence i has the queries cu_seqlens_q[i]:cu_seqlens_q[i+1] of the row and the keys
+    kv_index[cu_seqlens_k[i]:cu_seqlens_k[i+1]]; kv_index holds positions in the row. predictors (R,) are the
+    positions whose output predicts the completion tokens.
     """
     input_ids, position_ids, kv_index, predictors = [], [], [], []
     cu_seqlens_q, cu_seqlens_k, prompt_at = [0], [0], {}
@@ -418,7 +418,6 @@ def collate(rollouts, device="cpu"):
 
 # ---------------------------------------------------------------------------------------------- 5. log-probs
 
-
 class TokenLogps(torch.nn.Module):
     """A causal language model that returns log-probs of given tokens. DeepSpeed wraps this module.
 
@@ -430,7 +429,7 @@ class TokenLogps(torch.nn.Module):
         self.model, self.temperature, self.chunk = model, temperature, chunk
 
     def forward(self, batch):
-        # use_cache=False: with a KV cache, transformers would treat the row as one sequence, without error.
+        # use_cache=False: with a KV cache, transformers would silently treat the row as one sequence.
         # batch=batch reaches runtime/attention.py, which needs cu_seqlens_q, cu_seqlens_k and kv_index.
         output = self.model.get_decoder()(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, batch=batch)
@@ -441,7 +440,7 @@ class TokenLogps(torch.nn.Module):
 
 
 @torch.no_grad()
-def annotate(model, packs, name):
+def store_logps(model, packs, name):
     """Stores the log-probs under `model` in the field `name` ("old" or "ref") of each rollout."""
     for rollouts in packs:
         logp, _ = model(collate(rollouts, dist.device()))  # (R,)
@@ -449,17 +448,16 @@ def annotate(model, packs, name):
             setattr(r, name, part)
 
 
-def annotate_all(policy, ref, packs, cfg):
-    """Stores the reference's log-probs, and the policy's own if it takes more than one step on this batch."""
+def store_fixed_logps(policy, ref, packs, cfg):
+    """Log-probs that stay fixed while the policy changes: ref for the KL, old if several steps follow."""
     if ref is not None:
         with sleep.on_device(ref):
-            annotate(ref, packs, "ref")
+            store_logps(ref, packs, "ref")
     if cfg.epochs * cfg.minibatches > 1:
-        annotate(policy, packs, "old")
+        store_logps(policy, packs, "old")
 
 
 # --------------------------------------------------------------------------------------------------- 6. loss
-
 
 def k3(logp, ref):
     """Schulman's estimator of KL(pi || ref) from samples of pi: exp(d) - d - 1 with d = log ref - log pi.
@@ -496,14 +494,15 @@ def gated_objective(ratio, logp, advantage, cfg):
     """Objective per token with a bound on the ratio, and where the bound is active: (R,), (R,)."""
     if cfg.gate == "clip":  # PPO, arXiv:1707.06347
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
+        # delta is above 1 + clip_high: for positive advantages the minimum picks `clipped`
         bounded = ratio.clamp(max=cfg.delta) if cfg.delta else ratio  # (R,)
-        # The minimum: a token that has moved far enough in the right direction gets no gradient.
+        # the minimum: a token that has moved far enough in the right direction gets no gradient
         objective = torch.minimum(bounded * advantage, clipped * advantage)  # (R,)
         return objective, objective != ratio * advantage
     if cfg.gate == "detach":  # CISPO: every token keeps its gradient; its weight is bounded from above
         weight = ratio.clamp(max=1 + cfg.clip_high).detach()  # (R,)
         return weight * advantage * logp, ratio > 1 + cfg.clip_high
-    if cfg.gate == "soft":  # SAPO: the gradient, A at ratio 1, fades out on both sides; nothing is clipped
+    if cfg.gate == "soft":  # SAPO: at ratio 1 the gradient is the advantage; it fades to 0 on both sides
         tau = torch.full_like(ratio, cfg.soft_tau_neg).masked_fill(advantage > 0, cfg.soft_tau_pos)  # (R,)
         return torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage, torch.zeros_like(ratio)
     raise ValueError(f"unknown gate {cfg.gate!r}")
@@ -543,7 +542,6 @@ def policy_loss(logp, old, ref, batch, cfg):
 
 # ------------------------------------------------------------------------------------------------- 7. update
 
-
 def make_policy(cfg):
     """The DeepSpeed engine around TokenLogps: ZeRO, AdamW on fp32 master weights, gradients summed in fp32.
 
@@ -560,14 +558,12 @@ def make_policy(cfg):
         TokenLogps(model, cfg.temperature),
         adamw=dict(lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay),
         config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
+            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
             "managed_gradient_accumulation": False,  # we call backward() any number of times, then step()
             "gradient_clipping": cfg.max_grad_norm,
-            "bf16": {"enabled": cfg.dtype == "bfloat16"},
-            "data_types": {"grad_accum_dtype": "fp32"},
+            "bf16": {"enabled": cfg.dtype == "bfloat16"}, "data_types": {"grad_accum_dtype": "fp32"},
             "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
+            "zero_allow_untested_optimizer": True,  # torch's AdamW is not on DeepSpeed's list
         })
 
 
@@ -591,7 +587,7 @@ def update(policy, packs, cfg):
 
     Returns metrics over all ranks. Raises RuntimeError before the step is taken: see guard.check_step.
     """
-    sums = []  # of the metrics, per pack
+    sums = []  # per pack: each metric summed over its tokens
     for rollouts in packs:
         batch = collate(rollouts, dist.device())
         logp, entropy = policy(batch)  # (R,), (R,)
@@ -603,7 +599,7 @@ def update(policy, packs, cfg):
                       "mismatch/mean_abs": mismatch.sum(), "mismatch/max": mismatch.max()}
         is_filler = rollouts[0].weight == 0  # see pack_evenly: no part of the batch
         sums.append({name: 0 * x if is_filler else x for name, x in pack_sums.items()})
-    metrics = stats.token_means(sums)  # except loss, which is a sum already weighted, and mismatch/max
+    metrics = stats.token_means(sums)  # means over tokens, the sum for loss, the maximum for mismatch/max
     guard.check_step(metrics, cfg.mismatch_bound)
     policy.step()
     return metrics | {"grad_norm": float(policy.get_global_grad_norm() or 0.0)}
@@ -611,11 +607,10 @@ def update(policy, packs, cfg):
 
 # --------------------------------------------------------------------------------------------------- 8. sync
 
-
 def make_llm(cfg):
     """The vLLM engine, in this process: weights are handed over as tensors, not through pipes or files."""
-    # The trainer's log-probs are after the temperature and before top-p and top-k. vLLM's processed ones are
-    # after all three, its raw ones before all three (the same, as top-p and top-k need temperature 1).
+    # The trainer's log-probs include the temperature, but not top-p and top-k. vLLM's processed log-probs
+    # include all three, its raw ones none: right with top-p and top-k, which require temperature 1.
     logprobs_mode = "processed_logprobs" if (cfg.top_p, cfg.top_k) == (1.0, 0) else "raw_logprobs"
     sequences = max(cfg.prompts * cfg.samples, cfg.eval_size * max(cfg.eval_n, 1)) // dist.world_size()
     return engines.start_vllm(
@@ -635,7 +630,6 @@ def sync_weights(policy, llm):
 
 
 # ------------------------------------------------------------------------------------------------- the loop
-
 
 def evaluate(llm, examples, verifier, cfg):
     """Accuracy of greedy completions, and of eval_n samples per example: mean@n, pass@k, maj@n."""
@@ -678,13 +672,13 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log):
             minibatches = []  # 4. one list of packs per optimizer step
             for i in range(cfg.minibatches):
                 trained = assign_token_weights([r for g in groups[i::cfg.minibatches] for r in g], cfg)
-                # ranks with fewer packs add copies of the filler, with weight 0
+                # every rank needs as many packs: the others add copies of the filler, whose weight is 0
                 minibatches.append(pack_evenly(trained, filler=sampled[0][0], budget=cfg.pack_tokens))
-            if ref is not None and cfg.ref_reset_every and step and step % cfg.ref_reset_every == 0:
-                ref.model.load_state_dict(dict(checkpoint.named_weights(policy)))
-            annotate_all(policy, ref, [pack for packs in minibatches for pack in packs], cfg)  # 5.
+            if cfg.ref_reset_every and step and step % cfg.ref_reset_every == 0 and ref is not None:
+                ref.model.load_state_dict(dict(checkpoint.named_weights(policy)))  # preflight: not with LoRA
+            store_fixed_logps(policy, ref, [p for packs in minibatches for p in packs], cfg)  # 5. ref, old
             engines.set_lr(policy, lr_at(step, cfg))
-            history = [update(policy, packs, cfg)  # 6. 7.
+            history = [update(policy, packs, cfg)  # 5. 6. 7.
                        for _ in range(cfg.epochs) for packs in minibatches if packs]
             metrics |= stats.mean_of(history)  # empty if all groups are flat or have no verdict
         with timed(metrics, "sync"):
@@ -699,14 +693,13 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log):
 
 # ------------------------------------------------------------------------------------------------------ main
 
-
 def rehearse(policy, ref, cfg):
     """Updates on the largest possible pack at learning rate 0: too little memory then shows before step 0."""
     largest = [Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion, weight=1.0)
                for i, (prompt, completion) in enumerate(rehearsal.largest_pack(cfg))]  # no two prompts equal
     if ref is not None:
         with sleep.on_device(ref):
-            annotate(ref, [largest], "ref")
+            store_logps(ref, [largest], "ref")
     cfg = dataclasses.replace(cfg, mismatch_bound=math.inf)  # vLLM did not sample these tokens
     rehearsal.run(policy, lambda: update(policy, [largest], cfg))
 
@@ -715,7 +708,7 @@ def main(argv=None):
     try:
         cfg = parse_config(argv)
         dist.init_process_group()
-        cfg = dataclasses.replace(cfg, name=dist.all_gather([cfg.name])[0])  # clocks of ranks may differ
+        cfg = dataclasses.replace(cfg, name=dist.all_gather([cfg.name])[0])  # a default name has the time
         tokenizer = preflight.load_tokenizer(cfg)
         train_set, eval_set = data.load_splits(cfg, tokenizer, dist.world_size(), notify=dist.print_once)
         cfg = memory.plan(cfg)
@@ -738,7 +731,8 @@ def main(argv=None):
         train(cfg, llm, policy, ref, train_set, eval_set, verifier, log)
     except torch.OutOfMemoryError as e:
         sys.exit(memory.advice(e, cfg))
-    verifier.close()  # vLLM closes the process group
+    verifier.close()
+    # The process group is left to vLLM, which closes it at exit.
 
 
 if __name__ == "__main__":

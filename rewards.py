@@ -16,7 +16,10 @@ instruction  instruction_id_list, kwargs          every instruction is followed 
 judge        question, [rubric], [answer]         a language model gives it 10 of 10
 language     question or prompts                  all words of the reasoning are in the prompt's language
 
-overlong, length_kimi and repetition shape the length, random is a control experiment: see the functions.
+overlong     completion_ids, max_tokens           never: 0 for a short completion, down to -1 near max_tokens
+length_kimi  prompts, [completion_ids]            never: 0.5 for the prompt's shortest completion, if correct
+repetition   [completion_ids]                     never: 0 without repeated n-grams, down to -1
+random       [prompts], [step]                    a coin came up heads: a control experiment
 
 Your own reward is a file and a flag. `@each` turns a function of one text and its columns into TRL's
 convention:
@@ -69,25 +72,25 @@ def text_of(completion):
     return completion if isinstance(completion, str) else "".join(m.get("content") or "" for m in completion)
 
 
-def each(judge_one):
-    """Decorator: turns judge_one(text, **columns) -> float or None into a reward in TRL's convention.
+def each(score_one):
+    """Decorator: turns score_one(text, **columns) -> float or None into a reward in TRL's convention.
 
-    The parameters of judge_one are the columns it reads. A column may also be a single number or string,
+    The parameters of score_one are the columns it reads. A column may also be a single number or string,
     which then holds for every completion. A column that is missing or None takes the parameter's default.
 
     >>> each(lambda text, wanted, factor=1.0: factor * (text == wanted))(["a", "b"], ["a", "a"], factor=0.5)
     [0.5, 0.0]
     """
-    names = list(inspect.signature(judge_one).parameters)[1:]
+    names = list(inspect.signature(score_one).parameters)[1:]
 
-    @functools.wraps(judge_one)
+    @functools.wraps(score_one)
     def reward(completions, *args, **columns):
         columns |= zip(names, args)
         columns = {name: columns[name] for name in names if columns.get(name) is not None}
         for name, column in columns.items():
             if isinstance(column, (str, int, float)):
                 columns[name] = [column] * len(completions)
-        return [judge_one(text_of(completion), **dict(zip(columns, row)))
+        return [score_one(text_of(completion), **dict(zip(columns, row)))
                 for completion, *row in zip(completions, *columns.values(), strict=True)]
 
     return reward
@@ -108,7 +111,7 @@ def after_thinking(text):
 
 
 def final_answer(text):
-    r"""The final answer by the rule at the top of this file; "" if it is cut off or too long; None without.
+    r"""The final answer by the rule at the top of this file; "" if cut off or too long, None if not marked.
 
     >>> final_answer(r"\boxed{1}? No, \boxed{\frac{1}{2}}. I am sure.")
     '\\frac{1}{2}'
@@ -188,7 +191,7 @@ OPERATORS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.Mult: Fra
 def countdown_reward(text, numbers, target):
     """1.0 if the final answer is an expression with each of `numbers` once and the value `target`, else 0.0.
 
-    "(2 + 3) * 4" or "(2 + 3) * 4 = 20". The arithmetic is exact. No powers, //, signs or other numbers.
+    "(2 + 3) * 4" or "(2 + 3) * 4 = 20", with + - * / ( ) only. The arithmetic is exact.
     """
     answer = final_answer(text) or ""
     for sign, operator in SIGNS.items():
@@ -241,8 +244,7 @@ FENCE = re.compile(r"```[ \t]{0,9}([\w+-]{0,20})[^\n`]{0,99}\n(.*?)\n?```", re.S
 
 
 def program_of(text):
-    """The Python program of a completion: the last fenced block after </think>, or what is in <answer>; or
-    None.
+    """The Python program of a completion: the last fenced block after </think>, else <answer>, else None.
 
     >>> program_of("<think>```python\\n1\\n```</think> Here:\\n```python\\nprint(2)\\n```")
     'print(2)'
@@ -259,10 +261,10 @@ def program_of(text):
 def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False, code_partial=False):
     """1.0 if the program passes every test, else 0.0; with code_partial=True the share that it passes.
 
-    `tests` is a list, or its JSON text, of {"input": "2 3", "output": "5"}: standard input and output,
-    compared by line without spaces at line ends, and "assert add(2, 3) == 5": Python that runs after the
-    program. All tests of a completion share 0.9 * timeout seconds; a program that needs longer fails. The
-    programs run in the jail of verify/jail.py. Raises jail.NoIsolation where it cannot be built.
+    `tests` is a list, or its JSON text. A test is either {"input": "2 3", "output": "5"}, standard input and
+    output, compared line by line without spaces at line ends, or "assert add(2, 3) == 5", Python that runs
+    after the program. All tests of a completion share 0.9 * timeout seconds; a program that needs longer
+    fails. Programs run in the jail of verify/jail.py. Raises jail.NoIsolation where it cannot be built.
     """
     end = time.monotonic() + 0.9 * timeout
     tests = json.loads(tests) if isinstance(tests, str) else tests

@@ -1,8 +1,13 @@
-"""Plants faults in a copy of the repository and asks which test notices each: python tests/mutations.py [words of one fault]
+"""Plants faults in copies of the repository, one at a time, and reports which test notices each.
 
-A fault is a textual replacement that must be found exactly once, so that the list cannot rot in silence. Each copy runs in a
-forked child (torch, TRL and vLLM are imported once, here) and stops at the first test that fails, the quickest tests first.
-Prints a Markdown table; exits with 1 if a fault stays unnoticed, or if the copy without a fault fails.
+    python tests/mutations.py                all faults; make mutations does the same
+    python tests/mutations.py leave-one-out  only those whose description contains these words
+    python tests/mutations.py --dry          no tests: only checks that every fault can be planted
+
+A fault is a replacement of text that must occur exactly once in its file, so this list cannot become outdated
+unnoticed. Each copy is tested in a forked child (torch, TRL and vLLM are imported once, here), which stops at
+the first test that fails; the quickest tests run first. Prints a Markdown table. Exits with 1 if no test
+notices a fault, or if a test fails without a fault.
 """
 import os
 import shutil
@@ -12,84 +17,124 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("pytest.ini", "*.py", "tools/*.py", "tests/*.py", "models/tiny/*")
-STAGES = (["tests/test_variants.py", "tests/test_math.py"], ["tests/test_trl.py", "-k", "not gradients_equal"],
-          ["tests/test_trl.py", "-k", "gradients_equal"])  # the next one when all pass
-FAULTS = [  # what goes wrong, in nano_rlvr.py: this text, becomes that
-    ("clip: maximum in place of minimum", "torch.minimum(bounded", "torch.maximum(bounded"),
-    ("clip: clip_high ignored", "ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)", "ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_low)"),
-    ("clip: delta ignored", "ratio.clamp(max=cfg.delta) if cfg.delta else ratio", "ratio"),
-    ("loss: sign of the advantage", "token_loss = -gain", "token_loss = gain"),
-    ("loss: mean over the pack in place of the batch", "(batch.weight * token_loss).sum()",
-     "(batch.weight / batch.weight.sum() * token_loss).sum()"),
-    ("ratio: detached", "ratio = log_ratio.exp()", "ratio = log_ratio.detach().exp()"),
-    ("ratio: token and sequence swapped", 'if cfg.ratio != "token":', 'if cfg.ratio == "token":'),
-    ("ratio: sum over the sequence in place of its mean", "return (total / batch.completion_lengths)[batch.sequence_ids]", "return total[batch.sequence_ids]"),
-    ("ratio: product taken as geometric mean", 'batch.completion_lengths[batch.sequence_ids] if cfg.ratio == "product" else 1', "1"),
-    ("cispo: the weight keeps its gradient", ".detach() * batch.advantage * logp", " * batch.advantage * logp"),
-    ("sapo: temperatures swapped", "torch.where(batch.advantage > 0, 1.0, 1.05)", "torch.where(batch.advantage > 0, 1.05, 1.0)"),
-    ("kl: reversed", "d = ref - logp", "d = logp - ref"),
-    ("kl: k3 without exp", "return d.exp() - d - 1", "return -d"),
-    ("kl: rewards distance from the reference", "token_loss + cfg.kl_coef *", "token_loss - cfg.kl_coef *"),
-    ("kl: the reference is the policy itself", 'annotate(ref, packs, "ref")', 'annotate(engine, packs, "ref")'),
-    ("kl: temperature missing in the reference", "requires_grad_(False), cfg.temperature)", "requires_grad_(False))"),
-    ("kl: reference reset one step late", "step % cfg.ref_reset_every == 0", "step % cfg.ref_reset_every == 1"),
-    ("log-probs: temperature missing", "logits if temperature == 1 else logits.div_(temperature)", "logits"),
-    ("log-probs: sign of the entropy", "entropies.append(-inside", "entropies.append(inside"),
-    ("log-probs: temperature missing in the derivative", "grad = grad[:, None] / ctx.temperature", "grad = grad[:, None]"),
-    ("log-probs: each chunk of the vocabulary for all of it", "(chosen - norm)[:, 0]", "chosen[:, 0] - norms[:, 0]"),
-    ("log-probs: entropy without that of the choice of a chunk", "(entropies - share)", "entropies"),
-    ("log-probs: a target counts in every chunk", "grad * here", "grad"),
-    ("log-probs: derivative without the target", ".scatter_add_(-1, column, grad * here)", ""),
-    ("log-probs: sequences of a pack see each other", "zip(pack.row_ends.diff().tolist(), pack.ends.diff().tolist())",
-     "[(int(pack.row_ends[-1]), int(pack.ends[-1]))]"),
-    ("log-probs: a completion sees its own end", ".tril(n - m)", ".tril(n - m + 1)"),
-    ("collate: every completion sees the first prompt", "whole += [*prompt, *completion]", "whole += [*range(len(prompt)), *completion]"),
-    ("collate: positions begin again after a shared prompt", "positions += range(known, len(r))", "positions += range(len(r) - known)"),
-    ("collate: rows off by one", "[prompt[-1], *completion[:-1]]", "completion"),
-    ("collate: end-of-sequence token not trained", 'weight=per_token("weight")',
-     'weight=per_token("weight") * (torch.cat([torch.arange(n, 0, -1) for n in sizes]) > 1)'),
-    ("advantage: n - 1 for n", "* known).sum(1, keepdim=True) / count.clamp(min=1)).sqrt()",
-     "* known).sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()"),
-    ("advantage: eps missing", "/ (deviation + eps))", "/ (deviation + 1e-8))"),
-    ("advantage: leave-one-out divides by n", "(total - r) / (count - 1).clamp(min=1)", "(total - r) / count.clamp(min=1)"),
-    ("advantage: no verdict counts as 0", "known = ~rewards.isnan()", "known = torch.ones_like(rewards, dtype=torch.bool)"),
-    ("advantage: length added in place of removed", "advantage = advantage - x *", "advantage = advantage + x *"),
-    ("advantage: running baseline moves before it is used", "running = mean if math.isnan(running) else running", "running = mean"),
-    ("weight: local counts in place of global ones", "cfg.max_tokens, sequences, tokens)", "cfg.max_tokens)"),
-    ("weight: sequence mean divides by max_tokens", "1 / (sequences * n)", "1 / (sequences * max_tokens)"),
-    ("weight: truncated completions push in spite of the mask", "if cfg.mask_truncated and r.truncated", "if False and r.truncated"),
-    ("correction: inverted", "importance(before - batch.vllm_logps", "importance(batch.vllm_logps - before"),
-    ("correction: the cap is a floor", "weight.clamp(max=cfg.correction_cap)", "weight.clamp(min=cfg.correction_cap)"),
-    ("correction: token_mask forgets the weight", "inside * weight if", "inside * 1.0 if"),
-    ("correction: effective sample size without its square", 'metrics["correction/w"] ** 2', 'metrics["correction/w"]'),
-    ("steps: old log-probs only for epochs, not minibatches", "if cfg.epochs * cfg.minibatches > 1:",
-     "if cfg.epochs > 1 and cfg.minibatches == 1:"),
-    ("steps: every minibatch is the whole batch", "groups[i::cfg.minibatches]", "groups"),
-    ("steps: gradient not clipped", '"gradient_clipping": cfg.max_grad_norm', '"gradient_clipping": 0.0'),
-    ("steps: learning rate a step ahead", "(1 - cfg.lr_end) * step", "(1 - cfg.lr_end) * (step + 1)"),
-    ("steps: AdamW's first beta", "betas=(0.9, cfg.beta2)", "betas=(0.95, cfg.beta2)"),
-    ("sampling: flat groups kept", "if not (cfg.drop_flat_groups and flat(g))", "if g"),
-    ("sampling: every draw has the same seeds", "request_seed(cfg.seed, step, draw,", "request_seed(cfg.seed, step, 0,"),
-    ("sampling: draws of a step overlap the next step's", "step * (1 + cfg.resample) + draw", "step + draw"),
+COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "models/tiny/*")
+STAGES = (  # each runs if the one before it passed
+    ["tests/test_variants.py", "tests/test_math.py"],
+    ["tests/test_trl.py", "-k", "not gradients_equal"],
+    ["tests/test_trl.py", "-k", "gradients_equal"])
+SCRIPT, HEAD, ATTENTION, STATS = "nano_rlvr.py", "runtime/head.py", "runtime/attention.py", "runtime/stats.py"
+FAULTS = [  # (description, file, text, what replaces it)
+    ("clip: maximum instead of minimum", SCRIPT, "torch.minimum(bounded", "torch.maximum(bounded"),
+    ("clip: clip_high ignored", SCRIPT,
+     "1 - cfg.clip_low, 1 + cfg.clip_high", "1 - cfg.clip_low, 1 + cfg.clip_low"),
+    ("clip: delta ignored", SCRIPT, "ratio.clamp(max=cfg.delta) if cfg.delta else ratio", "ratio"),
+    ("loss: wrong sign", SCRIPT, "token_loss = -objective", "token_loss = objective"),
+    ("loss: mean over the pack instead of the batch", SCRIPT,
+     "(batch.weight * token_loss).sum()", "(batch.weight / batch.weight.sum() * token_loss).sum()"),
+    ("ratio: detached", SCRIPT, "ratio = log_ratio.exp()", "ratio = log_ratio.detach().exp()"),
+    ("ratio: token and sequence swapped", SCRIPT, 'if cfg.ratio == "sequence":',
+     'if cfg.ratio == "sequence":\n        pass\n    elif cfg.ratio == "token":'),
+    ("ratio: sum over the sequence instead of the mean", SCRIPT,
+     "return (total / batch.completion_lengths)[batch.sequence_ids]", "return total[batch.sequence_ids]"),
+    ("ratio: geometric mean instead of the product", SCRIPT,
+     " * batch.completion_lengths[batch.sequence_ids]", ""),
+    ("cispo: the weight is not detached", SCRIPT,
+     "weight = ratio.clamp(max=1 + cfg.clip_high).detach()", "weight = ratio.clamp(max=1 + cfg.clip_high)"),
+    ("sapo: temperatures swapped", SCRIPT, "masked_fill(advantage > 0,", "masked_fill(advantage <= 0,"),
+    ("kl: reversed", SCRIPT, "d = ref - logp", "d = logp - ref"),
+    ("kl: k3 without exp", SCRIPT, "return d.exp() - d - 1", "return -d"),
+    ("kl: distance from the reference is rewarded", SCRIPT,
+     "token_loss + cfg.kl_coef *", "token_loss - cfg.kl_coef *"),
+    ("kl: the reference is the policy itself", SCRIPT,
+     'store_logps(ref, packs, "ref")', 'store_logps(policy, packs, "ref")'),
+    ("kl: temperature missing in the reference", SCRIPT,
+     "requires_grad_(False), cfg.temperature)", "requires_grad_(False))"),
+    ("kl: reference reset one step late", SCRIPT,
+     "step % cfg.ref_reset_every == 0", "step % cfg.ref_reset_every == 1"),
+    ("log-probs: temperature missing", HEAD, "logits.div_(temperature)", "pass"),
+    ("log-probs: wrong sign of the entropy", HEAD, "entropies.append(-logp", "entropies.append(logp"),
+    ("log-probs: temperature missing in the derivative", HEAD,
+     "grad_logp[:, None] / ctx.temperature", "grad_logp[:, None]"),
+    ("log-probs: normalised over the first chunk of the vocabulary only", HEAD,
+     "(target_logits - norm)[:, 0]", "target_logits[:, 0] - norms[:, 0]"),
+    ("log-probs: entropy between the chunks missing", HEAD, "(entropies - chunk_logp)", "entropies"),
+    ("log-probs: a target counts in every chunk", HEAD, "grad * in_chunk", "grad"),
+    ("log-probs: derivative without the target", HEAD, ".scatter_add_(-1, column, grad * in_chunk)", ""),
+    ("log-probs: sequences of a pack see each other", ATTENTION,
+     "zip(batch.cu_seqlens_q.diff().tolist(), batch.cu_seqlens_k.diff().tolist())",
+     "[(int(batch.cu_seqlens_q[-1]), int(batch.cu_seqlens_k[-1]))]"),
+    ("log-probs: a completion sees one token ahead", ATTENTION, ".tril(n - m)", ".tril(n - m + 1)"),
+    ("collate: every completion sees the first prompt", SCRIPT,
+     "kv_index += [*prompt, *completion]", "kv_index += [*range(len(prompt)), *completion]"),
+    ("collate: positions restart after a shared prompt", SCRIPT,
+     "position_ids += range(len(r.prompt), len(r))",
+     "start = len(r.prompt) * (completion[0] == prompt[-1] + 1)\n"
+     "        position_ids += range(start, start + len(r.completion))"),
+    ("collate: predictors off by one", SCRIPT, "[prompt[-1], *completion[:-1]]", "completion"),
+    ("collate: end-of-sequence token not trained", SCRIPT, 'weight=repeat("weight")',
+     'weight=repeat("weight") * (torch.cat([torch.arange(n, 0, -1) for n in completion_lengths]) > 1)'),
+    ("advantage: n - 1 instead of n", STATS, "* known).sum(dim, keepdim=True) / count",
+     "* known).sum(dim, keepdim=True) / (count - 1).clamp(min=1)"),
+    ("advantage: eps missing", SCRIPT, "(group_std + eps)", "(group_std + 1e-8)"),
+    ("advantage: leave-one-out divides by n", SCRIPT,
+     "(group_rewards - group_mean) * n / (n - 1).clamp(min=1)",
+     "group_rewards - (group_mean * n - group_rewards) / n"),
+    ("advantage: no verdict counts as 0", SCRIPT, "    group_mean, group_std = stats",
+     "    group_rewards = group_rewards.nan_to_num()\n    group_mean, group_std = stats"),
+    ("advantage: length added instead of removed", SCRIPT,
+     "advantages = advantages - slope * x", "advantages = advantages + slope * x"),
+    ("advantage: running baseline updated before it is used", SCRIPT,
+     "if math.isnan(running_mean):", "if True:"),
+    ("weight: local counts instead of global ones", SCRIPT,
+     "cfg.max_tokens, sequences, tokens)", "cfg.max_tokens)"),
+    ("weight: sequence mean divides by max_tokens", SCRIPT,
+     "1 / (sequences * n)", "1 / (sequences * max_tokens)"),
+    ("weight: truncated completions are trained despite the mask", SCRIPT,
+     "if cfg.mask_truncated and r.truncated", "if False and r.truncated"),
+    ("correction: inverted", SCRIPT,
+     "correction = importance(mismatch,", "correction = importance(-mismatch,"),
+    ("correction: the cap is a lower bound", SCRIPT,
+     "clamp(max=cfg.correction_cap)", "clamp(min=cfg.correction_cap)"),
+    ("correction: token_mask without the weight", SCRIPT,
+     "return mismatch.exp() * (mismatch.exp() <=", "return 1.0 * (mismatch.exp() <="),
+    ("correction: effective sample size without its square", STATS,
+     'metrics["correction/w"] ** 2', 'metrics["correction/w"]'),
+    ("steps: old log-probs only for epochs, not for minibatches", SCRIPT,
+     "if cfg.epochs * cfg.minibatches > 1:", "if cfg.epochs > 1 and cfg.minibatches == 1:"),
+    ("steps: every minibatch is the complete batch", SCRIPT, "groups[i::cfg.minibatches]", "groups"),
+    ("steps: gradient not clipped", SCRIPT,
+     '"gradient_clipping": cfg.max_grad_norm', '"gradient_clipping": 0.0'),
+    ("steps: learning rate one step ahead", SCRIPT,
+     "(1 - cfg.lr_end) * step", "(1 - cfg.lr_end) * (step + 1)"),
+    ("steps: wrong first beta of AdamW", SCRIPT, "betas=(0.9, cfg.beta2)", "betas=(0.95, cfg.beta2)"),
+    ("sampling: flat groups kept", SCRIPT, "if not (cfg.drop_flat_groups and stats.is_flat(g))", "if g"),
+    ("sampling: all draws have the same seeds", SCRIPT,
+     "request_seed(cfg.seed, step, draw,", "request_seed(cfg.seed, step, 0,"),
+    ("sampling: draws of a step overlap those of the next", SCRIPT,
+     "step * (1 + cfg.resample) + draw", "step + draw"),
 ]
 
 
-def plant(folder, old, new):
-    """A copy of what the tests need, with one fault."""
+def faulty_text(file, old, new):
+    """The text of a file with the fault. Exits if the text to replace does not occur exactly once."""
+    text = (ROOT / file).read_text()
+    if text.count(old) != 1:
+        sys.exit(f"{text.count(old)} times in {file}, must be once: {old}")
+    return text.replace(old, new)
+
+
+def plant(folder, file, old, new):
+    """A copy, in a folder, of what the tests need, with one fault."""
     for pattern in COPIED:
         for path in ROOT.glob(pattern):
             target = folder / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
-    text = (folder / "nano_rlvr.py").read_text()
-    if text.count(old) != 1:
-        sys.exit(f"{text.count(old)} times in nano_rlvr.py, must be once: {old}")
-    (folder / "nano_rlvr.py").write_text(text.replace(old, new))
+    (folder / file).write_text(faulty_text(file, old, new))
 
 
-class First:
-    """Remembers the first test that fails, and whether anything could not even be collected."""
+class FirstFailure:
+    """A pytest plugin. `name`: the first test that fails, or that a file could not be collected."""
 
     def __init__(self):
         self.name = ""
@@ -104,7 +149,7 @@ class First:
 
 
 def caught_by(folder):
-    """The first failing test in a copy, "" if all pass; in a forked child whose output goes to the copy's log."""
+    """The first failing test of a copy, "" if all pass. Forks a child; its output is <folder>/log."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -112,9 +157,10 @@ def caught_by(folder):
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.chdir(folder)
-        sys.path[:] = [str(folder / "tests"), str(folder)] + [p for p in sys.path if not p.startswith(str(ROOT)) or "site-packages" in p]
+        libraries = [p for p in sys.path if not p.startswith(str(ROOT)) or "site-packages" in p]
+        sys.path[:] = [str(folder / "tests"), str(folder), *libraries]
         import pytest
-        first = First()
+        first = FirstFailure()
         for stage in STAGES:
             if not first.name:
                 code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *stage], plugins=[first])
@@ -128,7 +174,11 @@ def caught_by(folder):
 
 
 def main(words):
-    os.environ["OMP_NUM_THREADS"] = "1"  # a fork must not take threads along
+    for _, *fault in FAULTS:
+        compile(faulty_text(*fault), fault[0], "exec")
+    if words == "--dry":
+        sys.exit()
+    os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork
     sys.dont_write_bytecode = True
     import datasets  # noqa: F401  once for all children
     import deepspeed  # noqa: F401
@@ -136,24 +186,25 @@ def main(words):
     import pytest  # noqa: F401
     import tyro  # noqa: F401
     from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
-    from vllm import SamplingParams  # noqa: F401
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: F401
+    from vllm import SamplingParams  # noqa: F401
     begin, missed = time.time(), 0
-    faults = [f for f in FAULTS if words in f[0]]
-    with tempfile.TemporaryDirectory() as folder:
-        for i, fault in enumerate(faults):
-            plant(Path(folder) / str(i), *fault[1:])  # all of them first: a text that is not there must not cost minutes
+    faults = [fault for fault in FAULTS if words in fault[0]]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for i, (_, *fault) in enumerate(faults):
+            plant(folder / str(i), *fault)
         if not words:
-            plant(Path(folder) / "plain", "import torch\n", "import torch\n")
-            if name := caught_by(Path(folder) / "plain"):
-                sys.exit(f"without any fault: {name}\n" + (Path(folder) / "plain/log").read_text()[-3000:])
+            plant(folder / "plain", SCRIPT, "import torch\n", "import torch\n")
+            if name := caught_by(folder / "plain"):
+                sys.exit(f"without any fault: {name}\n" + (folder / "plain/log").read_text()[-3000:])
         print("| fault | caught by |\n|---|---|")
         for i, (what, *_) in enumerate(faults):
-            name = caught_by(Path(folder) / str(i))
-            missed += not name or "::" not in name
+            name = caught_by(folder / str(i))
+            missed += "::" not in name
             print(f"| {what} | {f'`{name}`' if name else '**nothing**'} |", flush=True)
             if words or name and "::" not in name:
-                print((Path(folder) / f"{i}/log").read_text()[-3000:], file=sys.stderr)
+                print((folder / f"{i}/log").read_text()[-3000:], file=sys.stderr)
     print(f"\n{len(faults) - missed} of {len(faults)} caught, {time.time() - begin:.0f} s")
     sys.exit(missed > 0)
 

@@ -212,7 +212,7 @@ def test_only_adapters_are_trained_and_vllm_gets_them_merged(fresh_llm, tokenize
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = cfg.lr
     for _ in range(3):
-        nr.annotate(ref, [rollouts], "ref")
+        nr.store_logps(ref, [rollouts], "ref")
         metrics = nr.update(engine, [rollouts], cfg)
     assert metrics["kl"] > 1e-3  # the policy is not the reference any more
     batch = nr.collate(rollouts)
@@ -239,7 +239,7 @@ def test_minibatches_and_epochs_use_the_log_probs_of_the_policy_that_sampled(gro
     with float64():
         cfg = make_config(kl_coef=0.0, mismatch_bound=1e9, lr=1e-3)
         engine, rollouts = nr.make_policy(cfg), fixed_rollouts(tokenizer)
-        nr.annotate(engine, [rollouts], "old")
+        nr.store_logps(engine, [rollouts], "old")
         first, second = nr.update(engine, [rollouts], cfg), nr.update(engine, [rollouts], cfg)
     close(first["ratio"], 1)
     assert abs(second["ratio"] - 1) > 1e-3

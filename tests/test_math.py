@@ -225,8 +225,8 @@ def test_any_split_into_packs_gives_the_same_gradient(model, tokenizer):
     cfg, grads = make_config(kl_coef=0.05, correction="token_mask"), []
     rollouts = fixed_rollouts(tokenizer)
     policy = nr.TokenLogps(model)
-    nr.annotate(policy, [rollouts], "old")
-    nr.annotate(policy, [rollouts], "ref")
+    nr.store_logps(policy, [rollouts], "old")
+    nr.store_logps(policy, [rollouts], "ref")
     for r in rollouts:  # off-policy, away from the reference
         r.old, r.ref = r.old + 0.3 * torch.randn_like(r.old), r.ref + 0.3 * torch.randn_like(r.ref)
     for budget in (1, 64, 200, 10**6):

@@ -234,8 +234,8 @@ def setup(trainer, tokenizer, table):
     weights = {"now": moved(start, 3), "old": start, "ref": moved(start, 2)}
     set_weights(reference, weights["ref"])
     set_weights(trainer.ref_model, weights["ref"])
-    nr.annotate(past, [table.rollouts], "old")
-    nr.annotate(reference, [table.rollouts], "ref")
+    nr.store_logps(past, [table.rollouts], "old")
+    nr.store_logps(reference, [table.rollouts], "ref")
     noise = torch.Generator().manual_seed(4)
     set_advantages(table.rollouts, nr.group_advantages(table.rewards, scale="none"))
     for r in table.rollouts:
@@ -396,7 +396,7 @@ def test_cispo_bounds_at_1_plus_clip_high_where_trl_bounds_at_epsilon_high(setup
 
 
 def test_trls_default_kl_is_ours_times_the_ratio(setup):
-    """use_bias_correction_kl (TRL 1.16's default, from DeepSeek-V3.2) multiplies k3 by the token's ratio. Ours
+    """use_bias_correction_kl (TRL 1.16: on by default, from DeepSeek-V3.2) multiplies k3 by the ratio. Ours
     is the KL of the GRPO paper. On-policy the ratio is 1 but has a gradient, so they differ there too."""
     for policy in ("off", "on"):
         case = PLAIN | {"beta": 0.04, "policy": policy}
@@ -449,9 +449,9 @@ def run_ours(table, order, per_batch, factor, cfg):
     for i, members in enumerate(order):
         packs = nr.pack(nr.assign_token_weights(members, cfg), cfg.pack_tokens)
         if per_batch > 1 and i % per_batch == 0:
-            nr.annotate(engine, order[i:i + per_batch], "old")
+            nr.store_logps(engine, order[i:i + per_batch], "old")
         if reference:
-            nr.annotate(reference, packs, "ref")
+            nr.store_logps(reference, packs, "ref")
         engines.set_lr(engine, nr.lr_at(i, cfg))
         log.append(nr.update(engine, packs, cfg))
     return [w.clone() for name, w in checkpoint.named_weights(engine) if name != "lm_head.weight"], log

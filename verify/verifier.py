@@ -19,22 +19,22 @@ class Verifier:
         verify = Verifier("math:1,format:0.2", workers=8, timeout=5.0)
         rewards, parts, metrics = verify(completions, answer=answers, prompts=prompts)
 
-    rewards: per completion the weighted sum of its parts. Parts that are None are left out of the sum. A
-    completion is worth None if all its parts are None, or if one of them timed out or crashed. parts: {name:
-    one unweighted value per completion}. metrics: reward/timeouts and reward/crashes of this batch. The first
-    crash of each function is printed to stderr.
+    rewards   one value per completion: the weighted sum of its parts that are not None; None if all parts
+              are None, or if one of them timed out or crashed
+    parts     {name: one unweighted value per completion}
+    metrics   reward/timeouts and reward/crashes of this batch
 
-    A column that is a list holds one value per completion. Any other column and the settings (max_tokens,
-    judge_url, ...) reach every call unchanged. A call gets one completion; it may take `timeout` seconds and
-    memory_mb of memory.
+    The first crash of each function is printed to stderr. A column that is a list holds one value per
+    completion. Any other column and the settings (max_tokens, judge_url, ...) reach every call unchanged.
+    A call gets one completion; it may take `timeout` seconds and memory_mb of memory. Two columns are added:
+    index (position in the batch) and, for whole_batch functions, correct (the first part that is not one of
+    them).
 
-    A reward function may have these attributes: whole_batch = True: it gets all completions in one call,
-    after the other functions. warm: a function that is called once, before the workers are forked, to import
-    modules and fill caches. needs_jail = True: it runs programs of the model, so the verifier does not start
-    where no jail can be built.
+    A reward function may have these attributes:
 
-    Columns added here: index (position in the batch) and, for whole_batch functions, correct (the first other
-    part).
+    whole_batch   True: it gets all completions in one call, after the other functions
+    warm          a function, called once before the workers are forked, to import modules and fill caches
+    needs_jail    True: it runs the model's programs, so without a jail the verifier does not start
 
     `parser` names the function spec -> [(name, weight, function), ...] as "module:function". It is a name
     because the worker processes import it too. rewards.Verifier fills it in.
