@@ -35,6 +35,7 @@ from typing import Literal
 # Set before torch is imported: idle threads do not spin; large arrays on a CPU get 2 MB pages.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # pack sizes vary: no fragments
 
 import torch
 
@@ -459,6 +460,9 @@ def store_fixed_logps(policy, ref, packs, cfg):
 
 # --------------------------------------------------------------------------------------------------- 6. loss
 
+MAX_LOG_RATIO = 20.0  # a ratio beyond e^20 has no gradient; the value of verl, SkyRL and OpenRLHF
+
+
 def k3(logp, ref):
     """Schulman's estimator of KL(pi || ref) from samples of pi: exp(d) - d - 1 with d = log ref - log pi.
 
@@ -483,7 +487,7 @@ def importance(mismatch, batch, cfg):
     if cfg.correction == "token_truncate":
         return mismatch.exp().clamp(max=cfg.correction_cap)  # (R,)
     if cfg.correction == "token_mask":
-        return mismatch.exp() * (mismatch.exp() <= cfg.correction_cap)  # (R,)
+        return torch.where(mismatch.exp() <= cfg.correction_cap, mismatch.exp(), 0.0)  # (R,) not 0 * inf
     if cfg.correction == "sequence_mask":
         ratio = sequence_mean(mismatch, batch).exp()  # (R,)
         return ((ratio <= cfg.correction_cap) & (ratio >= 1 / cfg.correction_cap)).to(mismatch)  # (R,)
@@ -522,7 +526,7 @@ def policy_loss(logp, old, ref, batch, cfg):
         log_ratio = sequence_mean(log_ratio, batch) * batch.completion_lengths[batch.sequence_ids]  # (R,)
     elif cfg.ratio != "token":
         raise ValueError(f"unknown ratio {cfg.ratio!r}")
-    ratio = log_ratio.exp()  # (R,)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (R,) exp overflows: NaN in the gradient
     objective, clipped = gated_objective(ratio, logp, batch.advantage, cfg)  # (R,), (R,)
     token_loss = -objective  # (R,)
     sums = {"tokens": len(logp), "ratio": ratio, "clipped": clipped}
@@ -601,8 +605,9 @@ def update(policy, packs, cfg):
         sums.append({name: 0 * x if is_filler else x for name, x in pack_sums.items()})
     metrics = stats.token_means(sums)  # means over tokens, the sum for loss, the maximum for mismatch/max
     guard.check_step(metrics, cfg.mismatch_bound)
-    policy.step()
-    return metrics | {"grad_norm": float(policy.get_global_grad_norm() or 0.0)}
+    policy.step()  # DeepSpeed skips it silently when the gradient is not finite
+    return metrics | {"grad_norm": float(policy.get_global_grad_norm() or 0.0),
+                      "skipped": float(not policy.was_step_applied())}
 
 
 # --------------------------------------------------------------------------------------------------- 8. sync
@@ -617,7 +622,8 @@ def make_llm(cfg):
         model=cfg.model, dtype=cfg.dtype, seed=cfg.seed, logprobs_mode=logprobs_mode,
         max_model_len=cfg.max_prompt + cfg.max_tokens, max_num_seqs=sequences, enable_prefix_caching=True,
         distributed_executor_backend="external_launcher",  # one engine per rank, in our process group
-        cuda_args=dict(gpu_memory_utilization=cfg.vllm_memory, enable_sleep_mode=True))
+        cuda_args=dict(gpu_memory_utilization=cfg.vllm_memory, enable_sleep_mode=True,
+                       kv_cache_memory_bytes=memory.kv_cache_bytes(cfg)))
 
 
 def sync_weights(policy, llm):
@@ -650,7 +656,7 @@ def evaluate(llm, examples, verifier, cfg):
 
 def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log):
     """The loop. It runs steps + 1 times, so that the final weights are evaluated too."""
-    running_mean = math.nan
+    running_mean, skipped_steps = math.nan, guard.SkippedSteps(log.folder)
     sync_weights(policy, llm)
     for step in range(cfg.steps + 1):
         metrics = {}
@@ -681,6 +687,7 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log):
             history = [update(policy, packs, cfg)  # 5. 6. 7.
                        for _ in range(cfg.epochs) for packs in minibatches if packs]
             metrics |= stats.mean_of(history)  # empty if all groups are flat or have no verdict
+            skipped_steps.add(step, history, groups)
         with timed(metrics, "sync"):
             sync_weights(policy, llm)  # 8.
 
@@ -729,7 +736,9 @@ def main(argv=None):
         if cfg.steps:  # --steps 0 only evaluates
             rehearse(policy, ref, cfg)
         train(cfg, llm, policy, ref, train_set, eval_set, verifier, log)
-    except torch.OutOfMemoryError as e:
+    except RuntimeError as e:
+        if not memory.is_out_of_memory(e):
+            raise
         sys.exit(memory.advice(e, cfg))
     verifier.close()
     # The process group is left to vLLM, which closes it at exit.

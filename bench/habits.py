@@ -21,7 +21,7 @@ def main():
     dist.init_process_group()
     _, examples = data.load_splits(cfg, preflight.load_tokenizer(cfg))
     llm = nr.make_llm(dataclasses.replace(cfg, eval_n=8))
-    seeds = [nr.request_seed(0, "habits", i) for i in range(len(examples))]
+    seeds = [data.request_seed(0, "habits", i) for i in range(len(examples))]
     rollouts = nr.rollout(llm, [e["prompt_ids"] for e in examples], 8, 1.0, cfg.max_tokens, seeds)
     with rewards.Verifier("gsm8k") as verifier:
         nr.score(rollouts, examples, verifier)

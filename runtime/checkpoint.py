@@ -24,11 +24,16 @@ def save(engine, tokenizer, folder):
     """Writes the policy as a Hugging Face folder in the background, for transformers and vLLM. Collective.
 
     The folder appears whole or not at all: it is written under another name and renamed. Waits for the
-    previous write first (each holds a copy of the weights in host memory) and raises its error.
+    previous write first (each holds a copy of the weights in host memory) and raises its error. Raises
+    RuntimeError if a weight is not finite.
     """
     global pending
     wait()
-    weights = {name: w.to("cpu", copy=True) for name, w in named_weights(engine)}  # all ranks gather
+    weights = {}
+    for name, w in named_weights(engine):  # all ranks gather
+        if not w.isfinite().all():
+            raise RuntimeError(f"weights of {name} are not finite: nothing was saved; is --lr too high?")
+        weights[name] = w.to("cpu", copy=True)
 
     def write():
         part = folder.with_name(folder.name + ".part")

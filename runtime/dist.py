@@ -4,6 +4,10 @@ import socket
 
 import torch
 
+# CPU cores for this process: an equal part for each process of the machine. Read before vLLM pins threads.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+CORES = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
 
 def rank():
     """Number of this process, from 0."""

@@ -16,6 +16,8 @@ from runtime.preflight import need_compiler
 
 GIB = 2**30
 CUDA_CONTEXT = 1.5 * GIB  # PyTorch, the CUDA context and the kernels, before the first tensor
+VLLM_ASLEEP = 1.2 * GIB  # what vLLM keeps while it sleeps (vLLM issue 28714, Qwen3-4B)
+VLLM_ACTIVATIONS = 2 * GIB  # vLLM's activations and CUDA graphs
 BUCKET = 2**26  # numbers in one gradient bucket of DeepSpeed (its default of 5e8 can take 3 GB)
 USABLE = 0.9  # the plan uses this fraction of the memory; the rest is for fragmentation
 
@@ -73,6 +75,10 @@ def step_bytes(cfg, shape):
     offload_buffer = largest * size * offload
     buckets = (size + 4) * min(trained, max(BUCKET, largest))
     reference = weights if cfg.kl_coef and not cfg.lora_rank else 0
+    # ZeRO-1 in bf16 without offload becomes DeepSpeed's BF16_Optimizer: unsharded fp32 gradients, always
+    bf16_optimizer = cfg.zero_stage == 1 and cfg.dtype == "bfloat16" and cfg.offload != "optimizer"
+    gradients = 4 * trained if bf16_optimizer else 4 * trained / dist.world_size()
+    asleep = VLLM_ASLEEP if cuda else 0
 
     attention_activations = (14 if shape.qk_norms else 8) * shape.attention
     layer = tokens * size * (5 * shape.hidden + attention_activations + 4 * shape.mlp)
@@ -89,13 +95,14 @@ def step_bytes(cfg, shape):
     return {
         "weights": Phases(generate_weights, weights, weights),
         "fp32 weights and AdamW": Phases(optimizer, optimizer, optimizer),
-        "gradients in fp32": Phases(0, 0, 4 * trained / dist.world_size()),
+        "gradients in fp32": Phases(*[gradients * bf16_optimizer] * 2, gradients),
         "offload buffer": Phases(offload_buffer, offload_buffer, offload_buffer),
         "gradient buckets": Phases(0, 0, buckets),
         "reference": Phases(0, reference, 0) if cuda else Phases(reference, reference, reference),
         "activations kept": Phases(0, 0, kept),
         "a layer or the head": Phases(0, max(layer, head), max(layer_backward, head_backward)),
         "PyTorch, CUDA, kernels": Phases(CUDA_CONTEXT, CUDA_CONTEXT, CUDA_CONTEXT),
+        "vLLM asleep": Phases(0, asleep, asleep),
     }
 
 
@@ -104,13 +111,32 @@ def totals(parts):
     return Phases(*map(sum, zip(*parts.values())))
 
 
+def sequence_bytes(cfg, shape):
+    """Bytes of the keys and values of one sequence of the largest length."""
+    return (cfg.max_prompt + cfg.max_tokens) * bytes_per_number(cfg) * shape.kv_cache
+
+
+def kv_cache_bytes(cfg):
+    """Bytes of vLLM's KV cache on a GPU: what its share leaves, at most what all sequences of a step need.
+
+    vLLM is told in bytes, because its own estimate of free memory differs between versions. None on a CPU.
+    """
+    if not torch.cuda.is_available():
+        return None
+    shape, (_, total) = ModelShape.of(cfg.model), device_bytes()
+    left = cfg.vllm_memory * total - shape.parameters * bytes_per_number(cfg) - VLLM_ACTIVATIONS
+    sequences = max(cfg.prompts * cfg.samples, cfg.eval_size * max(cfg.eval_n, 1)) // dist.world_size() + 1
+    if left < sequence_bytes(cfg, shape):
+        raise torch.OutOfMemoryError(f"--vllm_memory {cfg.vllm_memory} has no room for a KV cache.")
+    return int(min(left, sequences * sequence_bytes(cfg, shape)))
+
+
 def peak_bytes(cfg, shape):
     """The most that any phase needs, with the least that vLLM can run in on a GPU."""
     generate, reference, update = totals(step_bytes(cfg, shape))
     if torch.cuda.is_available():
-        size = bytes_per_number(cfg)
-        kv_cache = 2 * (cfg.max_prompt + cfg.max_tokens) * size * shape.kv_cache  # of two full sequences
-        generate += shape.parameters * size + 2 * GIB + kv_cache
+        generate += shape.parameters * bytes_per_number(cfg) + VLLM_ACTIVATIONS
+        generate += 2 * sequence_bytes(cfg, shape)
     return max(generate, reference, update)
 
 
@@ -179,7 +205,9 @@ def plan(cfg):
         best = dataclasses.replace(best, vllm_memory=round(left / total, 3))
 
     parts = step_bytes(best, shape)
-    vllm = best.vllm_memory * total if cuda else shape.parameters * bytes_per_number(cfg) + 2 * GIB
+    vllm = shape.parameters * bytes_per_number(cfg) + VLLM_ACTIVATIONS
+    if cuda:
+        vllm = best.vllm_memory * total
     parts["vLLM: weights, KV cache"] = Phases(vllm, 0, 0)
     dist.print_once(describe(best, shape, parts, budget / USABLE))
     return best
@@ -208,6 +236,11 @@ def limit_device(cfg):
     if cfg.memory_gb and torch.cuda.is_available():
         excess = max(0, int(device_bytes()[0] - cfg.memory_gb * GIB))
         _blocked = torch.empty(excess, dtype=torch.uint8, device="cuda")
+
+
+def is_out_of_memory(error):
+    """Whether an exception means that the GPU is full. vLLM's wake_up raises a plain RuntimeError then."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def advice(error, cfg):

@@ -5,7 +5,6 @@ import torch
 
 from runtime import dist, lora
 
-THREADS = torch.get_num_threads()  # before vLLM sets its own number
 vllm_threads = 1
 
 
@@ -15,7 +14,7 @@ def put_to_sleep(llm, engine=None):
     if torch.cuda.is_available():
         llm.sleep(level=1)
         vllm_threads = torch.get_num_threads()
-        torch.set_num_threads(THREADS)  # vLLM leaves one thread; DeepSpeed's AdamW in host memory needs all
+        torch.set_num_threads(dist.CORES)  # vLLM and torchrun set 1; AdamW in host memory needs all
         if engine:
             lora.place_frozen_weights(engine, dist.device())
 
@@ -32,6 +31,7 @@ def wake_weights(llm, engine):
 def wake_kv_cache(llm):
     """vLLM allocates its KV cache again and can generate."""
     if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what the sync left; vLLM 0.26 does not do this itself
         llm.wake_up(tags=["kv_cache"])
         torch.cuda.reset_peak_memory_stats()  # memory freed for vLLM must not count in the peak
 

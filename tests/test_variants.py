@@ -222,6 +222,9 @@ class Policy:
     def get_global_grad_norm(self):
         return 1.0
 
+    def was_step_applied(self):
+        return True
+
 
 def test_update_reports_correction_over_all_packs():
     """Effective sample size as a fraction of R tokens: (sum w)^2 / (R sum w^2). Two packs, five tokens."""
