@@ -1,0 +1,37 @@
+"""The memory plan of the default flags for GPUs that are not here: python bench/plan.py
+
+Prints the tables of docs/memory.md for the shapes of Qwen2.5-1.5B and, with --lora_rank 32, Qwen2.5-7B.
+"""
+import dataclasses
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch  # noqa: E402
+
+import nano_rlvr as nr  # noqa: E402
+from runtime import memory  # noqa: E402
+from runtime.flops import ModelShape  # noqa: E402
+
+SHAPES = {  # of Qwen's config.json files
+    "Qwen2.5-1.5B": ModelShape(parameters=1_543_714_304, hidden=1536, layers=28, attention=1536, mlp=8960,
+                               vocab=151936, kv_cache=2 * 28 * 2 * 128, qk_norms=False),
+    "Qwen2.5-7B": ModelShape(parameters=7_615_616_512, hidden=3584, layers=28, attention=3584, mlp=18944,
+                             vocab=152064, kv_cache=2 * 28 * 4 * 128, qk_norms=False),
+}
+
+
+def plan(model, gib, host=64, **flags):
+    """Prints the plan for a model on a simulated GPU of `gib` GiB in a machine with `host` GiB of memory."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.mem_get_info = lambda: (gib * memory.GIB, gib * memory.GIB)
+    memory.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=host * memory.GIB))
+    ModelShape.of = lambda name: SHAPES[model]
+    memory.plan(dataclasses.replace(nr.Config(), model=model, dtype="bfloat16", **flags))
+
+
+if __name__ == "__main__":
+    for gib in (24, 40, 48, 80):
+        plan("Qwen2.5-1.5B", gib)
+    plan("Qwen2.5-7B", 24, lora_rank=32)
