@@ -112,8 +112,8 @@ SENTENCE = re.compile(r"""(?xm)
     (?s: \$\$ .*? \$\$ | \\\[ .*? \\\] )?  # a displayed formula may have several lines
     (?: 1\.\s (?!I\ hope) )?  # the first item of a list
     [^\n]*?
-    (?= </answer> | \**\.?\**[ \t]*$ | [。।] | ,?\s+(?:because|since|I\ hope)\b
-      | \**\.\** (?= [ \t]+[^\W\d_a-z] )  # a full stop and a capital: 3.5, "approx. 5" and "e.g. 5" go on
+    (?= </answer> | \*{0,3}\.?\*{0,3}[ \t]*$ | [。।] | ,?\s+(?:because|since|I\ hope)\b
+      | \*{0,3}\.\*{0,3} (?= [ \t]+[^\W\d_a-z] )  # a full stop and a capital: 3.5 and "e.g. 5" go on
         (?! \s+(?i:no|not|wait|actually|sorry|hmm|or|but|however|alternatively|maybe|perhaps|unless|if)\b )
         (?! [^\n]*\sB[.:)] ) )  # A. 5 B. 6: a list of options""")
 

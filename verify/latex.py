@@ -82,7 +82,8 @@ def _tidy(latex):
     """
     latex = re.sub(r"(?<=\d),\\!\s*(?=\d{3})", ",", latex)  # before \! goes: "11, 111" would be a list
     spaces, invisible = r"(?<!\\)\\[!,; ](?![a-z])", r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069]"
-    latex = re.sub(rf"{spaces}|{invisible}|(?<!\\)(?:\$|\\[()\[\]])|\.\s*$", "", latex).strip()
+    latex = re.sub(rf"{spaces}|{invisible}|(?<!\\)(?:\$|\\[()\[\]])", "", latex)
+    latex = latex.strip().removesuffix(".").rstrip()
     return re.sub("[ ,~]", "", latex) if PLAIN_NUMBER.fullmatch(latex) else latex
 
 

@@ -84,7 +84,7 @@ class Verifier:
         collect = functools.partial(self._collect, tasks, future, completions, columns)
         return SimpleNamespace(result=functools.cache(collect))
 
-    def count_unreadable(self, examples, notify=print, at_most=1000):
+    def count_unreadable(self, examples, notify=print, at_most=256):
         """Call notify(text) for each reward that cannot read some gold answers of `examples` (dicts).
 
         Each reward judges an empty completion of every example; of more than `at_most`, of an even sample.
