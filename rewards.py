@@ -31,10 +31,12 @@ convention:
     def brief(text, answer):
         return float(final_answer(text) == answer and len(text) < 400)
 
+A gold answer that cannot be read gives None in gsm8k and math. Verifier.count_unreadable reports how many.
+
 gsm8k, math and countdown read the final answer like this: only the text after the last </think> counts. The
 answer is the last <answer>, \boxed{} or `####` in it; without these the last "answer is ...", "Answer: ..."
-or line "A: ..."; for gsm8k alone, without any of these, the last number. Words after a marked answer change
-nothing; a second marked answer replaces the first.
+or line "A: ..." (see _answer_sentence); for gsm8k alone, without any of these, the last number. Words after a
+marked answer change nothing; a second marked answer replaces the first.
 
 `Verifier` runs the rewards of a spec in processes that can be killed, weights and adds them:
 
@@ -42,8 +44,9 @@ nothing; a second marked answer replaces the first.
     ...     verify(["<think>6*12</think><answer>72</answer>", "It is 71."], answer=["#### 72", "#### 72"])
     ([1.2, 0.0], {'gsm8k': [1.0, 0.0], 'format': [1.0, 0.0]}, {'reward/timeouts': 0.0, 'reward/crashes': 0.0})
 
-Called directly, as TRL does, a function has no time limit: `math` may hang on 9^{9^9}. In Verifier it is
-killed.
+Called directly, as TRL does, `math` has a limit of 5 seconds per completion (verify/latex.py), because sympy
+hangs on 9^{9^9}; the verdict is then None. gsm8k, countdown and format need no limit, code and judge have
+`timeout`. Your own function has a limit in Verifier only.
 """
 import ast
 import functools
@@ -100,8 +103,19 @@ def each(score_one):
 
 MAX_ANSWER = 1000  # characters; a longer final answer does not count, which bounds the cost of reading it
 ANSWER_MARK = re.compile(r"<answer>|\\f?boxed\s{0,3}\{|####[ \t]{0,9}(?=[-+−$€£¥₹\\.\d])")
-ANSWER_PHRASE = re.compile(
-    r"(?im)(?:\banswer\W{0,4}(?:is\b|:|=)|^[ \t]{0,9}A[ \t]?:)[\s:*]{0,9}(?=[^\n]{0,99}[\d\\])")
+ANSWER_PHRASE = re.compile(  # "The answer is correct." states no answer; "A: north" may be an option
+    r"(?im)(?:\banswer\W{0,4}(?:is\b|:|=)(?!\s{1,9}correct\b[^\d\\\n]*$)"
+    r"|^[ \t]{0,9}A[ \t]?:(?=[\s:*]{0,9}[^\n]{0,99}[\d\\]))[\s:*]{0,9}")
+LINE_WITH_NUMBER = re.compile(r"(?=[^\n]{0,99}[\d\\])(?:(?!</answer>)[^\n])*")
+FORMULA_OR_LETTER = re.compile(r"\$|\(?[A-Z]\b")
+SENTENCE = re.compile(r"""(?xm)
+    (?s: \$\$ .*? \$\$ | \\\[ .*? \\\] )?  # a displayed formula may have several lines
+    (?: 1\.\s (?!I\ hope) )?  # the first item of a list
+    [^\n]*?
+    (?= </answer> | \*{0,3}\.?\*{0,3}[ \t]*$ | [。।] | ,?\s+(?:because|since|I\ hope)\b
+      | \*{0,3}\.\*{0,3} (?= [ \t]+[^\W\d_a-z] )  # a full stop and a capital: 3.5 and "e.g. 5" go on
+        (?! \s+(?i:no|not|wait|actually|sorry|hmm|or|but|however|alternatively|maybe|perhaps|unless|if)\b )
+        (?! [^\n]*\sB[.:)] ) )  # A. 5 B. 6: a list of options""")
 
 
 def after_thinking(text):
@@ -110,21 +124,21 @@ def after_thinking(text):
     return "" if "<think>" in rest else rest
 
 
-def final_answer(text):
+def final_answer(text, numeric=False):
     r"""The final answer by the rule at the top of this file; "" if cut off or too long, None if not marked.
+
+    numeric=True is gsm8k's rule for an answer that is not marked: only a line with a number counts, and it is
+    returned to its end.
 
     >>> final_answer(r"\boxed{1}? No, \boxed{\frac{1}{2}}. I am sure.")
     '\\frac{1}{2}'
-    >>> final_answer("The answer is 7 km.\nBye")
-    '7 km.'
+    >>> final_answer("The final answer is $3.5$. I hope it is correct.")
+    '$3.5$'
     """
     text = after_thinking(text)
     marks = list(ANSWER_MARK.finditer(text))
     if not marks:
-        text = text[-MAX_ANSWER:]
-        marks = list(ANSWER_PHRASE.finditer(text))
-    if not marks:
-        return None
+        return _answer_sentence(text[-MAX_ANSWER:], numeric)
     mark, rest = marks[-1][0], text[marks[-1].end():]
     if mark.endswith("{"):
         answer = _up_to_closing_brace(rest[:MAX_ANSWER + 1])
@@ -133,6 +147,26 @@ def final_answer(text):
         if mark != "<answer>":
             answer = answer.partition("\n")[0]
     return answer.strip() if len(answer) <= MAX_ANSWER else ""
+
+
+def _answer_sentence(text, numeric):
+    r"""What follows the last "answer is", "Answer:" or "A:", or None.
+
+    If that line has no number and no LaTeX command, it counts only if it begins with a formula or a capital
+    letter (Answer: C), or if no earlier one has a number. The answer ends with its line, before "because",
+    "since" or "I hope", or at a full stop that a capital letter follows, but not before a word that takes it
+    back ("5. No, 6"). A closing $ does not end it: "$3$ or $4$" and "$5$ million" are not 3 and 5.
+
+    >>> _answer_sentence("Answer: C. Because 5 is odd.", numeric=False)
+    'C'
+    """
+    starts = [m.end() for m in ANSWER_PHRASE.finditer(text)]
+    lines = [line for start in starts if (line := LINE_WITH_NUMBER.match(text, start))]
+    if numeric:
+        return lines[-1][0].strip() if lines else None
+    if lines and not FORMULA_OR_LETTER.match(text, starts[-1]):
+        starts = [line.start() for line in lines]
+    return SENTENCE.match(text, starts[-1])[0].strip() if starts else None
 
 
 def _up_to_closing_brace(text):
@@ -153,7 +187,7 @@ def gsm8k_reward(text, answer):
 
     `answer` is a number or a GSM8K solution that ends with `#### 72`. None if it contains no number.
     """
-    gold, said = read_number(str(answer).rpartition("####")[2]), final_answer(text)
+    gold, said = read_number(str(answer).rpartition("####")[2]), final_answer(text, numeric=True)
     if said is None:
         value = read_number(after_thinking(text)[-MAX_ANSWER:], only=False)
     else:
@@ -161,10 +195,12 @@ def gsm8k_reward(text, answer):
     return None if gold is None else float(value == gold)
 
 
+gsm8k_reward.reads_gold = True
+
 @each
 def math_reward(text, answer):
-    r"""1.0 if the final answer is mathematically equal to the gold LaTeX, else 0.0. None if there is no gold
-    answer.
+    r"""1.0 if the final answer is mathematically equal to the gold LaTeX, else 0.0. None after the time limit
+    or if the gold answer cannot be read by math-verify and is not made of letters only.
 
     Numbers and words are compared in verify/latex.py, everything else (sets, intervals, matrices,
     expressions) by math-verify with its rules: x=5 equals 5, decimals are compared to 6 places. `answer` may
@@ -176,10 +212,12 @@ def math_reward(text, answer):
     gold, said = str(answer), final_answer(text)
     if r"\boxed" in gold:
         gold = final_answer(gold)
-    return None if not gold else float(bool(said) and same_math(gold, said))
+    equal = same_math(gold, said or "") if gold else None
+    return None if equal is None else float(equal)
 
 
 math_reward.warm = warm_math
+math_reward.reads_gold = True
 
 SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", r"\times": "*", r"\cdot": "*", r"\div": "/",
          r"\left": "", r"\right": ""}

@@ -16,6 +16,10 @@ def math(gold, expected, why, *answers):
     return [("math", text, {"answer": gold}, expected, why) for text in texts]
 
 
+def sentence(gold, expected, why, *texts):
+    return [("math", text, {"answer": gold}, expected, why) for text in texts]
+
+
 def countdown(expected, why, *answers, numbers=(3, 5, 2), target=21):
     columns = {"numbers": list(numbers), "target": target}
     return [("countdown", f"<answer>{a}</answer>", columns, expected, why) for a in answers]
@@ -176,6 +180,89 @@ CASES = [
     ("math", r"\boxed{5" + "}" * 10**6, {"answer": "5"}, 1, "a megabyte of braces after the answer"),
     ("math", "The answer is 5.", {"answer": "5"}, 1, "an answer phrase without a mark"),
     ("math", "It is 5.", {"answer": "5"}, 0, "for math a bare number is no answer"),
+    # ---- math: thousands (MATH-500 writes 11,\! 111,\! 111,\! 100)
+    *math(r"11,\! 111,\! 111,\! 100", 1, "thousands with a thin space and a space", "11111111100",
+          "11,111,111,100", r"11,\!111,\!111,\!100", r"11{,}111{,}111{,}100", "11 111 111 100"),
+    *math(r"11,\! 111,\! 111,\! 100", 0, "a number is not a list of its groups", "100, 111, 11",
+          r"\{11, 111, 100\}", "11", "11, 111, 111, 101"),
+    *math("1000", 1, "spaces between thousands", "1 000", r"1\ 000", "1~000", r"1\,000", "$1 000$.",
+          "1 000.0"),
+    *math("1000", 0, "spaces elsewhere do not join digits", "10 00", "1 0 0 0", "1 000 0", "1 0000", "1  000",
+          r"\frac 1 000", r"\frac 1 1000", "1, 000"),
+    *math(r"\frac{1}{200}", 1, "LaTeX without braces is no thousand", r"\frac 1 {200}"),
+    *math("-1234567.5", 1, "sign, thousands, decimals", "-1 234 567.5", r"-1,\! 234,\! 567.5",
+          "-1,234,567.50"),
+    *math("(1000, 2)", 0, "a point", "(1, 000, 2)", "(1,000,2,0)"),
+    # ---- math: an answer that is not marked is a sentence, judged whole. Minerva takes what stands between
+    # "The final answer is" and ". I hope it is correct."; math-verify the first formula after "answer", or
+    # all that "and", "or" and commas join, so that "$5$ million" is 5. Here the sentence ends at a full stop
+    # that a capital follows, and never at a closing $.
+    *sentence("3", 1, "Minerva's sentence and its variants", "The final answer is $3$. I hope it is correct.",
+              "Final Answer: The final answer is $3$. I hope it is correct.",
+              "The final answer is 3. I hope it is correct.", "the final answer is $3$ I hope it is correct",
+              "The final answer is $3.$ I hope it is correct.", "**The answer is 3.** I hope it is correct.",
+              r"The answer is \(3\). I hope it is correct.", "The answer is:\n\n$$\n3\n$$\n\nDone.",
+              "The answer is\n\\[\n3\n\\]\nas 1 + 2 = 3.", "So the answer is $x = 3$. Thanks!"),
+    *sentence("1", 1, "1. before `I hope` is no list item", "The final answer is 1. I hope it is correct.",
+              "The final answer is $1$. I hope it is correct."),
+    *sentence("x+y", 1, "a formula or word without a digit", "The answer is $x+y$.", r"Answer: \(x+y\)",
+              "The answer is x + y. This is symmetric.", "**Answer:** $y + x$", r"The answer is \[x+y\]",
+              "The answer is $x$. On second thought the answer is $x+y$."),
+    *sentence(r"\text{east}", 1, "a word", "The answer is east.", "Answer: East. The sun rises there."),
+    *sentence("C", 1, "a letter of choice", "Answer: C", "Answer: (C)", "**Answer: C**",
+              "The answer is **C**.", "Answer: C. Because 2 + 2 = 4.", "Answer: C because A is 5.",
+              "**The answer is C.** A is 5.", "Answer: A\nNo.\nAnswer: C",
+              "Answer: C. The answer is correct.", "Answer: C</answer>"),
+    *sentence("C", 0, "another letter, several, or a letter that is replaced", "Answer: A", "Answer: A or C",
+              "Answer: C or D. I guess.", "Answer: not C.", "The answer is C, no, D.", "Answer: C? Answer: D",
+              "Answer: C\nRather, the answer is option D.", "Answer: C\nThe answer is the fourth one.",
+              "The answer is Carl.", "The answer is a C.", "Answer: CD", "C is 5. Answer: 5"),
+    *sentence("A", 0, "a list of options is no answer", "Answer: A. 5 B. 6 C. 7", "Answer: A. Five B. Six",
+              "A: north\nB: south\nI take B", "Answer choices: A. Five", "A: 5. B: 6"),
+    *sentence("5", 0, "a list of options is no answer", "A: 5. B: 6. C: 7", "Answer: A. 5 B. 6"),
+    *sentence("1", 0, "a list of steps is no answer", "Answer:\n1. First we add 3 and 4.\n2. Then we stop.",
+              "Answer: 1. Compute 3 + 4. 2. Divide."),
+    *sentence("3.5", 1, "a full stop inside a number", "The answer is 3.5.",
+              "The answer is 3.5. I checked it.", "The answer is $3.5$. It is 3 and a half.",
+              "The answer is 7/2."),
+    *sentence("3", 0, "a full stop inside a number", "The answer is 3.5.", "The answer is 3. 5",
+              "The answer is 3 .5", "The answer is $3. 5$."),
+    *sentence("5", 0, "not the answer, hedges, several, questions", "The answer is not 5.",
+              "The answer isn't 5.", "The answer is $5$ or $6$.", "The answer is 5 or so.",
+              "The answer is $5$, or maybe $6$.", "The answer is 5. No, 6.",
+              "The answer is 5. Wait, it is 6.", "The answer is **5**. Actually it is 6.",
+              "The answer is $5$. Or $6$.", "The answer is 5? Hmm. 6", "Is the answer 5?",
+              "The answer is between 4 and 5.", "The answer is 4 and 5.", "The answer is 5. The answer is 6.",
+              "The answer is 5. Then the final answer is $6$. I hope so.", "The answer is probably 5.",
+              "The answer is e.g. 5.", "The answer is approx. 5. I hope so."),
+    *sentence("4", 0, "an answer that is replaced by one of another form",
+              "The answer is 4. Now the answer is approx. 5.",
+              "The answer is 4\nThe answer is unclear. Maybe 5.", "The answer is 4\nThe answer is $x$.",
+              "Answer: 4\nAnswer: C"),
+    *sentence("5", 0, "the sentence is judged whole: units, multipliers, prose", "The answer is 5 million.",
+              "The answer is $5$ million. I hope it is correct.", "The answer is $5$ dozen.",
+              "The answer is $5$ less than $x$.", "Answer: She has 5 eggs. Then she eats 2.",
+              "Answer: the 5 of them", "The answer is x > 5."),
+    *sentence("5", 1, "a unit that math-verify knows", "The answer is 5 km.",
+              "The answer is 5 km. It is far."),
+    *sentence("5", 1, "prose after the sentence changes nothing", "The answer is 5. It took 3 steps.",
+              "The answer is 5.\nNo, I do not joke.", "The answer is 5, because 6 is even.",
+              "The answer is 5 since 2 + 3 = 5.", "The answer is 5. This answer is correct.",
+              "The answer is 5。因为 2 加 3。", "The answer is $5$。", "The answer is 5। ठीक है",
+              "The answer is 5. Это верно."),
+    *sentence("72", 1, "a marked answer goes before a sentence",
+              r"The answer is 5. \boxed{72} The answer is 6."),
+    *sentence("5", 0, "the phrase is needed, in full", "The result is $5$.", "Ans: 5", "answers: 5",
+              "Answer 5", "It is $5$. I hope it is correct.", "答案是 5。"),
+    *sentence("5", 0, "kilobytes of one token", "The answer is " + "5. " * 999, "Answer: " * 999,
+              "The answer is 5" + "*" * 900 + "x", "answer is $$" + "\n" * 900, "The answer is 5 B. " * 50),
+    # ---- math: a gold answer that cannot be read
+    *[("math", text, {"answer": gold}, None, "a gold answer that cannot be read: no verdict")
+      for gold in ("", "???", r"\frac{1}", "[asy] draw((0,0)); [/asy]", "5)", r"so \boxed{", "$$")
+      for text in (r"\boxed{5}", gold, "no")],
+    *sentence("北", 1, "a gold answer of letters, in any script", r"\boxed{北}", "Answer: 北",
+              r"\boxed{$北$}"),
+    *sentence("北", 0, "a gold answer of letters, in any script", r"\boxed{南}", r"\boxed{北南}", "北"),
     # ---- countdown: 3, 5, 2 -> 21 = (5 + 2) * 3
     *countdown(1, "each number once", "(5+2)*3", "3 * (2 + 5)", "(5 + 2) × 3", r"(5+2) \times 3",
                r"3 \cdot (5 + 2)", "((5+2))*(3)", "$(5+2)*3$", "(5+2)*3 = 21", " (5+2)*3 "),

@@ -3,6 +3,8 @@ import doctest
 import functools
 import http.server
 import json
+import multiprocessing
+import os
 import random
 import threading
 import time
@@ -122,6 +124,71 @@ def test_every_math500_solution_gets_1_and_0_against_the_next_answer():
         values, _, metrics = verify(solutions, answer=following)
         assert not any(metrics.values())
     assert [(i, answers[i], following[i]) for i, v in enumerate(values) if v] == NEIGHBOURS
+
+
+@pytest.mark.parametrize("sentence", [
+    "The final answer is ${}$. I hope it is correct.", "Final Answer: {}", "The answer is {}.",
+    r"So the answer is \({}\). This follows from 2 + 2 = 4.", "The answer is:\n$$\n{}\n$$\nDone.",
+    "**Answer: ${}$**", "The answer is ${}$, because 1 + 1 = 2."])
+def test_every_math500_answer_in_a_sentence_gets_1_and_0_against_the_next_answer(sentence):
+    answers = [row["answer"] for row in read("math500/test.jsonl")]
+    following, texts = answers[1:] + answers[:1], [sentence.replace("{}", a) for a in answers]
+    with rewards.Verifier("math", timeout=20.0) as verify:
+        assert verify(texts, answer=answers)[0] == [1.0] * 500
+        values = verify(texts, answer=following)[0]
+    assert [(i, answers[i], following[i]) for i, v in enumerate(values) if v] == NEIGHBOURS
+
+
+def test_verifier_counts_the_gold_answers_that_cannot_be_read():
+    said = []
+    with rewards.Verifier("format,gsm8k,overlong") as verify:  # overlong lacks its columns and is not asked
+        examples = [{"question": "q", "answer": f"#### {n or 'none'}"} for n in range(600)]
+        verify.count_unreadable(examples, notify=said.append)
+        verify.count_unreadable(examples[:200], notify=said.append)
+        verify.count_unreadable(examples[1:], notify=said.append)
+        verify.count_unreadable([], notify=said.append)
+    with rewards.Verifier("math") as verify:
+        golds = ["5", r"\frac{1}{2}", r"\frac{1}", "north", "???", r"\boxed{x}", "北"]
+        verify.count_unreadable([{"answer": gold} for gold in golds], notify=said.append)
+    end = "cannot be read, and their completions get no verdict; one is"
+    of_200 = "(an even sample of 600), and their completions get no verdict; one is '#### none'"
+    assert said == [f"reward gsm8k: 1 of 200 answers cannot be read {of_200}",
+                    f"reward gsm8k: 1 of 200 answers {end} '#### none'",
+                    f"reward math: 2 of 7 answers {end} '\\\\frac{{1}}'"]
+
+
+@pytest.fixture
+def half_a_second(monkeypatch):
+    monkeypatch.setattr(latex, "SECONDS", 0.5)
+    monkeypatch.setattr(latex, "_own_pool", functools.cache(latex._own_pool.__wrapped__))
+    latex.same_math.cache_clear()
+    yield
+    latex._own_pool(os.getpid()).close()
+    latex.same_math.cache_clear()
+
+
+HANG = r"\boxed{9^{9^{9}}}"
+
+
+def test_math_called_directly_has_a_time_limit_in_every_thread(half_a_second):
+    assert rewards.math_reward([HANG, r"\boxed{-5}"], answer=["5", "-5"]) == [None, 1.0]
+    values = []
+    thread = threading.Thread(target=lambda: values.extend(
+        rewards.math_reward([r"\boxed{8^{8^{8^8}}}"] * 2, answer=["5", "5"])))
+    thread.start()
+    thread.join()
+    assert values == [None, None]
+
+
+def test_math_called_directly_works_in_a_forked_process(half_a_second):
+    rewards.math_reward([r"\boxed{x+y}"], answer=["y+x"])
+    with multiprocessing.get_context("fork").Pool(1) as forked:
+        assert forked.apply(_judge_directly) == [1.0, 0.0]
+
+
+def _judge_directly():
+    latex.SECONDS = 60.0
+    return rewards.math_reward([r"\boxed{x+z}", r"\boxed{x}"], answer=["z+x", "z+x"])
 
 
 # -------------------------------------------------------------------------------- properties

@@ -5,40 +5,62 @@ math-verify normalizes \left, \dfrac, {,} and the like itself; _tidy removes onl
 import contextlib
 import functools
 import logging
+import os
 import re
 import resource
 from fractions import Fraction
 from pathlib import Path
 
-PLAIN_NUMBER = re.compile(r"-?(?:\d{1,99}|\d{1,3}(?:,\d{3})+)(?:\.\d{1,99})?|-?\.\d{1,99}")
+from verify import pool
+
+SECONDS = 5.0  # limit of a comparison outside Verifier, which has its own
+PLAIN_NUMBER = re.compile(
+    r"-?(?:\d{1,99}|\d{1,3}(?:,\d{3})+|\d{1,3}(?:[ ~]\d{3})+)(?:\.\d{1,99})?|-?\.\d{1,99}")
 
 
 @functools.lru_cache(1 << 14)  # the completions of a group often agree
 def same_math(gold, answer):
-    r"""Whether two LaTeX answers are equal. Both are taken whole: no number is searched for inside them.
+    r"""Whether two LaTeX answers are equal; None if the gold answer cannot be read or the time limit is over.
 
-    There is no time limit here: sympy may hang. Raises MemoryError near the memory limit of the process, if
-    it has one.
+    Both are taken whole: no number is searched for inside them. A gold answer of letters only, in any script,
+    can always be read. sympy hangs on some answers (9^{9^9}). In a worker of Verifier its time limit applies,
+    elsewhere SECONDS: the comparison then runs in a process that can be killed. Raises MemoryError near the
+    memory limit of a worker.
 
     >>> same_math(r"\frac{1}{2}", "0.5"), same_math(r"\text{(B)}", "B"), same_math("5", "5 eggs")
     (True, True, False)
     """
     gold, answer = _tidy(gold), _tidy(answer)
-    if gold == answer:
-        return True
     if PLAIN_NUMBER.fullmatch(gold) and PLAIN_NUMBER.fullmatch(answer):
-        return Fraction(gold.replace(",", "")) == Fraction(answer.replace(",", ""))
+        return Fraction(gold) == Fraction(answer)
     if r"\text" in gold or re.fullmatch("[A-Za-z]{2,}", gold):  # a word or a multiple-choice letter
         words = [re.sub(r"\\[a-z]+|[^a-z0-9]", "", side.lower()) for side in (gold, answer)]
         if words[0] == words[1] and words[0].isalpha():  # digits are excluded: 5.4 cents is not 54 cents
             return True
-    return _compare(gold, answer)
+    if pool.in_pool:
+        equal = _compare(gold, answer)
+    else:
+        ((equal,),) = _own_pool(os.getpid()).submit([(gold, answer)], 1).result()
+        equal = None if equal in (pool.Pool.TIMEOUT, pool.Pool.DIED) else equal
+    return gold == answer if equal is None and gold.isalpha() else equal
+
+
+@functools.cache
+def _own_pool(pid):
+    """One worker for calls outside Verifier. Per process id: a forked process does not inherit its thread."""
+    return pool.Pool("verify.latex:_make_handler", workers=1, timeout=SECONDS)
+
+
+def _make_handler():
+    warm_math()
+    return lambda task: iter([_compare(*task)])
 
 
 def _compare(gold, answer):
-    """math-verify's verdict. Raises MemoryError where it may have failed for lack of memory."""
+    """math-verify's verdict, None if it cannot read the gold answer. Raises MemoryError where it may have
+    failed for lack of memory."""
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    if limit == resource.RLIM_INFINITY:  # not in a worker of Verifier
+    if limit == resource.RLIM_INFINITY:  # in the fork server, or not on Linux
         return _math_verify()(gold, answer)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -55,9 +77,14 @@ def _peak_bytes():
 
 
 def _tidy(latex):
-    """Without LaTeX's spaces, dollar signs, invisible characters and the full stop at the end."""
+    r"""Without LaTeX's spaces, signs around a formula, invisible characters, the full stop at the end and the
+    thousands separators of a number (1,000; 1 000; 11,\! 111).
+    """
+    latex = re.sub(r"(?<=\d),\\!\s*(?=\d{3})", ",", latex)  # before \! goes: "11, 111" would be a list
     spaces, invisible = r"(?<!\\)\\[!,; ](?![a-z])", r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069]"
-    return re.sub(rf"{spaces}|{invisible}|(?<!\\)\$|\.\s*$", "", latex).strip()
+    latex = re.sub(rf"{spaces}|{invisible}|(?<!\\)(?:\$|\\[()\[\]])", "", latex)
+    latex = latex.strip().removesuffix(".").rstrip()
+    return re.sub("[ ,~]", "", latex) if PLAIN_NUMBER.fullmatch(latex) else latex
 
 
 @functools.cache
@@ -71,7 +98,12 @@ def _math_verify():
     def read(text):  # its own timeout is signal.alarm, which cannot interrupt sympy's C code
         return parse(rf"\boxed{{{text}}}", latex, "no_fallback", "first_match", parsing_timeout=None)
 
-    return lambda gold, answer: verify(read(gold), read(answer), timeout_seconds=None)
+    def compare(gold, answer):
+        if not read(gold):
+            return None
+        return gold == answer or verify(read(gold), read(answer), timeout_seconds=None)
+
+    return compare
 
 
 def warm_math():
@@ -82,4 +114,4 @@ def warm_math():
         r"\begin{pmatrix} 1 \\ a \end{pmatrix}", r"\text{cents}", "1+2i", r"\cot x", "4_{5}", "1,-2", "12",
         r"33\%", r"\$18.90")
     for gold, answer in zip(answers, answers[1:] + answers[:1]):
-        same_math(gold, answer)
+        _compare(_tidy(gold), _tidy(answer))

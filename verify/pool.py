@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+in_pool = False  # whether this process is a fork server or a worker of a pool: its calls can be killed
 MAX_SLOW = 32  # slow calls that may run beside the others at one time (see Pool._slow_at)
 # The CPUs of this process, read before vLLM pins its threads
 CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
@@ -263,7 +264,8 @@ class Pool:
 
 def _serve():
     """The fork server: makes the handler, then forks workers (b"F", a socket) and kills them (b"K", pid)."""
-    control = socket.socket(fileno=int(sys.argv[1]))
+    global in_pool
+    in_pool, control = True, socket.socket(fileno=int(sys.argv[1]))
     sys.path[:], cpus, memory, handler, args = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function that asks for input gets end of file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -35,6 +35,7 @@ class Verifier:
     whole_batch   True: it gets all completions in one call, after the other functions
     warm          a function, called once before the workers are forked, to import modules and fill caches
     needs_jail    True: it runs the model's programs, so without a jail the verifier does not start
+    reads_gold    True: it gives None to an empty completion exactly if it cannot read the gold answer
 
     `parser` names the function spec -> [(name, weight, function), ...] as "module:function". It is a name
     because the worker processes import it too. rewards.Verifier fills it in.
@@ -52,6 +53,7 @@ class Verifier:
         self.weights = {name: weight for name, weight, _ in parts}
         self.batch_names = [name for name, _, function in parts if getattr(function, "whole_batch", False)]
         self.names = [name for name in self.weights if name not in self.batch_names]
+        self.gold_names = [name for name, _, function in parts if getattr(function, "reads_gold", False)]
         self.messages = messages
         self.reported = set()  # names of functions whose first crash has been printed
         handler_args = (parser, spec, settings)
@@ -81,6 +83,21 @@ class Verifier:
         future = self.pool.submit(tasks, len(self.names))
         collect = functools.partial(self._collect, tasks, future, completions, columns)
         return SimpleNamespace(result=functools.cache(collect))
+
+    def count_unreadable(self, examples, notify=print, at_most=256):
+        """Call notify(text) for each reward that cannot read some gold answers of `examples` (dicts).
+
+        Each reward judges an empty completion of every example; of more than `at_most`, of an even sample.
+        """
+        sample = examples[::math.ceil(len(examples) / at_most) or 1]
+        rows = [{key: [value] for key, value in example.items()} for example in sample]
+        for name in self.gold_names:
+            results = self.pool.submit([([name], [""], row) for row in rows], 1).result()
+            bad = [example for example, (result,) in zip(sample, results) if result != [0.0]]
+            if bad:
+                of = f" (an even sample of {len(examples)})" if len(sample) < len(examples) else ""
+                notify(f"reward {name}: {len(bad)} of {len(sample)} answers cannot be read{of}, and their "
+                       f"completions get no verdict; one is {str(bad[0].get('answer'))[:200]!r}")
 
     def _collect(self, tasks, future, completions, columns):
         parts = {name: [None] * len(completions) for name in self.weights}
