@@ -148,7 +148,7 @@ def test_help_shows_the_groups_every_flag_and_the_values_of_the_preset(capsys):
         nr.main(["--algo", "dr_grpo", "--help"])
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     for title in cli.fields_by_group(nr.Config):
-        assert f"─ {title} options ─" in out, title
+        assert f"{title} options" in out, title
     flat = " ".join(out.replace("│", " ").split())
     for f in dataclasses.fields(nr.Config):
         assert f"--{f.name}" in flat, f.name
