@@ -702,6 +702,7 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log):
 
 def rehearse(policy, ref, cfg):
     """Updates on the largest possible pack at learning rate 0: too little memory then shows before step 0."""
+    rehearsal.check_packing(policy, Rollout, collate, cfg)
     largest = [Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion, weight=1.0)
                for i, (prompt, completion) in enumerate(rehearsal.largest_pack(cfg))]  # no two prompts equal
     if ref is not None:
@@ -740,6 +741,8 @@ def main(argv=None):
         if not memory.is_out_of_memory(e):
             raise
         sys.exit(memory.advice(e, cfg))
+    except rehearsal.UnsupportedModel as e:
+        sys.exit(f"nano_rlvr: --model {cfg.model}: {e}" if dist.rank() == 0 else 1)
     verifier.close()
     # The process group is left to vLLM, which closes it at exit.
 

@@ -5,14 +5,16 @@ import torch
 import torch.nn.functional as F
 
 
-def packed_attention(module, query, key, value, mask, scaling=None, dropout=0.0, batch=None, **kwargs):
+def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, batch=None,
+                     **kwargs):
     """Causal attention inside each sequence of a pack. Registered with transformers as "packed".
 
     query (1, heads, T, d), key and value (1, kv heads, T, d) -> (1, T, heads, d), None. `batch` is what
     nano_rlvr.collate returns; its docstring says which queries and keys a sequence has. There is no T x T
     mask: the cost is the sum over the sequences.
 
-    Raises ValueError for a sliding window shorter than a sequence, attention sinks and soft caps.
+    Raises ValueError for a mask of the model's own, a sliding window shorter than a sequence, attention sinks
+    and soft caps.
     transformers can detect packed rows itself, but silently skips that when a KV cache is on; here `batch` is
     required.
     """
@@ -20,6 +22,8 @@ def packed_attention(module, query, key, value, mask, scaling=None, dropout=0.0,
     if window and batch.max_seqlen > window:
         raise ValueError(f"sliding-window attention ({window} tokens) is not supported "
                          f"for {batch.max_seqlen} tokens")
+    if attention_mask is not None:  # transformers makes none for a registered function
+        raise ValueError("attention with a mask of the model's own is not supported")
     if any(kwargs.get(name) is not None for name in ("s_aux", "softcap")):
         raise ValueError("attention with sinks or a soft cap is not supported")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, d), (T, kv heads, d) twice

@@ -20,6 +20,9 @@ def load_model(cfg):
     AttentionInterface.register("packed", packed_attention)
     model = AutoModelForCausalLM.from_pretrained(
         cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation="packed")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):  # GPT-2: log-probs must not be random
+            module.p = 0.0
     if cfg.lora_rank:
         lora.add_adapters(model, cfg.lora_rank)
     return model

@@ -11,6 +11,14 @@ DATA_SHEET = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e1
               "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
+@functools.cache
+def empty_model(model):
+    """The causal language model of a folder or hub id on the meta device: modules and shapes, no weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+
+
 @dataclass
 class ModelShape:
     """Sizes of a causal language model."""
@@ -26,19 +34,16 @@ class ModelShape:
     @classmethod
     @functools.cache
     def of(cls, model):
-        """The shape of a model folder or hub id. Building it on the meta device takes no memory.
+        """The shape of a model folder or hub id.
 
         Raises ValueError if the LM head is not a plain matrix without bias: HeadLogps uses its weight only.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
-        full_config = AutoConfig.from_pretrained(model)
-        with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(full_config)
+        built = empty_model(model)
         head = built.get_output_embeddings()
         if type(head) is not torch.nn.Linear or head.bias is not None:
             raise ValueError(f"--model {model}: an LM head with a bias (or no plain matrix) is not supported")
         parameters = dict(built.named_parameters())
-        config = full_config.get_text_config()
+        config = built.config.get_text_config()
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -47,7 +52,7 @@ class ModelShape:
             hidden=config.hidden_size,
             layers=config.num_hidden_layers,
             attention=heads * head_size,
-            mlp=config.intermediate_size,
+            mlp=getattr(config, "intermediate_size", 4 * config.hidden_size),  # GPT-2 has no such field
             vocab=config.vocab_size,
             kv_cache=2 * config.num_hidden_layers * kv_heads * head_size,
             qk_norms=any("q_norm" in name for name in parameters))

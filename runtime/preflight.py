@@ -11,6 +11,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import torch
 
 from runtime import dist
+from runtime.flops import empty_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "smollm": "HuggingFaceTB", "deepseek": "deepseek-ai",
@@ -126,13 +127,15 @@ def need_compiler():
 
 def load_tokenizer(cfg):
     """The model's tokenizer; ValueError if the model is missing, unsupported or has too few positions."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
     try:
-        config = AutoConfig.from_pretrained(cfg.model).get_text_config()
+        model = empty_model(cfg.model)
         tokenizer = AutoTokenizer.from_pretrained(cfg.model)
     except (OSError, ValueError) as e:
         reason = str(e).splitlines()[0]
         raise ValueError(f"--model {cfg.model}: no folder and not loadable from the hub ({reason})") from e
+    config = model.config.get_text_config()
+    check_layers(cfg, config, model)
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):  # TokenLogps does not do that
             raise ValueError(f"--model {cfg.model} changes its logits by {name}, which is not supported")
@@ -141,3 +144,24 @@ def load_tokenizer(cfg):
         raise ValueError(f"--max_prompt {cfg.max_prompt} + --max_tokens {cfg.max_tokens} is more than "
                          f"the {limit} positions of {cfg.model}")
     return tokenizer
+
+
+def check_layers(cfg, config, model):
+    """Raises ValueError unless runtime/attention.py is all that connects the tokens of a row.
+
+    transformers states it for each model: the types of its layers, whether it keeps a state, and whether it
+    calls a registered attention function. rehearsal.check_packing measures it later. See docs/models.md.
+    """
+    # without this list all layers have the window, if there is one
+    layer_types = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    others = ", ".join(sorted(layer_types - {"full_attention", "sliding_attention"}))
+    if others or model._is_stateful:
+        raise ValueError(f"--model {cfg.model}: the {others or 'recurrent'} layers of {config.model_type} "
+                         "would mix the sequences that share a row: they are not supported")
+    if not model.is_backend_compatible():
+        raise ValueError(f"--model {cfg.model}: {config.model_type} computes attention in its own code, "
+                         "which would mix the sequences that share a row: it is not supported")
+    window = getattr(config, "sliding_window", None) if "sliding_attention" in layer_types else None
+    if window and cfg.max_prompt + cfg.max_tokens > window:
+        raise ValueError(f"--max_prompt {cfg.max_prompt} + --max_tokens {cfg.max_tokens} is more than the "
+                         f"sliding window of {cfg.model}, {window} tokens: that is not supported")

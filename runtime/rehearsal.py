@@ -1,5 +1,60 @@
-"""The largest pack is trained once before step 0: if memory is too small, that shows in the first minute."""
-from runtime import engines
+"""Before step 0: is a log-prob the same in a pack and alone, and is there memory for the largest pack?"""
+import random
+
+import torch
+
+from runtime import dist, engines
+from runtime.flops import empty_model
+
+# Largest mean |difference| of log-probs that the dtype explains; a larger --mismatch_bound takes its place.
+# float32: 8,192 times its rounding, 2**-23. bfloat16: two kernels differ by 0.02 to 0.05.
+NOISE = {"float32": 2**-10, "bfloat16": 0.15}
+# The same if kernels and shapes are equal: 64 times the rounding of float32, the dtype of log-probs.
+ROUNDING = 2**-17
+
+
+class UnsupportedModel(ValueError):
+    """The forward pass over a pack is not right for this model."""
+
+
+@torch.no_grad()
+def check_packing(policy, rollout, collate, cfg):
+    """Raises UnsupportedModel if a log-prob depends on the other sequences of a pack. Collective.
+
+    rollout, collate: Rollout and collate of nano_rlvr. With random tokens, two completions per prompt:
+    1. Packed and alone, log-probs differ by no more than the noise of the dtype.
+    2. If every second completion is replaced, the log-probs of the others do not change: not by one bit, in
+       any dtype, as shapes and kernels stay the same. Two exceptions have the bound of 1: experts, which then
+       multiply other numbers of tokens, and a device whose kernels do not repeat their own results.
+    """
+    rng, vocab = random.Random(0), empty_model(cfg.model).config.get_text_config().vocab_size
+
+    def tokens(most):
+        return [rng.randrange(vocab) for _ in range(min(16, most))]
+
+    def logps(sequences):
+        rollouts = [rollout(prompt, completion, "", False, [0.0] * len(completion))
+                    for prompt, completion in sequences]
+        return policy(collate(rollouts, dist.device()))[0].view(len(sequences), -1)  # (B, R / B)
+
+    prompts = [tokens(cfg.max_prompt), tokens(cfg.max_prompt)]
+    sequences = [(prompt, tokens(cfg.max_tokens)) for prompt in prompts for _ in range(2)]
+    replaced = [(prompt, completion if i % 2 else tokens(cfg.max_tokens))
+                for i, (prompt, completion) in enumerate(sequences)]
+    packed = logps(sequences)  # (4, R / 4)
+    alone = torch.cat([logps([sequence]) for sequence in sequences])  # (4, R / 4)
+    repeats = torch.equal(packed, logps(sequences))
+    experts = any("expert" in name for name, _ in policy.named_parameters())
+    noise = max(NOISE[cfg.dtype], cfg.mismatch_bound)
+    for difference, bound, fault in (
+        (packed - alone, noise, "packed and single sequences give different log-probs"),
+        ((packed - logps(replaced))[1::2], ROUNDING if repeats and not experts else noise,
+         "the log-probs of a sequence depend on the others in its pack"),
+    ):
+        mean = max(dist.all_gather([difference.abs().nan_to_num(torch.inf).mean().item()]))
+        if mean > bound:
+            raise UnsupportedModel(
+                f"{fault} (mean |difference| {mean:.2g}, bound {bound:.2g}): this model is not supported")
 
 
 def largest_pack(cfg):

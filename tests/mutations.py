@@ -21,7 +21,8 @@ COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "mo
 STAGES = (  # each runs if the one before it passed
     ["tests/test_variants.py", "tests/test_math.py"],
     ["tests/test_trl.py", "-k", "not gradients_equal"],
-    ["tests/test_trl.py", "-k", "gradients_equal"])
+    ["tests/test_trl.py", "-k", "gradients_equal"],
+    ["tests/test_families.py", "-k", "one_sequence_at_a_time"])
 SCRIPT, HEAD, ATTENTION, STATS = "nano_rlvr.py", "runtime/head.py", "runtime/attention.py", "runtime/stats.py"
 FAULTS = [  # (description, file, text, what replaces it)
     ("clip: maximum instead of minimum", SCRIPT, "torch.minimum(bounded", "torch.maximum(bounded"),

@@ -1,0 +1,176 @@
+"""Each family of models equals the library, one sequence at a time, or is refused in one line."""
+import dataclasses
+import shutil
+
+import pytest
+import torch
+
+import nano_rlvr as nr
+from conftest import EXACT, ROOT, close, fixed_rollouts, float64, make_config, within
+from runtime import engines, preflight, rehearsal
+from runtime.flops import ModelShape
+
+SIZES = dict(
+    vocab_size=263, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=512, initializer_range=0.1,
+    bos_token_id=0, eos_token_id=0, pad_token_id=0)
+EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+DELTA_NET = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16,
+                 linear_value_head_dim=16, **EXPERTS, shared_expert_intermediate_size=32)
+MAMBA = dict(mamba_d_head=16, mamba_n_heads=8, mamba_n_groups=1, mamba_d_ssm=128, mamba_d_state=16,
+             mamba_expand=2, num_heads=8, n_groups=1, expand=2, state_size=16)
+BOTH = ["sliding_attention", "full_attention"] * 2
+LAST = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+
+# name -> (model type of transformers, changes to SIZES). A window of 160 tokens is as long as the sequences.
+SUPPORTED = {
+    "Qwen2": ("qwen2", {}),
+    "Qwen3": ("qwen3", {}),
+    "Qwen3-MoE": ("qwen3_moe", EXPERTS),
+    "Llama": ("llama", {}),
+    "Mistral": ("mistral", dict(sliding_window=160)),
+    "Mixtral": ("mixtral", EXPERTS | dict(sliding_window=None)),
+    "Gemma 3": ("gemma3_text", dict(sliding_window=160, layer_types=BOTH)),
+    "OLMo-2": ("olmo2", {}),
+    "OLMo-3": ("olmo3", dict(sliding_window=160, layer_types=BOTH)),
+    "Phi-3": ("phi3", {}),
+    "SmolLM3": ("smollm3", {}),
+    "Granite": ("granite", dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=1.0)),
+    "GPT-2": ("gpt2", {}),
+}
+# What carries a state along the row, or has its own attention. The last value is in the line of the refusal.
+MIXING = {
+    "LFM2": ("lfm2", dict(layer_types=["conv", "conv", "full_attention", "conv"]), "layers of lfm2"),
+    "Falcon-H1": ("falcon_h1", MAMBA, "hybrid layers"),
+    "Mamba": ("mamba", MAMBA, "linear_attention layers"),
+    "Mamba-2": ("mamba2", MAMBA | dict(head_dim=16), "linear_attention layers"),
+    "Bamba": ("bamba", MAMBA, "linear_attention layers"),
+    "Qwen3.5": ("qwen3_5_text", DELTA_NET | dict(layer_types=LAST), "linear_attention layers"),
+    "Qwen3-Next": ("qwen3_next", DELTA_NET | dict(layer_types=LAST), "linear_attention layers"),
+    "RWKV": ("rwkv", {}, "recurrent layers"),
+    "RecurrentGemma": ("recurrent_gemma", dict(lru_width=64), "recurrent layers"),
+    "BLOOM": ("bloom", {}, "in its own code"),
+}
+OTHER_REASONS = {
+    "Mistral with a short window": ("mistral", dict(sliding_window=159), "sliding window .* 159 tokens"),
+    "Gemma 3 with a short window": (
+        "gemma3_text", dict(sliding_window=128, layer_types=BOTH), "sliding window .* 128 tokens"),
+    "Llama 4": ("llama4_text", EXPERTS | dict(intermediate_size_mlp=96), "chunked_attention layers"),
+    "Granite with scaled logits": ("granite", dict(logits_scaling=8.0), "logits_scaling"),
+    "Gemma 2": ("gemma2", dict(sliding_window=160, layer_types=BOTH), "softcapping"),
+}
+
+
+@pytest.fixture(scope="module")
+def config_of(tmp_path_factory):
+    """config_of(family) -> Config of a folder with a random model of the family and the bundled tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    folders = {}
+
+    def config_of(family, **changes):
+        if family not in folders:
+            folder = folders[family] = tmp_path_factory.mktemp("model")
+            model_type, differences, *_ = (SUPPORTED | MIXING | OTHER_REASONS)[family]
+            torch.manual_seed(0)
+            config = AutoConfig.for_model(model_type, **SIZES | differences)
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                shutil.copy(ROOT / "models/tiny" / file, folder)
+        cfg = make_config(model=str(folders[family]))  # max_prompt 64, max_tokens 96
+        return dataclasses.replace(cfg, **changes)
+    return config_of
+
+
+def naive_logps(model, rollout):
+    """Log-probs of one sequence, from the full logits of the library's own forward pass."""
+    ids, start = torch.tensor([rollout.prompt + rollout.completion]), len(rollout.prompt)
+    logp = model(input_ids=ids, use_cache=False).logits[0, start - 1:-1].log_softmax(-1)  # (R, V)
+    return logp.gather(1, ids[0, start:, None])[:, 0]  # (R,)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_packed_log_probs_and_gradients_equal_the_library_one_sequence_at_a_time(
+        group, tokenizer, config_of, family, checkpointing):
+    from transformers import AutoModelForCausalLM
+    with float64():
+        cfg = config_of(family)
+        assert preflight.load_tokenizer(cfg) and ModelShape.of(cfg.model).layers == 4
+        packed = engines.load_model(cfg).train()
+        naive = AutoModelForCausalLM.from_pretrained(
+            cfg.model, dtype=torch.float64, attn_implementation="eager")
+        for model in (packed, naive):
+            model.set_experts_implementation("eager")  # the grouped kernel has no float64
+        rollouts = fixed_rollouts(tokenizer, groups=3)
+        wanted = {id(r): naive_logps(naive, r) for r in rollouts}
+        sum((w * r.advantage).sum() for w, r in zip(wanted.values(), rollouts)).backward()
+        if checkpointing:
+            packed.gradient_checkpointing_enable({"use_reentrant": False})
+        (members,) = nr.pack(rollouts, 10**6)
+        batch = nr.collate(members)
+        assert batch.input_ids.numel() < sum(map(len, rollouts))  # prompts are shared
+        logp, _ = nr.TokenLogps(packed)(batch)
+        close(logp, torch.cat([wanted[id(r)] for r in members]))
+        (logp * batch.advantage).sum().backward()
+        for (name, p), q in zip(packed.named_parameters(), naive.parameters(), strict=True):
+            if q.grad is None:  # an expert without tokens
+                assert p.grad is None or not p.grad.any(), name
+            else:
+                within((p.grad - q.grad).abs().max(), EXACT * max(1, q.grad.abs().max()))
+
+
+@pytest.mark.parametrize("family", MIXING | OTHER_REASONS)
+def test_a_model_that_would_get_wrong_numbers_is_refused_in_one_line_before_weights_are_read(
+        config_of, monkeypatch, family):
+    monkeypatch.setattr(engines, "load_model", None)
+    reason = (MIXING | OTHER_REASONS)[family][2]
+    with pytest.raises(ValueError, match=reason) as error:
+        preflight.load_tokenizer(config_of(family))
+    assert "\n" not in str(error.value) and "support" in str(error.value)
+
+
+def check_packing(cfg, collate=nr.collate):
+    """The check before step 0, on a model that was not refused for its config."""
+    model = engines.load_model(cfg).train()
+    rehearsal.check_packing(nr.TokenLogps(model), nr.Rollout, collate, cfg)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_the_check_before_step_0_accepts_every_supported_family(group, config_of, family, dtype):
+    check_packing(config_of(family, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", MIXING)
+def test_the_check_before_step_0_finds_every_model_that_mixes_sequences(group, config_of, family, dtype):
+    if dtype == "bfloat16" and family in ("Mamba", "Mamba-2"):
+        pytest.skip("transformers cannot run it in bfloat16 on a CPU")
+    with pytest.raises(rehearsal.UnsupportedModel, match="mean .difference. .*: this model is not supported"):
+        check_packing(config_of(family, dtype=dtype))
+
+
+def test_the_check_before_step_0_finds_wrong_positions_which_mix_no_sequences(group, config_of):
+    def collate(rollouts, device):
+        batch = nr.collate(rollouts, device)
+        batch.position_ids = torch.arange(batch.input_ids.numel())[None]  # (1, T) do not start again
+        return batch
+
+    with pytest.raises(rehearsal.UnsupportedModel, match="packed and single sequences"):
+        check_packing(config_of("Qwen2"), collate)
+
+
+def test_the_user_gets_one_line_if_only_the_check_before_step_0_finds_it(
+        group, config_of, monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight, "check_layers", lambda *_: None)
+    monkeypatch.setattr(nr, "make_llm", lambda cfg: None)
+    monkeypatch.setattr(nr.sleep, "put_to_sleep", lambda *_: None)
+    monkeypatch.setattr(nr, "make_policy", lambda cfg: nr.TokenLogps(engines.load_model(cfg)))
+    flags = "--task arithmetic --template chat --max_prompt 400 --max_tokens 96 --prompts 4 --eval_size 8"
+    with pytest.raises(SystemExit) as error:
+        nr.main(["--model", config_of("LFM2").model, "--out", str(tmp_path), *flags.split()])
+    line = str(error.value)
+    assert line.startswith("nano_rlvr: --model ") and line.endswith(": this model is not supported")
+    assert "packed and single sequences give different log-probs (mean |difference| " in line
+    assert "\n" not in line
