@@ -725,6 +725,7 @@ def main(argv=None):
             allow_unsafe_code=cfg.allow_unsafe_code, random_seed=cfg.seed, max_tokens=cfg.max_tokens,
             overlong_buffer=int(cfg.overlong_buffer * cfg.max_tokens) or None,
             judge_url=cfg.judge_url, judge_model=cfg.judge_model)
+        verifier.count_unreadable(train_set, dist.print_once)
     except (ValueError, OSError, RuntimeError) as e:
         sys.exit(f"nano_rlvr: {e}" if dist.rank() == 0 else 1)
     log = Log(cfg, tokenizer)
