@@ -11,7 +11,7 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     2. reward      verifiers (rewards.py) turn texts into numbers; None means "no verdict", which is not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): the group replaces a critic
     4. pack        sequences are laid end to end without padding, a prompt once for all its completions
-    5. log-probs   log pi(token) of each completion token, without storing logits; first the reference's
+    5. log-probs   log pi(token) of each completion token, without storing logits: reference, then policy
     6. loss        clipped policy gradient per token + kl_coef * k3 KL to the frozen starting model
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
     8. sync        the new weights go into vLLM in place; the next step's log-probs show whether they arrived
@@ -74,7 +74,7 @@ class Config:
     prompts: int = 64  # G: prompts per step, over all ranks
     samples: int = 8  # n: completions per prompt
     temperature: float = 1.0  # of sampling; the trainer's log-probs use the same temperature
-    top_p: float = 1.0  # nucleus sampling; biases the ratio, so it needs --correction none --temperature 1
+    top_p: float = 1.0  # nucleus sampling; biases pi/pi_vllm: needs --correction none --temperature 1
     top_k: int = 0  # sample from the k likeliest tokens, under the conditions of top_p; 0 = off
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
@@ -218,8 +218,8 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
 def score(rollouts, examples, verifier, step=0):
     """Fills reward and parts of the N rollouts of G examples. Returns counts of time-outs and crashes.
 
-    A reward function is f(completions, **columns) -> list of float or None. Its columns are those of the
-    examples and three more, all under TRL's names.
+    A reward function is f(completions, **columns) -> list of float or None. A completion is a string, or with
+    --template chat a list with one message. Columns: those of the examples and three more, under TRL's names.
     """
     n = len(rollouts) // len(examples)
     names = examples[0].keys() - {"prompt_ids", "completions"}
@@ -372,7 +372,7 @@ def collate(rollouts, device="cpu"):
     """A pack of B rollouts -> one row of T tokens: each prompt once, before its first completion.
 
     A prompt P with completions a and b becomes the row P a b. Attention runs per sequence: queries P a with
-    keys P a, then queries b with keys P b. It is causal and the last query sees all keys: b sees all of P.
+    keys P a, then queries b with keys P b. The causal mask is aligned to the end: b sees all of P.
     Sequence i has the queries cu_seqlens_q[i]:cu_seqlens_q[i+1] of the row and the keys
     kv_index[cu_seqlens_k[i]:cu_seqlens_k[i+1]]; kv_index holds positions in the row. predictors (R,) are the
     positions whose output predicts the completion tokens.
@@ -498,7 +498,7 @@ def gated_objective(ratio, logp, advantage, cfg):
     """Objective per token with a bound on the ratio, and where the bound is active: (R,), (R,)."""
     if cfg.gate == "clip":  # PPO, arXiv:1707.06347
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
-        # delta is above 1 + clip_high: for positive advantages the minimum picks `clipped`
+        # delta > 1 + clip_high, so it changes the minimum only for negative advantages
         bounded = ratio.clamp(max=cfg.delta) if cfg.delta else ratio  # (R,)
         # the minimum: a token that has moved far enough in the right direction gets no gradient
         objective = torch.minimum(bounded * advantage, clipped * advantage)  # (R,)
@@ -526,7 +526,7 @@ def policy_loss(logp, old, ref, batch, cfg):
         log_ratio = sequence_mean(log_ratio, batch) * batch.completion_lengths[batch.sequence_ids]  # (R,)
     elif cfg.ratio != "token":
         raise ValueError(f"unknown ratio {cfg.ratio!r}")
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (R,) exp overflows: NaN in the gradient
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (R,) unbounded: inf and NaN
     objective, clipped = gated_objective(ratio, logp, batch.advantage, cfg)  # (R,), (R,)
     token_loss = -objective  # (R,)
     sums = {"tokens": len(logp), "ratio": ratio, "clipped": clipped}
@@ -534,7 +534,7 @@ def policy_loss(logp, old, ref, batch, cfg):
         mismatch = before - batch.vllm_logps  # (R,)
         correction = importance(mismatch, batch, cfg)  # (R,)
         token_loss = token_loss * correction  # (R,)
-        uncapped = 1.0 if cfg.correction == "sequence_mask" else mismatch.exp()  # (R,)
+        uncapped = 1.0 if cfg.correction == "sequence_mask" else mismatch.exp()  # (R,) weight without a cap
         sums |= {"correction/w": correction, "correction/w2": correction**2,  # for the effective sample size
                  "correction/share": correction != uncapped}  # share of tokens that the cap changes
     if ref is not None:
@@ -615,7 +615,7 @@ def update(policy, packs, cfg):
 def make_llm(cfg):
     """The vLLM engine, in this process: weights are handed over as tensors, not through pipes or files."""
     # The trainer's log-probs include the temperature, but not top-p and top-k. vLLM's processed log-probs
-    # include all three, its raw ones none: right with top-p and top-k, which require temperature 1.
+    # include all three, its raw ones none: raw is right with top-p or top-k, as temperature is then 1.
     logprobs_mode = "processed_logprobs" if (cfg.top_p, cfg.top_k) == (1.0, 0) else "raw_logprobs"
     sequences = max(cfg.prompts * cfg.samples, cfg.eval_size * max(cfg.eval_n, 1)) // dist.world_size()
     return engines.start_vllm(
@@ -678,7 +678,7 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log):
             minibatches = []  # 4. one list of packs per optimizer step
             for i in range(cfg.minibatches):
                 trained = assign_token_weights([r for g in groups[i::cfg.minibatches] for r in g], cfg)
-                # every rank needs as many packs: the others add copies of the filler, whose weight is 0
+                # ranks with fewer packs add copies of the filler; pack_evenly sets their weight to 0
                 minibatches.append(pack_evenly(trained, filler=sampled[0][0], budget=cfg.pack_tokens))
             if cfg.ref_reset_every and step and step % cfg.ref_reset_every == 0 and ref is not None:
                 ref.model.load_state_dict(dict(checkpoint.named_weights(policy)))  # preflight: not with LoRA

