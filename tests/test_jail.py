@@ -2,7 +2,6 @@
 import os
 import socket
 import textwrap
-import time
 
 import pytest
 
