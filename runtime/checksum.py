@@ -119,7 +119,7 @@ def by_checkpoint_name(model, shapes):
                 parameter = parameter[:vocabulary]
             rows = [shape[0] for shape in wanted] if len(parts) > 1 else []
             pieces = parameter.split(rows) if rows and sum(rows) == len(parameter) else [parameter]
-            if [piece.shape for piece in pieces] == [shape[::-1] for shape in wanted]:
+            if parameter.dim() == 2 and [piece.shape for piece in pieces] != wanted:
                 pieces = [piece.T for piece in pieces]  # GPT-2's linear layers
             if [piece.shape for piece in pieces] != wanted:
                 unmatched.append(name)
