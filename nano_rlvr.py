@@ -14,7 +14,7 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     5. log-probs   log pi(token) of each completion token, without storing logits: reference, then policy
     6. loss        clipped policy gradient per token + kl_coef * k3 KL to the frozen starting model
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
-    8. sync        the new weights go into vLLM in place; the next step's log-probs show whether they arrived
+    8. sync        the new weights go into vLLM in place; checksums of their bits show that they arrived
 
 Differences from a textbook PPO: no critic, no GAE, no padding, no means per micro-batch. Instead, every token
 has a weight, computed from the number of sequences and tokens in the optimizer step over all ranks, and
@@ -43,6 +43,7 @@ import data
 import rewards
 from rewards import Verifier
 from runtime import checkpoint, cli, dist, engines, guard, memory, preflight, rehearsal, sleep, stats
+from runtime.checksum import SentWeights
 from runtime.head import CHUNK, HeadLogps
 from runtime.log import Log, summary, timed
 from runtime.lora import WithoutAdapters
@@ -118,7 +119,7 @@ class Config:
     offload: Literal["auto", "none", "optimizer"] = "auto"  # keep optimizer and fp32 weights in host memory
     vllm_memory: float = 0.0  # share of the GPU for vLLM while it generates; 0 = what is left
     zero_stage: Literal[1, 2, 3] = 2  # ZeRO shards over the ranks: 1 optimizer, 2 + gradients, 3 + weights
-    mismatch_bound: float = 0.0  # stop above this mean |trainer - vLLM log-prob|; 0 = 1e-3 fp32, 0.05 bf16
+    mismatch_bound: float = 0.0  # stop above this mean |trainer - vLLM log-prob|; 0 = 1e-3 fp32, 0.15 bf16
     # evaluation and files
     eval_every: int = 20  # steps between evaluations; also before the first and after the last update
     eval_size: int = 512  # held-out examples, 0 = all
@@ -627,10 +628,12 @@ def make_llm(cfg):
 
 
 def sync_weights(policy, llm):
-    """Copies the policy's weights into vLLM, in place. The next update() compares their log-probs."""
+    """Copies the policy's weights into vLLM, in place. Raises RuntimeError if one bit differs afterwards."""
     sleep.wake_weights(llm, policy)
     # Without an iterator, reload_weights reads the old checkpoint from disk again, without a message.
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checkpoint.named_weights(policy)})
+    weights = SentWeights(checkpoint.named_weights(policy))  # keeps a checksum of each tensor
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    weights.check(llm)
     sleep.wake_kv_cache(llm)
     llm.reset_prefix_cache()  # cached keys and values belong to the old weights
 

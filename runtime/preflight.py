@@ -103,7 +103,7 @@ def check(cfg, tasks, parse_rewards):
     if not cuda or cfg.offload == "optimizer":
         need_compiler()
     dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32"
-    bound = cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.05)
+    bound = cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.15)
     name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{time.strftime('%Y%m%d-%H%M%S')}"
     if (Path(cfg.out) / name / "metrics.jsonl").exists():
         raise ValueError(f"{Path(cfg.out) / name} holds a run already; choose another --name")

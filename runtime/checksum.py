@@ -1,0 +1,138 @@
+"""Proof that vLLM has the trainer's weights: checksums of their bits, compared after every sync.
+
+Log-probs cannot prove it: after a missed sync at a small learning rate they differ by less than bf16 noise.
+"""
+import functools
+
+import torch
+
+from runtime import dist
+
+CHUNK = 2**18  # elements per sum
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> integer type for its bits
+EXPERTS = ".experts."  # vLLM stores mixtures of experts in the layout of a kernel; there are many
+print_each_once = functools.cache(dist.print_once)
+
+
+@functools.cache
+def factors(device):
+    """CHUNK random odd 64-bit integers, the same on every device."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    return (torch.randint(-2**63, 2**63 - 1, (CHUNK,), generator=generator, device="cpu") | 1).to(device)
+
+
+@torch.no_grad()
+def checksum(tensor):
+    """Sum of bits * factor modulo 2^64 for each CHUNK of the flattened tensor: (ceil(n / CHUNK),) int64.
+
+    One flipped bit always changes it, because the factors are odd. Swapped values and any other change are
+    missed with a probability of at most 2^-32 in fp32 and 2^-48 in bf16: each position has its own factor.
+    Computed where the tensor is, with temporaries of 2 MB on the CPU and 32 MB on a GPU.
+    """
+    bits = tensor.contiguous().view(-1).view(BITS[tensor.element_size()])  # (n,)
+    full = len(bits) // CHUNK * CHUNK
+    blocks = bits[:full].view(-1, CHUNK).split(16 if tensor.is_cuda else 1)  # a GPU needs few, large kernels
+    sums = [(block * factors(tensor.device)).sum(1) for block in blocks]
+    rest = bits[full:]  # fewer than CHUNK
+    if len(rest):
+        sums.append((rest * factors(tensor.device)[:len(rest)]).sum(0, keepdim=True))
+    return torch.cat(sums)
+
+
+class SentWeights:
+    """An iterable of the trainer's (name, tensor) pairs that keeps the checksum of each tensor it hands out.
+
+    All in one pass, because ZeRO-3 gathers each tensor only for the moment in which vLLM takes it.
+    """
+
+    def __init__(self, named_weights):
+        self.named_weights, self.sent = named_weights, {}  # name -> (shape, dtype, checksum)
+
+    def __iter__(self):
+        for name, tensor in self.named_weights:
+            self.sent[name] = tensor.shape, tensor.dtype, checksum(tensor)
+            yield name, tensor
+
+    def check(self, llm):
+        """Raises RuntimeError if vLLM's weights are not the ones handed out. Each rank checks its own engine.
+
+        Prints once how many weights it cannot see. Without tensor parallelism: every engine has all weights.
+        """
+        for problem in llm.apply_model(lambda model: compare(model, self.sent)):
+            if problem:
+                raise RuntimeError(f"after the sync vLLM does not have the trainer's weights: {problem}. "
+                                   "Do not trust this engine or what it samples.")
+
+
+def compare(model, sent):
+    """What is wrong with the weights in a vLLM model, in one line; "" if they are those in `sent`."""
+    tensors, unmatched = by_checkpoint_name(model, {name: shape for name, (shape, *_) in sent.items()})
+    if unmatched:
+        return f"it has {listed(unmatched)}, for which it got no tensor of this shape"
+    visible = [name for name, tensor in tensors.items() if tensor is not None]
+
+    def is_tied(name):  # the trainer lists a tied weight twice, vLLM once
+        shape, _, sums = sent[name]
+        return any(shape == sent[other][0] and torch.equal(sums, sent[other][2]) for other in visible)
+
+    unknown = [name for name in sent if name not in tensors and EXPERTS not in name and not is_tied(name)]
+    if unknown:
+        return f"it has no {listed(unknown)}"
+    if visible:
+        # in the trainer's type: exact if vLLM's is the same or wider
+        sums = [checksum(tensors[name].to(sent[name][1])) for name in visible]
+        wanted = [sent[name][2].to(x.device) for name, x in zip(visible, sums)]
+        equal = (torch.cat(sums) == torch.cat(wanted)).cpu().split([len(x) for x in sums])
+        wrong = [name for name, same in zip(visible, equal)
+                 if not same.all() and not is_transposed(tensors[name], *sent[name])]
+        if wrong:
+            return f"{listed(wrong)} differ, of {len(visible)} tensors compared"
+    sizes = {name: sent[name][0].numel() for name in sent if name in tensors or EXPERTS in name}
+    compared, total = sum(sizes[name] for name in visible), sum(sizes.values())
+    if compared < total:
+        print_each_once(f"note: {compared:,} of {total:,} weights of vLLM are visible on this device; "
+                        "the rest is checked by log-probs only")
+    return ""
+
+
+def by_checkpoint_name(model, shapes):
+    """vLLM's parameters under the checkpoint's names, fused ones split, without padding of the vocabulary.
+
+    shapes: name -> shape of each tensor of the checkpoint. Returns a dict, in which a tensor is None if vLLM
+    keeps only a repacked copy, and the list of vLLM's parameters that have no counterpart of the same shape.
+    """
+    fused = getattr(model, "packed_modules_mapping", {})  # like "qkv_proj": ["q_proj", "k_proj", "v_proj"]
+    tensors, unmatched = {}, []
+    for name, parameter in model.named_parameters():  # each storage once
+        if EXPERTS in name:
+            continue
+        path, _, suffix = name.rpartition(".")
+        parent, _, module = path.rpartition(".")
+        parts = [name] if name in shapes else [f"{parent}.{part}.{suffix}" for part in fused.get(module, ())]
+        wanted = [shapes.get(part) for part in parts]
+        if not parts or None in wanted:
+            unmatched.append(name)
+        elif parameter.numel() == 0:
+            tensors |= dict.fromkeys(parts)
+        else:
+            if vocabulary := getattr(model.get_submodule(path), "org_vocab_size", 0):
+                parameter = parameter[:vocabulary]
+            rows = [shape[0] for shape in wanted] if len(parts) > 1 else []
+            pieces = parameter.split(rows) if rows and sum(rows) == len(parameter) else [parameter]
+            if parameter.dim() == 2 and [piece.shape for piece in pieces] != wanted:
+                pieces = [piece.T for piece in pieces]  # GPT-2's linear layers
+            if [piece.shape for piece in pieces] != wanted:
+                unmatched.append(name)
+            tensors |= zip(parts, pieces)
+    return tensors, unmatched
+
+
+def is_transposed(tensor, shape, dtype, sums):
+    """Whether a square matrix of vLLM is the transpose of the trainer's: GPT-2 again."""
+    square = len(shape) == 2 and shape[0] == shape[1]
+    return square and torch.equal(checksum(tensor.T.to(dtype)), sums.to(tensor.device))
+
+
+def listed(names, most=3):
+    """The first names and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
