@@ -45,7 +45,7 @@ def check_packing(policy, rollout, collate, cfg):
     alone = torch.cat([logps([sequence]) for sequence in sequences])  # (4, R / 4)
     repeats = torch.equal(packed, logps(sequences))
     experts = any("expert" in name for name, _ in policy.named_parameters())
-    noise = max(NOISE[cfg.dtype], cfg.mismatch_bound)
+    noise = max(NOISE.get(cfg.dtype, 0.0), cfg.mismatch_bound)
     for difference, bound, fault in (
         (packed - alone, noise, "packed and single sequences give different log-probs"),
         ((packed - logps(replaced))[1::2], ROUNDING if repeats and not experts else noise,
