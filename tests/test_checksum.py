@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import nano_rlvr as nr
 from conftest import ENV, ROOT, make_config
 from runtime import checksum, engines
 from runtime.checksum import CHUNK, SentWeights
@@ -152,6 +153,21 @@ def test_vllm_may_keep_a_wider_type_and_gpt2_s_transposed_matrices(weights):
     weights |= {"h.c_fc.weight": wide, "h.c_proj.weight": square}
     assert check(model, weights) == ""
     assert "h.c_proj.weight differ" in check(model, weights | {"h.c_proj.weight": square.flip(0)})
+
+
+def test_every_sync_is_checked_also_one_that_vllm_ignores(weights):
+    policy = SimpleNamespace(module=SimpleNamespace(model=engines.load_model(make_config())))
+
+    def sync(model, loads):
+        nr.sync_weights(policy, SimpleNamespace(
+            collective_rpc=lambda name, kwargs: loads(kwargs["weights_iterator"]), reset_prefix_cache=int,
+            apply_model=lambda function: [function(model)]))
+
+    sync(Fused(weights), loads=list)
+    with pytest.raises(RuntimeError, match="layers.3.mlp.down_proj.weight differ, of 50 tensors"):
+        sync(Fused(weights | {"model.layers.3.mlp.down_proj.weight": torch.zeros(128, 384)}), loads=list)
+    with pytest.raises(RuntimeError, match="it has model.embed_tokens.weight, .* and 27 more"):
+        sync(Fused(weights), loads=id)
 
 
 # ---- the real vLLM and DeepSpeed

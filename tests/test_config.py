@@ -128,6 +128,12 @@ def test_a_run_is_never_overwritten(tmp_path, capsys):
     assert "holds a run already" in one_line(["--out", str(tmp_path), "--name", "mine"], capsys)
 
 
+def test_the_bound_on_the_mismatch_follows_the_dtype():
+    assert nr.parse_config(["--dtype", "float32"]).mismatch_bound == 1e-3
+    assert nr.parse_config(["--dtype", "bfloat16"]).mismatch_bound == 0.15
+    assert nr.parse_config(["--dtype", "bfloat16", "--mismatch_bound", "0.3"]).mismatch_bound == 0.3
+
+
 def test_an_unknown_flag_is_an_error(capsys):
     with pytest.raises(SystemExit) as e:
         nr.main(["--learning_rate", "1"])
