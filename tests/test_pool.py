@@ -34,12 +34,12 @@ def test_twenty_hung_programs_cost_one_limit_and_the_rest_are_judged_right():
         pytest.skip("neither bubblewrap nor unshare can build a jail on this machine")
     hung = ["```python\nwhile True: pass\n```", "```python\nimport time; time.sleep(600)\n```"] * 10
     right = "```python\nprint(int(input()) + 1)\n```"
-    with rewards.Verifier("code", timeout=5.0, workers=2) as verify:
+    with rewards.Verifier("code", timeout=15.0, workers=2) as verify:  # time for the right one, too
         start = time.monotonic()
         values, _, metrics = verify(hung + [right], tests=[[{"input": "1", "output": "2"}]] * 21)
         took = time.monotonic() - start
     assert values[-1] == 1.0 and all(v in (0.0, None) for v in values[:-1])
-    assert took < 22  # half of the 45 s that they take one after the other on two workers
+    assert took < 67  # half of the 135 s that they take one after the other on two workers
 
 
 def test_twenty_hung_answers_cost_one_limit_and_the_rest_are_judged_right():
