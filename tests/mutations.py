@@ -22,7 +22,8 @@ STAGES = (  # each runs if the one before it passed
     ["tests/test_variants.py", "tests/test_math.py", "tests/test_guard.py"],
     ["tests/test_trl.py", "-k", "not gradients_equal"],
     ["tests/test_trl.py", "-k", "gradients_equal"],
-    ["tests/test_families.py", "-k", "one_sequence_at_a_time"])
+    ["tests/test_families.py", "-k", "one_sequence_at_a_time"],
+    ["tests/test_checksum.py", "-k", "not damaged"])
 SCRIPT, HEAD, ATTENTION, STATS = "nano_rlvr.py", "runtime/head.py", "runtime/attention.py", "runtime/stats.py"
 FAULTS = [  # (description, file, text, what replaces it)
     ("clip: maximum instead of minimum", SCRIPT, "torch.minimum(bounded", "torch.maximum(bounded"),
@@ -105,6 +106,14 @@ FAULTS = [  # (description, file, text, what replaces it)
      "mismatch.exp() * (mismatch.exp() <= cfg.correction_cap)"),
     ("ratio: its log is not bounded", SCRIPT,
      "log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()", "log_ratio.exp()"),
+    ("checksum: the position does not count", "runtime/checksum.py",
+     "(rest * factors(tensor.device)[:len(rest)]).sum(0, keepdim=True)", "rest.sum(0, keepdim=True)"),
+    ("checksum: one tensor is not compared", "runtime/checksum.py",
+     "visible = [name for name, tensor in tensors.items() if tensor is not None]",
+     "visible = [name for name, tensor in tensors.items() if tensor is not None][1:]"),
+    ("checksum: a missing tensor is ignored", "runtime/checksum.py",
+     "    if unmatched:\n", "    if not sent:\n"),
+    ("checksum: not looked at after a sync", SCRIPT, "    weights.check(llm)\n", ""),
     ("steps: those that DeepSpeed skips are not reported", SCRIPT,
      "float(not policy.was_step_applied())", "0.0"),
     ("steps: old log-probs only for epochs, not for minibatches", SCRIPT,
