@@ -217,7 +217,8 @@ def test_a_closed_verifier_raises_and_leaves_no_process(my):
 
 def trainer(my, tail):
     """A process that has started workers. Returns (process, pids of the fork server and its workers)."""
-    program = f"""import os, sys, time; sys.path.insert(0, {str(ROOT)!r}); import rewards
+    program = f"""import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r}); import rewards
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
 verify = rewards.Verifier({str(my) + ':misbehaves'!r}, workers=2, timeout=60)
 handle = verify.submit(["hang", "hang", "ok"])
 while len(verify.pool.workers) < 2: time.sleep(0.1)
