@@ -165,8 +165,11 @@ class FirstFailure:
             self.name = "cannot be collected"
 
 
-def caught_by(folder):
-    """The first failing test of a copy, "" if all pass. Forks a child; its output is <folder>/log."""
+def caught_by(folder, topic=""):
+    """The first failing test of a copy, "" if all pass. Forks a child; its output is <folder>/log.
+
+    A stage with a test file named after the topic runs first.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -178,7 +181,7 @@ def caught_by(folder):
         sys.path[:] = [str(folder / "tests"), str(folder), *libraries]
         import pytest
         first = FirstFailure()
-        for stage in STAGES:
+        for stage in sorted(STAGES, key=lambda stage: f"tests/test_{topic}.py" not in stage):
             if not first.name:
                 code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *stage], plugins=[first])
                 first.name = first.name or ("" if code == 0 else f"pytest ended with {int(code)}")
@@ -217,7 +220,7 @@ def main(words):
                 sys.exit(f"without any fault: {name}\n" + (folder / "plain/log").read_text()[-3000:])
         print("| fault | caught by |\n|---|---|")
         for i, (what, *_) in enumerate(faults):
-            name = caught_by(folder / str(i))
+            name = caught_by(folder / str(i), topic=what.partition(":")[0])
             missed += "::" not in name
             print(f"| {what} | {f'`{name}`' if name else '**nothing**'} |", flush=True)
             if words or name and "::" not in name:
