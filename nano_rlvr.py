@@ -708,9 +708,7 @@ def rehearse(policy, ref, cfg):
     rehearsal.check_packing(policy, Rollout, collate, cfg)
     largest = [Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion, weight=1.0)
                for i, (prompt, completion) in enumerate(rehearsal.largest_pack(cfg))]  # no two prompts equal
-    if ref is not None:
-        with sleep.on_device(ref):
-            store_logps(ref, [largest], "ref")
+    store_fixed_logps(policy, ref, [largest], cfg)
     cfg = dataclasses.replace(cfg, mismatch_bound=math.inf)  # vLLM did not sample these tokens
     rehearsal.run(policy, lambda: update(policy, [largest], cfg))
 
