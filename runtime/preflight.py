@@ -4,7 +4,6 @@ import math
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -19,7 +18,7 @@ ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "smollm": "HuggingFaceTB
 
 # flags -> (test of the value, requirement in words); NaN fails every test
 RANGES = {
-    "prompts samples max_prompt max_tokens epochs minibatches eval_every correction_cap":
+    "prompts samples max_prompt max_tokens epochs minibatches eval_every keep correction_cap":
         (lambda x: x >= 1, "must be at least 1"),
     "steps warmup lr lr_end weight_decay max_grad_norm kl_coef clip_low clip_high ref_reset_every top_k "
     "resample eval_size eval_n save_every keep_rollouts lora_rank memory_gb pack_tokens":
@@ -34,6 +33,8 @@ RANGES = {
         (lambda x: 0 <= x < 1, "must be at least 0 and below 1: it is a fraction of --max_tokens"),
     "vllm_memory":
         (lambda x: 0 <= x < 1, "must be at least 0 and below 1 (0 = what the memory plan leaves)"),
+    "timeout":
+        (lambda x: x > 0, "must be above 0"),
     "eps":
         (lambda x: x > 0, "must be above 0: the standard deviation of a flat group is 0"),
 }
@@ -55,7 +56,7 @@ def same_model(a, b):
 
 
 def check(cfg, tasks, parse_rewards):
-    """Checks a Config, resolves its model, and fills in dtype, name, rewards and mismatch_bound if empty.
+    """Checks a Config, resolves its model, and fills in dtype, rewards and mismatch_bound if empty.
 
     tasks: data.TASKS. parse_rewards: called with the reward spec, raises ValueError if it is invalid.
     Returns the completed Config; raises ValueError for what cannot work.
@@ -104,10 +105,7 @@ def check(cfg, tasks, parse_rewards):
         need_compiler()
     dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32"
     bound = cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.15)
-    name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if (Path(cfg.out) / name / "metrics.jsonl").exists():
-        raise ValueError(f"{Path(cfg.out) / name} holds a run already; choose another --name")
-    return dataclasses.replace(cfg, model=find_model(cfg.model), dtype=dtype, name=name, mismatch_bound=bound,
+    return dataclasses.replace(cfg, model=find_model(cfg.model), dtype=dtype, mismatch_bound=bound,
                                rewards=spec)
 
 
