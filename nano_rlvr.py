@@ -161,8 +161,8 @@ MODELS = {
 
 
 def parse_config(argv=None):
-    """Command line -> checked Config. The rows of --algo and --model give the defaults of the other flags; with
-    --resume, the run so far does.
+    """Command line -> checked Config. The rows of --algo and --model give the defaults of the other flags;
+    with --resume, the run so far does.
 
     Exits with the usage for an unknown flag or a wrong type. Raises ValueError with one line for a bad value.
     """
@@ -719,7 +719,7 @@ def rehearse(policy, ref, cfg):
                for i, (prompt, completion) in enumerate(rehearsal.largest_pack(cfg))]  # no two prompts equal
     store_fixed_logps(policy, ref, [largest], cfg)
     cfg = dataclasses.replace(cfg, mismatch_bound=math.inf)  # vLLM did not sample these tokens
-    rehearsal.run(policy, lambda: update(policy, [largest], cfg))
+    rehearsal.run(policy, lambda: update(policy, [largest], cfg), cfg.dtype)
 
 
 def main(argv=None):
@@ -737,7 +737,7 @@ def main(argv=None):
                 overlong_buffer=int(cfg.overlong_buffer * cfg.max_tokens) or None,
                 judge_url=cfg.judge_url, judge_model=cfg.judge_model)
             verifier.count_unreadable(train_set, dist.print_once)
-            cfg = claim_folder(cfg)
+            cfg = claim_folder(cfg, train_set + eval_set)
             log = Log(cfg, tokenizer)
             checkpoints = Checkpoints(cfg, log)
         with stop.with_one_line(cfg=cfg):

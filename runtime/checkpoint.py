@@ -325,4 +325,6 @@ def accuracy(folder):
 def expired(folder, keep):
     """The checkpoints to delete: all but the newest `keep` and the most accurate, the first of equals."""
     steps = steps_on_disk(folder)
-    return [path for path in steps[:-keep] if path != max(steps, key=accuracy)]
+    best = max(map(accuracy, steps))
+    keep_best = next((path for path in steps if accuracy(path) == best >= 0), None)
+    return [path for path in steps[:-keep] if path != keep_best]

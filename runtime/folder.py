@@ -1,6 +1,7 @@
 """The folder of a run: which one it is, one process at a time, and whether a run may continue in it."""
 import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -71,7 +72,7 @@ def saved_config(argv, out):
 def check_resumed(cfg, saved):
     """Raises ValueError, naming the fields, if a resumed run would give other results than without the break.
 
-    cfg: of this run. saved: of the run so far, {} for a new run.
+    cfg: of this run. saved: of the run so far, {} for a new run. Returns cfg with the folder of the run.
     """
     fields = {f.name for f in dataclasses.fields(cfg)} & saved.keys()
     changed = {name for name in fields - FREE if getattr(cfg, name) != saved[name]}
@@ -86,14 +87,14 @@ def check_resumed(cfg, saved):
     if texts and not cfg.resume_force:
         raise ValueError(f"--resume {cfg.resume}: other results with {'; '.join(texts)}. "
                          "--resume_force continues nevertheless")
-    return cfg
+    return dataclasses.replace(cfg, **{name: saved[name] for name in ("name", "out", "resume") if saved})
 
 
-def claim_folder(cfg):
+def claim_folder(cfg, examples=()):
     """Takes the folder of the run for this process, until it ends. Returns cfg with the name. Collective.
 
     A run without --name takes the first free name. Raises ValueError if another process runs in the folder,
-    or if it holds a run that cfg does not resume.
+    if it holds a run that cfg does not resume, or if that run had other examples.
     """
     start = time.strftime("%Y%m%d-%H%M%S")
     base = name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{start}"
@@ -101,10 +102,21 @@ def claim_folder(cfg):
     if dist.rank() == 0:
         while (problem := _lock_folder(Path(cfg.out) / name, cfg.resume)) and not cfg.name and n < 100:
             name, n = f"{base}-{n}", n + 1
+        problem = problem or _check_data(Path(cfg.out) / name / "data.sha256", cfg, examples)
     name, problem = dist.all_gather([(name, problem)])[0]
     if problem:
         raise ValueError(problem)
     return dataclasses.replace(cfg, name=name)
+
+
+def _check_data(path, cfg, examples):
+    """Keeps a checksum of the examples in a file, or returns that a resumed run has others."""
+    checksum = hashlib.sha256(repr([sorted(e.items(), key=str) for e in examples]).encode()).hexdigest()
+    if cfg.resume and path.exists() and path.read_text() != checksum and not cfg.resume_force:
+        return (f"--resume {cfg.resume}: its data or its tokenizer have changed since it started. "
+                "--resume_force continues nevertheless")
+    path.write_text(checksum)
+    return ""
 
 
 def _lock_folder(folder, resume):

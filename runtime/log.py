@@ -55,11 +55,12 @@ class Log:
         if dist.rank() > 0:
             return
         from tqdm import tqdm
+        self.folder.mkdir(parents=True, exist_ok=True)
         config = dataclasses.asdict(cfg)
         start = {"command": " ".join(sys.argv), "world": dist.world_size(), **provenance()}
         about = {"config": config, **start, "wandb_id": os.urandom(4).hex()}
         path = self.folder / "config.json"
-        if cfg.resume:
+        if cfg.resume and path.exists():
             before = json.loads(path.read_text())
             about = before | {"config": config, "resumed": [*before.get("resumed", []), start]}
             if start["versions"] != before["versions"]:
