@@ -75,7 +75,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, **args):
                      max_num_batched_tokens=max(4096, max_model_len))
     try:
         return LLM(max_model_len=max_model_len, use_tqdm_on_load=False, **args)
-    except ValueError as e:
+    except (ValueError, AssertionError, NotImplementedError) as e:
         reason = " ".join(str(e).split())
         if type(e) is ValueError and "memory" in reason:  # a pydantic error names all arguments
             raise torch.OutOfMemoryError(reason) from e

@@ -232,13 +232,13 @@ def hub_answers():
 
     def ask():
         try:
-            answers.append(get_session().head(constants.ENDPOINT, timeout=4))
+            answers.append(get_session().head(constants.ENDPOINT, timeout=3))
         except Exception:  # of httpx, of requests or of a proxy's client: all mean "not reached"
             return
 
     thread = threading.Thread(target=ask, daemon=True)  # a look-up of the name has no time limit of its own
     thread.start()
-    thread.join(4)
+    thread.join(3)
     if not answers:
         constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
     return bool(answers)
@@ -269,13 +269,19 @@ def load_tokenizer(cfg):
                              f"({first_line(e, cfg.model)}); --model can be a local folder") from e
         final = Path(cfg.model) / "final"  # of a run
         hint = f"; --model {final} has one" if final.is_dir() else ""
+        if "custom code" in str(e):
+            hint = "; --trust_remote_code runs it"
         raise ValueError(f"--model {cfg.model}: no model can be built from its config.json "
                          f"({first_line(e)}){hint}") from e
     try:
         tokenizer = AutoTokenizer.from_pretrained(cfg.model, trust_remote_code=cfg.trust_remote_code)
+        # without files, transformers makes an empty one
+        fault = "" if tokenizer("1+1", add_special_tokens=False)["input_ids"] else "it has no tokens"
     except Exception as e:
-        raise ValueError(f"--model {cfg.model}: no tokenizer can be loaded from it ({first_line(e)}); "
-                         "copy the tokenizer's files of the model it was made from") from e
+        fault = first_line(e)
+    if fault:
+        raise ValueError(f"--model {cfg.model}: no tokenizer can be loaded from it ({fault}); "
+                         "copy the tokenizer's files of the model it was made from")
     config = model.config.get_text_config()
     check_layers(cfg, config, model)
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -339,6 +345,10 @@ def check_layers(cfg, config, model):
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_size not in (range(8, 257, 8) if torch.cuda.is_available() else CPU_HEAD_SIZES):
         raise ValueError(f"--model {cfg.model}: attention heads of size {head_size} are not supported here")
+    layers = config.num_hidden_layers
+    if len(layer_types) > 1 and getattr(config, "max_window_layers", layers) != layers:
+        raise ValueError(f"--model {cfg.model}: vLLM does not support a sliding window in some layers of "
+                         f"{config.model_type} only")
     window = getattr(config, "sliding_window", None) if "sliding_attention" in layer_types else None
     if window and cfg.max_prompt + cfg.max_tokens > window:
         raise ValueError(f"--max_prompt {cfg.max_prompt} + --max_tokens {cfg.max_tokens} is more than the "
