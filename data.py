@@ -80,7 +80,10 @@ def generate(make, split, size, seed):
 
 def read_text(path):
     """The text of a UTF-8 file, also with a byte order mark. ValueError names the line of a bad byte."""
-    raw = path.read_bytes()
+    try:
+        raw = path.read_bytes()
+    except OSError as e:
+        raise ValueError(f"{path}: cannot be read ({e.strerror})") from e
     try:
         text = raw.decode("utf-8-sig")
         bad = raw.find(b"\0")

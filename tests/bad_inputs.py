@@ -196,6 +196,7 @@ DATA = [  # name, content of the file, a part of the line
     ("data.jsonl.gz", b"\x1f\x8b", "data.jsonl.gz: cannot read '.gz'"),
 ]
 DATA_FLAGS = [  # argv, a part of the line
+    ("--data {dir}/mem.jsonl", "mem.jsonl: cannot be read (Input/output error)"),
     ("--data {dir}", "{dir}: a folder; name a file in it"),
     ("--eval_data {dir}", "{dir}: a folder; name a file in it"),
     ("--data {dir}/a.jsonl --question_key none", "a.jsonl:1: no 'none'"),
@@ -325,9 +326,9 @@ MODELS = [  # id, fault of a copy of the bundled model, a part of the line
 def cases():
     """All bad inputs."""
     yield from flags()
-    for group, table in (("combinations", COMBINATIONS), ("output folder", OUT), ("data", DATA_FLAGS)):
+    for group, table in (("combinations", COMBINATIONS), ("output folder", OUT), ("data flags", DATA_FLAGS)):
         for argv, says in table:
-            yield Case(group, argv[:40], lambda folder, argv=argv: [
+            yield Case(group, repr(argv[:50])[1:-1], lambda folder, argv=argv: [
                 word.format(dir=folder) for word in argv.split(" ")], says)
     for spec, says in REWARDS:
         yield Case("rewards", spec, lambda folder, spec=spec: ["--rewards", spec.format(dir=folder)], says)
@@ -335,7 +336,7 @@ def cases():
         def write(folder, name=name, text=text):
             (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
             return ["--data", str(folder / name)]
-        yield Case("data", name, write, says)
+        yield Case("data files", name, write, says)
     for fault, plant, says in MODELS:
         def copy(folder, plant=plant):
             shutil.copytree(TINY, folder / "model")
@@ -355,6 +356,7 @@ def run(case, folder):
     (folder / "mine/metrics.jsonl").write_text("{}")
     (folder / "a.jsonl").write_text(LINES)
     (folder / "ask.jsonl").write_text('{"ask": "1+1"}\n' * 9)
+    (folder / "mem.jsonl").symlink_to("/proc/self/mem")  # a file that nobody can read from its start
     (folder / "r.py").write_text(REWARD_FILE)
     argv = ["--out", str(folder / "runs"), *case.build(folder)]
     before = set(folder.rglob("*"))

@@ -12,6 +12,7 @@ import typing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 
 import bad_inputs
 import data
@@ -116,6 +117,20 @@ def test_weights_that_are_not_finite_are_named_when_they_are_loaded(tmp_path):
     bad_inputs.weights(damage)(tmp_path / "model")
     with pytest.raises(errors.RunError, match="NaN or infinite values, first in model.norm.weight"):
         load_model(make_config(model=str(tmp_path / "model")))
+
+
+@pytest.mark.parametrize("changes, kv_cache, error, says", [
+    (dict(seed=-5), "1", errors.RunError, r"vLLM does not start: Seed must be between 0 and 2\*\*32 - 1"),
+    (dict(max_model_len=5000), "1", errors.RunError, "is greater than the derived max_model_len"),
+    ({}, "5000", torch.OutOfMemoryError, "less than requested memory for kv"),
+])
+def test_vllm_gives_its_own_reason_and_only_memory_is_out_of_memory(
+        changes, kv_cache, error, says, group, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", kv_cache)
+    args = dict(seed=0, model=str(ROOT / "models/tiny"), dtype="float32", max_num_seqs=8, max_model_len=128,
+                distributed_executor_backend="external_launcher", cuda_args=dict(gpu_memory_utilization=0.01))
+    with pytest.raises(error, match=says):
+        engines.start_vllm(**args | changes)
 
 
 class Answer(BaseHTTPRequestHandler):
