@@ -338,7 +338,7 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
 
     check_columns(cfg.rewards, train_set, cfg.data or cfg.task)
     check_columns(cfg.rewards, eval_set, cfg.eval_data or cfg.data or cfg.task)
-    held_out = {example["question"] for example in eval_set}
+    held_out = {example["question"] for example in eval_set if cfg.steps}  # --steps 0 only evaluates
     new = [example for example in train_set if example["question"] not in held_out]
     if not new:
         raise ValueError(f"{cfg.data or cfg.task}: nothing is left to train on: all {len(train_set)} "

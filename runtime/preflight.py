@@ -168,11 +168,11 @@ def check(cfg, tasks, parse_rewards):
             raise ValueError(message)
 
     spec = cfg.rewards or tasks[cfg.task]["rewards"]
-    if cfg.overlong_buffer and "overlong" not in [name for name, *_ in parse_rewards(spec)]:
-        spec += ",overlong:1"
-    reward_names = [name for name, *_ in parse_rewards(spec)]
-    for name, _, reward in parse_rewards(spec):
+    rewards = {name: reward for name, _, reward in parse_rewards(spec)}
+    for name, reward in rewards.items():
         columns_read(name, reward)
+    if cfg.overlong_buffer and "overlong" not in rewards:
+        spec += ",overlong:1"
     cuda = torch.cuda.is_available()
     if not cuda or cfg.offload == "optimizer":
         need_compiler()
@@ -182,7 +182,7 @@ def check(cfg, tasks, parse_rewards):
     check_folder(cfg.out, name)
     for names, has_effect, requirement in NEEDS:
         for flag in names.split():
-            if getattr(cfg, flag) != getattr(type(cfg), flag) and not has_effect(cfg, reward_names):
+            if getattr(cfg, flag) != getattr(type(cfg), flag) and not has_effect(cfg, rewards):
                 dist.print_once(f"note: --{flag} {getattr(cfg, flag)} has no effect without {requirement}",
                                 file=sys.stderr)
     return dataclasses.replace(cfg, model=find_model(cfg.model), dtype=dtype, name=name, mismatch_bound=bound,
@@ -248,7 +248,8 @@ def first_line(error, name=""):
     """What failed in a library, in one line. `name`: the model or data set that the hub was asked for."""
     if name and not hub_answers():
         from huggingface_hub import constants
-        return f"{constants.ENDPOINT} is not reachable and {name} is not in the local cache"
+        return (f"{constants.ENDPOINT} is not reachable or HF_HUB_OFFLINE is set, and {name} is not in the "
+                "local cache")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     return f"{type(error).__name__}: {lines[0]}"
 
@@ -305,6 +306,7 @@ def check_weights(cfg):
     from transformers.utils import logging
     logging.disable_progress_bar()
     enable_progress_bars()  # of a download
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # it would ask the hub to convert a .bin
     try:
         _, info = AutoModelForCausalLM.from_pretrained(
             cfg.model, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True,

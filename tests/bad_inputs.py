@@ -319,6 +319,7 @@ MODELS = [  # id, fault of a copy of the bundled model, a part of the line
         {EMBEDDING: t[EMBEDDING][:200].clone()}))), "is this another model's tokenizer?"),
     ("a damaged record", content(preflight.RECORD, "{"), preflight.RECORD + " is damaged"),
     ("a record without config", content(preflight.RECORD, "{}"), preflight.RECORD + " is damaged"),
+    ("a record with lr inf", content(preflight.RECORD, '{"config": {"lr": Infinity}}'), "--lr inf: must be"),
     ("a record of the wrong type", content(preflight.RECORD, '{"config": {"steps": "many"}}'), "is damaged"),
 ]
 

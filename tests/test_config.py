@@ -57,7 +57,8 @@ def test_every_numeric_flag_has_one_finite_interval_that_has_its_default():
 
 @pytest.mark.parametrize("name, inside, outside", [
     ("top_p", 1, 0), ("top_p", 5e-324, -1), ("beta2", 0, 1), ("beta2", 1 - 2**-53, math.nan),
-    ("clip_low", 1, 5), ("reward_timeout", 0.1, math.inf), ("seed", 2**32 - 1, 2**32), ("seed", 0, -5),
+    ("clip_low", 1, 5), ("reward_timeout", 0.1, 0), ("reward_timeout", 5, math.inf),
+    ("soft_tau_pos", 1, 0), ("seed", 2**32 - 1, 2**32), ("seed", 0, -5),
     ("steps", 0, None), ("steps", 10**9, "10"),
 ])
 def test_an_interval_has_the_ends_that_it_names(name, inside, outside):

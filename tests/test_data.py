@@ -84,6 +84,10 @@ def test_questions_that_are_held_out_are_not_trained_on(tmp_path, tokenizer):
     train_set, eval_set = data.load_splits(cfg, tokenizer, notify=notes.append)
     assert [e["question"] for e in train_set] == [row["question"] for row in rows[5:] * 3]
     assert notes == ["15 of 60 training examples left out: their questions are held out"]
+    same = dict(data=str(tmp_path / "eval.jsonl"), eval_data=str(tmp_path / "eval.jsonl"))
+    with pytest.raises(ValueError, match="nothing is left to train on: all 5 training questions"):
+        data.load_splits(make_config(**same), tokenizer)
+    assert len(data.load_splits(make_config(**same, steps=0), tokenizer)[1]) == 5  # only evaluates
     cfg = make_config(data=str(tmp_path / "train.jsonl"))  # a tenth of this file is held out
     train_set, eval_set = data.load_splits(cfg, tokenizer, notify=notes.append)
     held_out = {e["question"] for e in eval_set}
