@@ -42,8 +42,10 @@ import torch
 import data
 import rewards
 from rewards import Verifier
-from runtime import checkpoint, cli, dist, engines, guard, memory, preflight, rehearsal, sleep, stats
+from runtime import checkpoint, cli, dist, engines, guard, memory, preflight, rehearsal, sleep, stats, stop
+from runtime.checkpoint import Checkpoints
 from runtime.checksum import SentWeights
+from runtime.folder import check_resumed, claim_folder, saved_config
 from runtime.head import CHUNK, HeadLogps
 from runtime.log import Log, summary, timed
 from runtime.lora import WithoutAdapters
@@ -120,6 +122,7 @@ class Config:
     offload: Literal["auto", "none", "optimizer"] = "auto"  # keep optimizer and fp32 weights in host memory
     vllm_memory: float = 0.0  # share of the GPU for vLLM while it generates; 0 = what is left
     zero_stage: Literal[1, 2, 3] = 2  # ZeRO shards over the ranks: 1 optimizer, 2 + gradients, 3 + weights
+    timeout: float = 10.0  # minutes after which a rank that does not answer ends the run
     mismatch_bound: float = 0.0  # stop above this mean |trainer - vLLM log-prob|; 0 = 1e-3 fp32, 0.15 bf16
     # evaluation and files
     eval_every: int = 20  # steps between evaluations; also before the first and after the last update
@@ -127,7 +130,10 @@ class Config:
     eval_n: int = 0  # also draw this many samples per example: mean@n, pass@k, maj@n
     name: str = ""  # name of the run ("" = model-task-algo-time); its files are in <out>/<name>/
     out: str = "runs"  # folder of the runs
-    save_every: int = 0  # steps between checkpoints; 0 = only the final weights are kept
+    save_every: int = 20  # steps between checkpoints; 0 = one at the end and one when the run is stopped
+    keep: int = 2  # newest checkpoints to keep; the one with the best accuracy is also kept
+    resume: str = ""  # continue the run in this folder, or without a value: --name, new if there is none
+    resume_force: bool = False  # ... also with flags that give other results than the run had so far
     keep_rollouts: int = 64  # rollouts per step of rank 0 written to rollouts.jsonl, in whole groups
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
     profile: bool = False  # write a torch profiler trace of step 1 to trace.json, for ui.perfetto.dev
@@ -156,21 +162,22 @@ MODELS = {
 
 
 def parse_config(argv=None):
-    """Command line -> checked Config. The rows of --algo and --model give the defaults of the other flags.
+    """Command line -> checked Config. The rows of --algo and --model give the defaults of the other flags;
+    with --resume, the run so far does.
 
     Exits with the usage for an unknown flag or a wrong type. Raises ValueError with one line for a bad value.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv, saved = saved_config(sys.argv[1:] if argv is None else argv, Config.out)
     algo, model = cli.given(argv, "--algo", Config.algo), cli.given(argv, "--model", Config.model)
     if algo not in ALGOS:
         raise ValueError(f"--algo {algo}: choose one of {', '.join(ALGOS)}")
     model_row = preflight.model_row(model, MODELS)  # of a trained model: what its run used
-    cfg = cli.parse(Config, argv, {"algo": algo, "model": model} | model_row | ALGOS[algo],
-                    description=__doc__.split("\n\n")[0])
-    if cfg.template != model_row.get("template", cfg.template):
+    defaults = {"algo": algo, "model": model} | model_row | ALGOS[algo] | saved
+    cfg = cli.parse(Config, argv, defaults, description=__doc__.split("\n\n")[0])
+    if not saved and cfg.template != model_row.get("template", cfg.template):
         dist.print_once(f"note: --template {cfg.template}, but {model} was trained with "
                         f"--template {model_row['template']}", file=sys.stderr)
-    return check_config(cfg)
+    return check_resumed(check_config(cfg), saved)
 
 
 def check_config(cfg):
@@ -211,7 +218,8 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     sampling |= dict(n=n, temperature=temperature, max_tokens=max_tokens, logprobs=0, detokenize=False,
                      stop_token_ids=[] if turn_end is None else [turn_end])
     params = [SamplingParams(seed=seed, **sampling) for seed in seeds or [None] * len(prompts)]
-    requests = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    requests = stop.interruptible(
+        llm.generate, [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     samples = [(prompt, s) for prompt, request in zip(prompts, requests) for s in request.outputs]
     texts = tokenizer.batch_decode([list(s.token_ids) for _, s in samples], skip_special_tokens=True)
     return [Rollout(prompt, list(s.token_ids), text, s.finish_reason == "length",
@@ -663,26 +671,26 @@ def evaluate(llm, examples, verifier, cfg):
     return metrics
 
 
-def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log):
+def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints):
     """The loop. It runs steps + 1 times, so that the final weights are evaluated too."""
-    running_mean, skipped_steps = math.nan, guard.SkippedSteps(log.folder)
+    progress = checkpoints.restore(policy, ref)  # of the run so far, with --resume
     sync_weights(policy, llm)
-    for step in range(cfg.steps + 1):
-        metrics = {}
+    for step in range(progress.step, cfg.steps + 1):
+        metrics, progress.step = {}, step
         if step % cfg.eval_every == 0 or step == cfg.steps:
             with timed(metrics, "evaluate"):
                 metrics |= evaluate(llm, eval_set, verifier, cfg)
+        if step == cfg.steps or cfg.save_every and step % cfg.save_every == 0:
+            checkpoints.save(metrics, final=step == cfg.steps)
         if step == cfg.steps:
             log.write(step, metrics)
             break
-        if cfg.save_every and step and step % cfg.save_every == 0:
-            checkpoint.save(policy, log.tokenizer, log.folder / f"step-{step}")
 
         groups, sampled = collect_rollouts(cfg, llm, train_set, verifier, step, metrics)  # 1. 2.
         log.trace(step)
         with timed(metrics, "sync"):
             sleep.put_to_sleep(llm, policy)  # GPU memory: from vLLM to the trainer, and back in sync_weights
-        running_mean = assign_advantages(groups, cfg, running_mean)  # 3.
+        progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
         with timed(metrics, "update"):
             minibatches = []  # 4. one list of packs per optimizer step
             for i in range(cfg.minibatches):
@@ -696,14 +704,14 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log):
             history = [update(policy, packs, cfg)  # 5. 6. 7.
                        for _ in range(cfg.epochs) for packs in minibatches if packs]
             metrics |= stats.mean_of(history)  # empty if all groups are flat or have no verdict
-            skipped_steps.add(step, history, groups)
+            progress.skipped = guard.count_skipped(progress.skipped, step, history, groups, log.folder)
         with timed(metrics, "sync"):
             sync_weights(policy, llm)  # 8.
 
         metrics |= {"lr": lr_at(step, cfg)} | summary(cfg, groups, sampled, metrics)
         log.write(step, metrics, sampled)
-    checkpoint.save(policy, log.tokenizer, log.folder / "final")
-    checkpoint.wait()
+        checkpoints.check()
+    checkpoints.wait()
     log.close()
 
 
@@ -716,42 +724,38 @@ def rehearse(policy, ref, cfg):
                for i, (prompt, completion) in enumerate(rehearsal.largest_pack(cfg))]  # no two prompts equal
     store_fixed_logps(policy, ref, [largest], cfg)
     cfg = dataclasses.replace(cfg, mismatch_bound=math.inf)  # vLLM did not sample these tokens
-    rehearsal.run(policy, lambda: update(policy, [largest], cfg))
+    rehearsal.run(policy, lambda: update(policy, [largest], cfg), cfg.dtype)
 
 
 def main(argv=None):
-    try:
-        cfg = parse_config(argv)
-        dist.init_process_group()
-        cfg = dataclasses.replace(cfg, name=dist.all_gather([cfg.name])[0])  # a default name has the time
-        tokenizer = preflight.load_tokenizer(cfg)
-        train_set, eval_set = data.load_splits(cfg, tokenizer, dist.world_size(), notify=dist.print_once)
-        cfg = memory.plan(cfg)
-        verifier = Verifier(
-            cfg.rewards, timeout=cfg.reward_timeout, messages=cfg.template == "chat",
-            allow_unsafe_code=cfg.allow_unsafe_code, random_seed=cfg.seed, max_tokens=cfg.max_tokens,
-            overlong_buffer=int(cfg.overlong_buffer * cfg.max_tokens) or None,
-            judge_url=cfg.judge_url, judge_model=cfg.judge_model)
-        verifier.count_unreadable(train_set, dist.print_once)
-    except (ValueError, OSError, RuntimeError) as e:
-        sys.exit(f"nano_rlvr: {e}" if dist.rank() == 0 else 1)
-    log = Log(cfg, tokenizer)
-    memory.limit_device(cfg)
-    try:
-        llm = make_llm(cfg)  # before the trainer: vLLM measures how much GPU memory is free
-        sleep.put_to_sleep(llm)
-        policy = make_policy(cfg)
-        ref = make_reference(cfg, policy)
-        if cfg.steps:  # --steps 0 only evaluates
-            rehearse(policy, ref, cfg)
-        train(cfg, llm, policy, ref, train_set, eval_set, verifier, log)
-    except RuntimeError as e:
-        if not memory.is_out_of_memory(e):
-            raise
-        sys.exit(memory.advice(e, cfg))
-    except rehearsal.UnsupportedModel as e:
-        sys.exit(f"nano_rlvr: --model {cfg.model}: {e}" if dist.rank() == 0 else 1)
-    verifier.close()
+    stop.keep_printing()
+    with stop.on_signals():
+        with stop.with_one_line(ValueError, OSError, RuntimeError):
+            cfg = parse_config(argv)
+            dist.init_process_group(cfg.timeout)
+            tokenizer = preflight.load_tokenizer(cfg)
+            train_set, eval_set = data.load_splits(cfg, tokenizer, dist.world_size(), notify=dist.print_once)
+            cfg = memory.plan(cfg)
+            verifier = Verifier(
+                cfg.rewards, timeout=cfg.reward_timeout, messages=cfg.template == "chat",
+                allow_unsafe_code=cfg.allow_unsafe_code, random_seed=cfg.seed, max_tokens=cfg.max_tokens,
+                overlong_buffer=int(cfg.overlong_buffer * cfg.max_tokens) or None,
+                judge_url=cfg.judge_url, judge_model=cfg.judge_model)
+            verifier.count_unreadable(train_set, dist.print_once)
+            cfg = claim_folder(cfg, train_set + eval_set)
+            log = Log(cfg, tokenizer)
+            checkpoints = Checkpoints(cfg, log)
+        with stop.with_one_line(cfg=cfg):
+            memory.limit_device(cfg)
+            llm = make_llm(cfg)  # before the trainer: vLLM measures how much GPU memory is free
+            sleep.put_to_sleep(llm)
+            policy = make_policy(cfg)
+            ref = make_reference(cfg, policy)
+            if cfg.steps:  # --steps 0 only evaluates
+                rehearse(policy, ref, cfg)
+            with stop.with_checkpoint(checkpoints):
+                train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints)
+        verifier.close()
     # The process group is left to vLLM, which closes it at exit.
 
 

@@ -1,11 +1,40 @@
-"""The policy's weights under the names of the checkpoint, and on disk."""
+"""Checkpoints: the policy as a Hugging Face folder, and beside it what the run needs to continue bit for bit.
+
+    step-40/                   the weights before the update of step 40, for transformers and vLLM
+        nano_rlvr.json         the settings of the run
+        trainer/*.safetensors  fp32 weights and AdamW's two moments, by the name of the parameter
+        trainer/state.json     progress of the loop, sizes of the logs
+        manifest.json          size and SHA-256 of every other file
+
+A folder is written under another name, synced to the disk and renamed: it is there whole or not at all.
+"""
+import dataclasses
+import hashlib
+import json
+import math
+import os
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from runtime import dist, lora
+import psutil
+import torch
 
-WRITER = ThreadPoolExecutor(1)
-pending = None  # the write that is in progress or was the last one
+from runtime import dist, lora, memory
+from runtime.errors import RunError
+from runtime.flops import ModelShape
+from runtime.folder import steps_on_disk, sync, to_json
+
+KINDS = ("fp32", "exp_avg", "exp_avg_sq")  # per trained parameter: weights, first and second moment
+SHARD = 2**30  # bytes of a file in trainer/, unless one tensor is larger
+
+
+@dataclasses.dataclass
+class Progress:
+    """What the loop carries from step to step besides the weights and AdamW's state."""
+    step: int = 0  # the one to take next
+    running_mean: float = math.nan  # moving average of the reward, for --baseline running
+    skipped: int = 0  # optimizer steps in a row that were not taken: guard.py
 
 
 def named_weights(engine):
@@ -20,35 +49,282 @@ def named_weights(engine):
             yield from lora.merge_adapter(engine.module.model, name, tensor.detach())
 
 
-def save(engine, tokenizer, folder):
-    """Writes the policy as a Hugging Face folder in the background, for transformers and vLLM. Collective.
+# ---- the trainer's state, by name. DeepSpeed's own checkpoints load only on the same number of ranks.
 
-    The folder appears whole or not at all: it is written under another name and renamed. Waits for the
-    previous write first (each holds a copy of the weights in host memory) and raises its error. Raises
-    RuntimeError if a weight is not finite.
+
+def trained_parameters(engine):
+    """{name: parameter} of the weights that AdamW updates."""
+    return {name: p for name, p in engine.module.model.named_parameters() if p.requires_grad}
+
+
+def get_tensor(p, kind):
+    """A whole fp32 tensor of a parameter, on its device; kind: one of KINDS. Collective."""
+    from deepspeed import utils
+    if kind == "fp32":
+        return utils.safe_get_full_fp32_param(p)
+    return utils.safe_get_full_optimizer_state(p, kind)
+
+
+@torch.no_grad()
+def set_tensor(p, kind, value):
+    """Replaces a tensor of a parameter by `value`, of the whole parameter's shape. Collective."""
+    import deepspeed
+    from deepspeed import utils
+    sharded, part = hasattr(p, "ds_id"), value
+    if sharded:  # ZeRO-3: safe_set_full_* fails if the shards are padded
+        size = p.ds_tensor.numel()
+        part = value.flatten()[dist.rank() * size:][:size]
+        part = torch.nn.functional.pad(part, (0, size - len(part)))
+    if kind != "fp32":
+        set_moment = utils.safe_set_local_optimizer_state if sharded else utils.safe_set_full_optimizer_state
+        set_moment(p, part, kind)
+        return
+    (utils.safe_set_local_fp32_param if sharded else utils.safe_set_full_fp32_param)(p, part)
+    # DeepSpeed updates the weights of the forward pass only in a step
+    with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=sharded):
+        p.copy_(value)
+
+
+def adamw_states(engine):
+    """AdamW's dicts of state, one per group of shards."""
+    return engine.optimizer.optimizer.state.values()
+
+
+class Checkpoints:
+    """Reads and writes the checkpoints of a run. Its methods are collective.
+
+    Rank 0 writes: in the background if a copy of the state fits into half of the free host memory, else
+    tensor by tensor while the loop waits. Raises ValueError if the run has checkpoints and none is whole.
     """
-    global pending
-    wait()
-    weights = {}
-    for name, w in named_weights(engine):  # all ranks gather
-        if not w.isfinite().all():
-            raise RuntimeError(f"weights of {name} are not finite: nothing was saved; is --lr too high?")
-        weights[name] = w.to("cpu", copy=True)
 
-    def write():
+    def __init__(self, cfg, log):
+        self.cfg, self.log, self.folder = cfg, log, log.folder
+        self.bytes = memory.checkpoint_bytes(cfg, ModelShape.of(cfg.model))
+        self.executor, self.pending = ThreadPoolExecutor(1), None  # the write in progress, or the last one
+        self.newest, problem = None, ""
+        if cfg.resume and dist.rank() == 0:
+            try:
+                self.newest = newest_whole(self.folder)
+            except ValueError as e:
+                problem = str(e)
+        self.newest, problem = dist.all_gather([(self.newest, problem)])[0]
+        if problem:
+            raise ValueError(problem)
+
+    def restore(self, engine, ref):
+        """Loads the newest checkpoint into policy, AdamW and reference, and cuts the logs back to its step.
+
+        Returns its Progress, or that of a new run. Raises RunError if it belongs to another model.
+        """
+        self.engine, self.ref, self.progress = engine, ref, Progress()
+        if self.newest is None:
+            self.log.cut_back({})
+            return self.progress
+        state = json.loads((self.newest / "trainer/state.json").read_text())
+        parameters, reference = trained_parameters(engine), self._reference()
+        expected = {f"{kind}.{name}": getattr(p, "ds_shape", p.shape)
+                    for name, p in parameters.items() for kind in KINDS}
+        expected |= {f"reference.{name}": w.shape for name, w in reference.items()}
+        files = [safe_open(path) for path in sorted((self.newest / "trainer").glob("*.safetensors"))]
+        found = {name: torch.Size(f.get_slice(name).get_shape()) for f in files for name in f.keys()}
+        if found != expected:
+            different = sorted(name for name in found | expected if found.get(name) != expected.get(name))
+            raise RunError(f"{self.newest} is a checkpoint of another model than {self.cfg.model}: "
+                           f"{len(different)} tensors differ, one is {different[0]}")
+        for f in files:
+            for key in f.keys():
+                kind, _, name = key.partition(".")
+                if kind == "reference":
+                    reference[name].copy_(f.get_tensor(key))
+                else:
+                    set_tensor(parameters[name], kind, f.get_tensor(key).to(dist.device()))
+        for s in adamw_states(engine):
+            s["step"] = s["step"] * 0 + state["adamw_step"]  # a tensor, or an int in DeepSpeed's CPU version
+        self.log.cut_back(state["logs"])
+        self.progress = Progress(**state["progress"])
+        dist.print_once(f"continues from {self.newest}")
+        return self.progress
+
+    def save(self, metrics=(), final=False):
+        """Writes step-<progress.step>; then deletes old ones, except the newest --keep and the most accurate.
+
+        metrics: those of this step's evaluation. final: final/ gets the same weights, without trainer/. Does
+        nothing if this checkpoint is there. Raises RunError if the disk has too little space, if a weight is
+        not finite, or if the previous write failed.
+        """
+        self.wait()
+        folder = self.folder / f"step-{self.progress.step}"
+        if self.progress.step == 0 or folder == self.newest and not final:
+            return
+        free = shutil.disk_usage(self.folder).free
+        self._raise_together(free < self.bytes and (
+            f"no checkpoint of step {self.progress.step}: it needs {self.bytes / 2**30:.2f} GiB, the disk of "
+            f"{self.folder} has {free / 2**30:.2f}; older checkpoints are whole"))
+        weights = {}
+        for name, w in named_weights(self.engine):
+            if not w.isfinite().all():
+                raise RunError(f"weights of {name} are not finite: nothing was saved; is --lr too high?")
+            if dist.rank() == 0:
+                weights[name] = w.to("cpu", copy=True)
+        state = {"progress": dataclasses.asdict(self.progress), "logs": self.log.sizes(),
+                 "adamw_step": max(int(s["step"]) for s in adamw_states(self.engine)),
+                 "accuracy": dict(metrics).get("eval/accuracy")}
+        tensors, problem = self._tensors(), ""
+        if dist.rank() == 0:
+            if psutil.virtual_memory().available > 2 * self.bytes:
+                write = self._write, folder, weights, list(tensors), state, final
+                self.pending = self.executor.submit(*write)
+            else:
+                problem = self._write(folder, weights, tensors, state, final)
+        for _ in tensors:  # a gather per tensor: also on ranks that do not write, also after a failed write
+            pass
+        self._raise_together(problem)
+        self.newest = folder
+
+    def check(self):
+        """Raises RunError if the write in the background has failed."""
+        self._raise_together(self.pending.result() if self.pending and self.pending.done() else "")
+
+    def wait(self):
+        """Returns when the last checkpoint is on the disk. Raises RunError if that failed."""
+        self._raise_together(self.pending.result() if self.pending else "")
+
+    def _raise_together(self, problem):
+        problems = [p for p in dist.all_gather([problem]) if p]
+        if problems:
+            raise RunError(problems[0])
+
+    def _reference(self):
+        """{name: tensor} of the reference, if it is no longer the starting model."""
+        return self.ref.model.state_dict() if self.ref and self.cfg.ref_reset_every else {}
+
+    def _tensors(self):
+        """Yields (name, tensor on the CPU) of the trainer's state."""
+        for name, p in trained_parameters(self.engine).items():
+            for kind in KINDS:
+                yield f"{kind}.{name}", get_tensor(p, kind).to("cpu", copy=True)
+        for name, w in self._reference().items():
+            yield f"reference.{name}", w.to("cpu", copy=True)
+
+    def _write(self, folder, weights, tensors, state, final):
+        """Writes a checkpoint; returns "" or, in one line, why that failed."""
         part = folder.with_name(folder.name + ".part")
-        engine.module.model.save_pretrained(part, state_dict=weights)
-        tokenizer.save_pretrained(part)
-        shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            (part / "trainer").mkdir(parents=True)
+            self.engine.module.model.save_pretrained(part, state_dict=weights)
+            self.log.tokenizer.save_pretrained(part)
+            (part / "nano_rlvr.json").write_text(to_json({"config": dataclasses.asdict(self.cfg)}))
+            for i, shard in enumerate(shards(tensors)):
+                save_file(shard, part / f"trainer/{i:05}.safetensors")
+            (part / "trainer/state.json").write_text(json.dumps(state))
+            files = sorted(path for path in part.rglob("*") if path.is_file())
+            manifest = {str(path.relative_to(part)): size_and_sum(path) for path in files}
+            (part / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            for path in (part / "manifest.json", *files, part / "trainer", part):
+                sync(path)
+            replace(part, folder)
+            if final:
+                part = self.folder / "final.part"
+                shutil.rmtree(part, ignore_errors=True)
+                no_trainer = shutil.ignore_patterns("trainer", "manifest.json")
+                shutil.copytree(folder, part, copy_function=link_or_copy, ignore=no_trainer)
+                replace(part, self.folder / "final")
+            for path in expired(self.folder, self.cfg.keep):
+                shutil.rmtree(path)
+            return ""
+        except Exception as e:  # transformers, safetensors and the file system have types of their own
+            shutil.rmtree(part, ignore_errors=True)
+            reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+            return f"the checkpoint {folder} could not be written ({reason}); older checkpoints are whole"
 
-    if dist.rank() == 0:
-        pending = WRITER.submit(write)
+
+# ---- files
 
 
-def wait():
-    """Returns when the last save() is on disk; raises what went wrong."""
-    global pending
-    write, pending = pending, None
-    if write:
-        write.result()
+def safe_open(path):
+    """A safetensors file, memory-mapped."""
+    import safetensors
+    return safetensors.safe_open(path, "pt")
+
+
+def save_file(tensors, path):
+    """{name: tensor} -> a safetensors file."""
+    from safetensors.torch import save_file
+    save_file(tensors, path)
+
+
+def shards(tensors):
+    """(name, tensor) pairs -> dicts of about SHARD bytes."""
+    shard = {}
+    for name, tensor in tensors:
+        shard[name] = tensor
+        if sum(x.nbytes for x in shard.values()) >= SHARD:
+            yield shard
+            shard = {}
+    if shard:
+        yield shard
+
+
+def size_and_sum(path):
+    """[bytes, SHA-256] of a file."""
+    with path.open("rb") as f:
+        return [path.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest()]
+
+
+def replace(part, folder):
+    """Renames a complete folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
+    sync(folder.parent)
+
+
+def link_or_copy(source, target):
+    """A second name for the same bytes, where the file system can do that."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def damage(folder):
+    """What is wrong with a checkpoint: "" if nothing."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        for name, (size, checksum) in manifest.items():
+            if (folder / name).stat().st_size != size:
+                return f"{name} has {(folder / name).stat().st_size:,} bytes, not {size:,}"
+            if size_and_sum(folder / name)[1] != checksum:
+                return f"{name} has another checksum than when it was written"
+    except (OSError, ValueError, AttributeError, TypeError) as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def newest_whole(folder):
+    """The newest undamaged checkpoint; None if there is none. Raises ValueError if all are damaged."""
+    steps = steps_on_disk(folder)
+    for path in reversed(steps):
+        problem = damage(path)
+        if not problem:
+            return path
+        print(f"note: {path} is damaged ({problem}); looking for an older checkpoint", file=sys.stderr)
+    if steps:
+        raise ValueError(f"all checkpoints in {folder} are damaged; delete them to start from the beginning")
+
+
+def accuracy(folder):
+    """Held-out accuracy of a checkpoint; -1 if it was not evaluated."""
+    try:
+        value = json.loads((folder / "trainer/state.json").read_text())["accuracy"]
+    except (OSError, ValueError, KeyError):
+        return -1  # damaged
+    return -1 if value is None else value
+
+
+def expired(folder, keep):
+    """The checkpoints to delete: all but the newest `keep` and the most accurate, the first of equals."""
+    steps = steps_on_disk(folder)
+    best = max(map(accuracy, steps))
+    keep_best = next((path for path in steps if accuracy(path) == best >= 0), None)
+    return [path for path in steps[:-keep] if path != keep_best]

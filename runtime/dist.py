@@ -1,4 +1,5 @@
 """Which process this is, and sums and lists over all processes. A single process is a world of size 1."""
+import datetime
 import os
 import socket
 
@@ -26,8 +27,11 @@ def device():
     return torch.device("cpu")
 
 
-def init_process_group():
-    """Joins torchrun's process group, or creates a group of one. DeepSpeed and vLLM both reuse it."""
+def init_process_group(timeout=10.0):
+    """Joins torchrun's process group, or creates a group of one. DeepSpeed and vLLM both reuse it.
+
+    timeout: minutes after which a collective call raises an error if a rank does not answer.
+    """
     if "RANK" not in os.environ:  # without these variables DeepSpeed looks for MPI
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -38,7 +42,7 @@ def init_process_group():
         torch.cuda.set_device(device())
     if not torch.distributed.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        torch.distributed.init_process_group(backend)
+        torch.distributed.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout))
 
 
 def all_sum(*values):

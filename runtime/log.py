@@ -16,8 +16,11 @@ from statistics import fmean, pstdev
 import torch
 
 from runtime import curve, dist, memory, stats
+from runtime.errors import RunError
 from runtime.flops import ModelShape, peak_flops
+from runtime.folder import sync, to_json
 
+LOGS = ("metrics.jsonl", "rollouts.jsonl")  # one JSON object per line
 STAGES = ("rollout", "reward", "update", "sync")
 # metrics on the screen's line per step, in this order
 SHOWN = {"reward/mean": "reward {:6.3f}", "completion/length": "length {:7.1f}", "group/flat": "flat {:4.0%}",
@@ -54,13 +57,40 @@ class Log:
         from tqdm import tqdm
         self.folder.mkdir(parents=True, exist_ok=True)
         config = dataclasses.asdict(cfg)
-        about = {"config": config, "command": " ".join(sys.argv), "world": dist.world_size(), **provenance()}
-        (self.folder / "config.json").write_text(json.dumps(about, indent=1))
+        start = {"command": " ".join(sys.argv), "world": dist.world_size(), **provenance()}
+        about = {"config": config, **start, "wandb_id": os.urandom(4).hex()}
+        path = self.folder / "config.json"
+        if cfg.resume and path.exists():
+            before = json.loads(path.read_text())
+            about = before | {"config": config, "resumed": [*before.get("resumed", []), start]}
+            if start["versions"] != before["versions"]:
+                print("note: other versions of libraries: from here the run is the same only up to rounding")
+        path.with_suffix(".part").write_text(to_json(about))
+        path.with_suffix(".part").rename(path)
         self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
         if cfg.wandb != "off":
             import wandb
             self.wandb = wandb.init(
-                project="nano_rlvr", name=cfg.name, dir=str(self.folder), mode=cfg.wandb, config=config)
+                project="nano_rlvr", name=cfg.name, id=about["wandb_id"], resume="allow",
+                dir=str(self.folder), mode=cfg.wandb, config=config)
+
+    def sizes(self):
+        """{file: bytes} of the logs, which are then on the disk."""
+        paths = [path for path in map(self.folder.joinpath, LOGS) if path.exists()]
+        for path in paths:
+            sync(path)
+        return {path.name: path.stat().st_size for path in paths}
+
+    def cut_back(self, sizes):
+        """Sets the logs back to these sizes; {} empties them."""
+        if dist.rank() > 0:
+            return
+        for path in map(self.folder.joinpath, LOGS):
+            if path.exists():
+                os.truncate(path, min(sizes.get(path.name, 0), path.stat().st_size))
+        if sizes:
+            self.rows = curve.read(self.folder)
+            self.bar.update(len(self.rows))
 
     def trace(self, step):
         """With --profile: starts PyTorch's profiler in step 1 (step 0 is the warm-up). write() stops it."""
@@ -98,8 +128,16 @@ class Log:
             self.bar.update()
 
     def _append(self, name, rows):
-        with (self.folder / name).open("a") as f:
-            f.writelines(json.dumps(row) + "\n" for row in rows)
+        """Adds whole lines to a file, or none. Raises RunError if the disk is full."""
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        with (self.folder / name).open("ab", buffering=0) as f:
+            size = os.fstat(f.fileno()).st_size
+            try:
+                while lines:  # one write may take only a part
+                    lines = lines[f.write(lines):]
+            except OSError as e:
+                os.ftruncate(f.fileno(), size)
+                raise RunError(f"{self.folder / name} cannot be written ({e.strerror})") from e
 
     def close(self):
         """At the end of a run: where its time went, and its curve."""

@@ -9,7 +9,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -128,7 +127,7 @@ def columns_read(name, reward):
 
 
 def check(cfg, tasks, parse_rewards):
-    """Checks a Config, resolves its model, and fills in dtype, name, rewards and mismatch_bound if empty.
+    """Checks a Config, resolves its model, and fills in dtype, rewards and mismatch_bound if empty.
 
     tasks: data.TASKS. parse_rewards: called with the reward spec, raises ValueError if it is invalid.
     Returns the completed Config; raises ValueError for what cannot work. Prints a note to stderr for each
@@ -178,25 +177,22 @@ def check(cfg, tasks, parse_rewards):
         need_compiler()
     dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32"
     bound = cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.15)
-    name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{time.strftime('%Y%m%d-%H%M%S')}"
-    check_folder(cfg.out, name)
+    check_folder(cfg.out, cfg.name)
     for names, has_effect, requirement in NEEDS:
         for flag in names.split():
             if getattr(cfg, flag) != getattr(type(cfg), flag) and not has_effect(cfg, rewards):
                 dist.print_once(f"note: --{flag} {getattr(cfg, flag)} has no effect without {requirement}",
                                 file=sys.stderr)
-    return dataclasses.replace(cfg, model=find_model(cfg.model), dtype=dtype, name=name, mismatch_bound=bound,
+    return dataclasses.replace(cfg, model=find_model(cfg.model), dtype=dtype, mismatch_bound=bound,
                                rewards=spec)
 
 
 def check_folder(out, name):
-    """Raises ValueError unless <out>/<name> can become the folder of a new run."""
+    """Raises ValueError unless a run may write into <out>/<name>. folder.claim_folder takes it later."""
     if name in (".", "..") or "/" in name or not name.isprintable() or len(os.fsencode(name)) > 200:
         raise ValueError(f"--name {name[:200]!r}: must be the plain name of a folder, created in --out")
     if not out.isprintable():
         raise ValueError(f"--out {out!r}: has a character that cannot be printed")
-    if (Path(out) / name / "metrics.jsonl").exists():
-        raise ValueError(f"{Path(out) / name} holds a run already; choose another --name")
     folder = (Path(out) / name).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:

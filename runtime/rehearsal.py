@@ -4,6 +4,7 @@ import random
 import torch
 
 from runtime import dist, engines
+from runtime.errors import RunError
 from runtime.flops import empty_model
 
 # Largest mean |difference| of log-probs that the dtype explains; a larger --mismatch_bound takes its place.
@@ -13,13 +14,9 @@ NOISE = {"float32": 2**-10, "bfloat16": 0.15}
 ROUNDING = 2**-17
 
 
-class UnsupportedModel(ValueError):
-    """The forward pass over a pack is not right for this model."""
-
-
 @torch.no_grad()
 def check_packing(policy, rollout, collate, cfg):
-    """Raises UnsupportedModel if a log-prob depends on the other sequences of a pack. Collective.
+    """Raises RunError if a log-prob depends on the other sequences of a pack. Collective.
 
     rollout, collate: Rollout and collate of nano_rlvr. With random tokens, two completions per prompt:
     1. Packed and alone, log-probs differ by no more than the noise of the dtype.
@@ -53,8 +50,9 @@ def check_packing(policy, rollout, collate, cfg):
     ):
         mean = max(dist.all_gather([difference.abs().nan_to_num(torch.inf).mean().item()]))
         if mean > bound:
-            raise UnsupportedModel(
-                f"{fault} (mean |difference| {mean:.2g}, bound {bound:.2g}): this model is not supported")
+            raise RunError(
+                f"--model {cfg.model}: {fault} (mean |difference| {mean:.2g}, bound {bound:.2g}): this model "
+                "is not supported")
 
 
 def largest_pack(cfg):
@@ -66,14 +64,18 @@ def largest_pack(cfg):
     return [(n - c, c) for n, c in zip(lengths, completions)]
 
 
-def run(engine, step):
+def run(engine, step, dtype):
     """Calls step() twice at learning rate 0, then resets AdamW: weights and optimizer are as before.
 
-    Twice, because the first step creates AdamW's moments and the second needs memory beside them.
+    Twice, because the first step creates AdamW's moments and the second needs memory beside them. step()
+    returns metrics. Raises RunError if policy and reference differ already.
     """
     engines.set_lr(engine, 0.0)
     for _ in range(2):
-        step()
+        kl = step().get("kl", 0.0)
+        if not kl <= NOISE[dtype]:
+            raise RunError(f"policy and reference differ before the first step (KL {kl:.2g}): the model was "
+                           "loaded twice with different weights; is its checkpoint complete?")
     for state in engine.optimizer.optimizer.state.values():
         for name in state:
             state[name] *= 0  # in place for tensors; DeepSpeed's CPU AdamW counts its steps in an int

@@ -140,6 +140,9 @@ OUT = [  # argv, a part of the line
     ("--name a\nb", "must be the plain name of a folder"),
     ("--name " + "x" * 300, "must be the plain name of a folder"),
     ("--name mine --out {dir}", "holds a run already; choose another --name"),
+    ("--resume {dir}/mine", "no folder of a run"),
+    ("--resume nowhere", "--resume nowhere: no folder of a run"),
+    ("--resume", "--resume needs the folder of a run, or --name"),
     ("--out {dir}/a.jsonl", "cannot write into {dir}/a.jsonl (Not a directory)"),
     ("--out {dir}/a.jsonl/x", "cannot write into {dir}/a.jsonl (Not a directory)"),
     ("--out /proc/x", "cannot write into /proc"),
@@ -384,7 +387,7 @@ def run(case, folder):
         wrong = f"without {says!r}: {code}"
     elif more := [line for line in err.getvalue().splitlines() if not line.startswith("note: ")]:
         wrong = f"more lines on stderr: {more}"
-    new = {path for path in folder.rglob("*") if "__pycache__" not in path.parts} - before
+    new = {path for path in folder.rglob("*") if not {"__pycache__", "lock"} & {*path.parts}} - before
     if new:
         wrong += f"; left behind: {new}"
     return wrong, str(code), seconds

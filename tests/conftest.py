@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import nano_rlvr as nr  # noqa: E402
 from runtime import dist, engines  # noqa: E402
+from runtime.checkpoint import Checkpoints  # noqa: E402
+from runtime.log import Log  # noqa: E402
 
 # environment of child processes: without the process group that this process has joined
 GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -90,6 +93,14 @@ def make_config(**changes):
     return dataclasses.replace(cfg, dtype="float64") if torch.get_default_dtype() is torch.float64 else cfg
 
 
+def make_checkpoints(policy, ref=None, **changes):
+    """Checkpoints of a new run, or with resume=... of an old one, ready to save. out and name: its folder."""
+    cfg = make_config(**changes)
+    checkpoints = Checkpoints(cfg, Log(cfg, AutoTokenizer.from_pretrained(ROOT / "models/tiny")))
+    checkpoints.restore(policy, ref)
+    return checkpoints
+
+
 def fixed_rollouts(tokenizer, groups=4, n=4, seed=0):
     """Random completions of different lengths with random rewards, advantages, log-probs and weights."""
     rng, rollouts = random.Random(seed), []
@@ -114,7 +125,6 @@ def in_float64(group):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from transformers import AutoTokenizer
     return AutoTokenizer.from_pretrained(ROOT / "models/tiny")
 
 

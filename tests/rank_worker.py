@@ -1,6 +1,7 @@
-"""Run by test_ranks.py, with and without torchrun: two optimizer steps on fixed rollouts, in float64.
+"""Run by test_ranks.py, with and without torchrun: optimizer steps on fixed rollouts, in float64.
 
 Each rank takes its part of the rollouts. Rank 0 saves the final weights and the metrics of the last step.
+With a folder, the steps continue from the checkpoint there and end with a new one.
 """
 import functools
 import sys
@@ -10,10 +11,10 @@ import torch
 from transformers import AutoTokenizer
 
 import nano_rlvr as nr
-from conftest import fixed_rollouts, float64, make_config
-from runtime import checkpoint, dist
+from conftest import fixed_rollouts, float64, make_checkpoints, make_config
+from runtime import checkpoint, dist, engines, rehearsal
 
-out, model, aggregate, stage = sys.argv[1:]
+out, model, aggregate, stage, steps, folder = sys.argv[1:]
 initialize = deepspeed.initialize
 
 
@@ -32,12 +33,20 @@ with float64():
     mine = fixed_rollouts(AutoTokenizer.from_pretrained(make_config().model), groups=4)
     if dist.world_size() == 2:
         mine = mine[12:] if dist.rank() else mine[:12]  # uneven on purpose
-    for _ in range(2):
-        packs = nr.pack_evenly(nr.assign_token_weights(mine, cfg), filler=mine[0], budget=cfg.pack_tokens)
+    packs = nr.pack_evenly(nr.assign_token_weights(mine, cfg), filler=mine[0], budget=cfg.pack_tokens)
+    if folder:
+        rehearsal.run(engine, lambda: nr.update(engine, packs, cfg), "float32")  # creates AdamW's moments
+        checkpoints = make_checkpoints(engine, out=folder, name="run", resume=folder + "/run")
+        engines.set_lr(engine, cfg.lr)
+    for _ in range(int(steps)):
         metrics = nr.update(engine, packs, cfg)
     sharded = [hasattr(p, "ds_status") and p.ds_status.name == "NOT_AVAILABLE"
                for p in engine.module.parameters()]
     assert all(sharded) if stage == "3" else not any(sharded)
+    if folder:
+        checkpoints.progress.step += int(steps)
+        checkpoints.save()
+        checkpoints.wait()
     weights = {name: w.clone() for name, w in checkpoint.named_weights(engine)}
 if dist.rank() == 0:
     torch.save((weights, metrics), out)

@@ -8,6 +8,7 @@ import torch
 import nano_rlvr as nr
 from conftest import EXACT, ROOT, close, fixed_rollouts, float64, make_config, within
 from runtime import engines, preflight, rehearsal
+from runtime.errors import RunError
 from runtime.flops import ModelShape
 
 SIZES = dict(
@@ -147,7 +148,7 @@ def test_the_check_before_step_0_accepts_every_supported_family(group, config_of
 def test_the_check_before_step_0_finds_every_model_that_mixes_sequences(group, config_of, family, dtype):
     if dtype == "bfloat16" and family in ("Mamba", "Mamba-2"):
         pytest.skip("transformers cannot run it in bfloat16 on a CPU")
-    with pytest.raises(rehearsal.UnsupportedModel, match="mean .difference. .*: this model is not supported"):
+    with pytest.raises(RunError, match="mean .difference. .*: this model is not supported"):
         check_packing(config_of(family, dtype=dtype))
 
 
@@ -157,7 +158,7 @@ def test_the_check_before_step_0_finds_wrong_positions_which_mix_no_sequences(gr
         batch.position_ids = torch.arange(batch.input_ids.numel())[None]  # (1, T) do not start again
         return batch
 
-    with pytest.raises(rehearsal.UnsupportedModel, match="packed and single sequences"):
+    with pytest.raises(RunError, match="packed and single sequences"):
         check_packing(config_of("Qwen2"), collate)
 
 

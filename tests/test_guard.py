@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import ENV, ROOT, fixed_rollouts, make_config
+from conftest import ENV, ROOT, fixed_rollouts, make_checkpoints, make_config
 from runtime import checkpoint, dist, guard, memory, sleep
+from runtime.errors import RunError
 from runtime.flops import ModelShape
 
 # ---- overflow
@@ -70,27 +71,28 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_reported_and_moves_no_weig
 
 
 def test_the_batch_of_a_skipped_step_is_kept_and_three_in_a_row_end_the_run(tokenizer, tmp_path, capsys):
-    rollouts, skips = fixed_rollouts(tokenizer), guard.SkippedSteps(tmp_path)
+    rollouts = fixed_rollouts(tokenizer)
     groups = [rollouts[i:i + 4] for i in range(0, len(rollouts), 4)]
     taken, skipped = {"skipped": 0.0}, {"skipped": 1.0}
-    skips.add(0, [taken], groups)
+    assert guard.count_skipped(0, 0, [taken], groups, tmp_path) == 0
     assert not (tmp_path / "quarantine").exists()
-    skips.add(1, [skipped, skipped], groups)
+    assert guard.count_skipped(0, 1, [skipped, skipped], groups, tmp_path) == 2
     rows = [json.loads(line) for line in open(tmp_path / "quarantine/step-1-rank-0.jsonl")]
     assert [row["completion"] for row in rows] == [r.completion for r in rollouts]
     assert "step 1 has a gradient that is not finite" in capsys.readouterr().out
-    skips.add(2, [taken], groups)
-    skips.add(3, [skipped, skipped], groups)
-    with pytest.raises(RuntimeError, match="3 optimizer steps in a row .* Likely causes: --lr too high"):
-        skips.add(4, [skipped], groups)
+    assert guard.count_skipped(2, 2, [taken, skipped], groups, tmp_path) == 1
+    with pytest.raises(RunError, match="3 optimizer steps in a row .* Likely causes: --lr too high"):
+        guard.count_skipped(2, 4, [skipped], groups, tmp_path)
 
 
-def test_weights_that_are_not_finite_are_named_before_anything_is_saved(group, tokenizer, tmp_path):
+def test_weights_that_are_not_finite_are_named_before_anything_is_saved(group, tmp_path):
     policy = nr.make_policy(make_config())
+    checkpoints = make_checkpoints(policy, out=str(tmp_path), name="x")
     policy.module.model.model.norm.weight.data[3] = math.nan
-    with pytest.raises(RuntimeError, match="weights of model.norm.weight are not finite"):
-        checkpoint.save(policy, tokenizer, tmp_path / "final")
-    assert list(tmp_path.iterdir()) == []
+    checkpoints.progress.step = 1
+    with pytest.raises(RunError, match="weights of model.norm.weight are not finite"):
+        checkpoints.save()
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["config.json"]
 
 
 # ---- a full GPU

@@ -8,6 +8,7 @@ import data
 import nano_rlvr as nr
 import rewards
 from conftest import make_config
+from runtime.checkpoint import Checkpoints
 from runtime.log import Log
 
 STEPS = 8
@@ -28,8 +29,8 @@ def test_preset_raises_the_reward(fresh_llm, tokenizer, verifier, tmp_path, algo
                out=str(tmp_path), name=algo)
     cfg = make_config(**nr.ALGOS[algo] | toy)
     train_set, eval_set = data.load_splits(cfg, tokenizer)
-    engine, ref = nr.make_policy(cfg), nr.make_reference(cfg)
-    nr.train(cfg, fresh_llm, engine, ref, train_set, eval_set, verifier, Log(cfg, tokenizer))
+    engine, ref, log = nr.make_policy(cfg), nr.make_reference(cfg), Log(cfg, tokenizer)
+    nr.train(cfg, fresh_llm, engine, ref, train_set, eval_set, verifier, log, Checkpoints(cfg, log))
     lines = map(json.loads, (tmp_path / algo / "metrics.jsonl").read_text().splitlines())
     curve = [m["reward/mean"] for m in lines if "loss" in m]
     assert fmean(curve[-2:]) > curve[0] + MARGIN, curve

@@ -25,7 +25,7 @@ def test_two_ranks_take_the_step_of_one(tmp_path, aggregate, stage, tied):
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
         model.save_pretrained(path := str(tmp_path / "untied"))
     for launcher, name in (([sys.executable], "one"), (TORCHRUN, "two")):
-        worker = [ROOT / "tests/rank_worker.py", tmp_path / name, path, aggregate, str(stage)]
+        worker = [ROOT / "tests/rank_worker.py", tmp_path / name, path, aggregate, str(stage), "2", ""]
         subprocess.run(launcher + worker, check=True, env=ENV)
         results.append(torch.load(tmp_path / name))
     (one, one_metrics), (two, two_metrics) = results
@@ -35,6 +35,24 @@ def test_two_ranks_take_the_step_of_one(tmp_path, aggregate, stage, tied):
     start = model.state_dict()
     for name, w in one.items():
         within((w - two[name]).norm(), EXACT * (w - start[name]).norm())
+
+
+def test_a_run_continues_on_another_number_of_ranks_and_in_another_zero_stage(tmp_path):
+    """Two ranks, one, and two again take the steps that one rank takes in one go."""
+    (tmp_path / "runs/run").mkdir(parents=True)
+
+    def worker(launcher, stage, steps, runs):
+        arguments = [tmp_path / "out", make_config().model, "token", str(stage), str(steps), runs]
+        subprocess.run([*launcher, ROOT / "tests/rank_worker.py", *arguments], check=True, env=ENV)
+        return torch.load(tmp_path / "out")[0]
+
+    whole = worker([sys.executable], 2, 3, "")
+    for launcher, stage in ((TORCHRUN, 3), ([sys.executable], 1), (TORCHRUN, 2)):
+        continued = worker(launcher, stage, 1, str(tmp_path / "runs"))
+    assert (tmp_path / "runs/run/step-3").exists()
+    start = engines.load_model(make_config()).state_dict()
+    for name, w in whole.items():
+        within((w - continued[name]).norm(), EXACT * (w - start[name]).norm())
 
 
 def test_the_script_under_torchrun_has_the_same_first_step(tmp_path):

@@ -1,0 +1,137 @@
+"""The folder of a run: which one it is, one process at a time, and whether a run may continue in it."""
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+from runtime import cli, dist
+
+# Fields of Config in which a resumed run may differ: they change no result ...
+FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "profile",
+        "judge_url"}
+# ... or only how it is rounded
+ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "offload", "vllm_memory", "memory_gb"}
+_lock = None  # the open file whose lock this process holds
+
+
+def to_json(about):
+    """JSON for a file of the run, without passwords in URLs."""
+    return re.sub(r"(?<=://)[^/@\s\"]+@", "***@", json.dumps(about, indent=1))
+
+
+def sync(path):
+    """Returns when a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def steps_on_disk(folder):
+    """The checkpoints of a run, oldest first."""
+    paths = [path for path in Path(folder).glob("step-*") if path.name[5:].isdigit()]
+    return sorted(paths, key=lambda path: int(path.name[5:]))
+
+
+def saved_config(argv, out):
+    """The values of the run that --resume names, for the command line: (argv, {field: value}).
+
+    --resume <folder or name> must exist. --resume alone continues the run --name or, if there is none,
+    starts it: the same command works for the first start and after every interruption. Without --resume: {}.
+    Raises ValueError with one line.
+    """
+    out, name = cli.given(argv, "--out", out), cli.given(argv, "--name", "")
+    argv = list(argv)
+    if "--resume" in argv and (argv[argv.index("--resume") + 1:] or ["--"])[0].startswith("--"):
+        argv.remove("--resume")
+        if not name:
+            raise ValueError("--resume needs the folder of a run, or --name")
+        if not (Path(out) / name / "config.json").exists():
+            dist.print_once(f"note: there is no run {Path(out) / name} yet: it starts")
+            return argv, {}
+        folder = Path(out) / name
+    elif target := cli.given(argv, "--resume", ""):
+        folder = next((f for f in (Path(target), Path(out) / target) if (f / "config.json").exists()), None)
+        if folder is None:
+            raise ValueError(f"--resume {target}: no folder of a run (it has a config.json) here or in {out}")
+        if name and name != folder.resolve().name:
+            raise ValueError(f"--name {name} and --resume {target} are two runs; leave --name out")
+    else:
+        return argv, {}
+    try:
+        saved = json.loads((folder / "config.json").read_text())["config"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{folder / 'config.json'} cannot be read ({e})") from None
+    folder = folder.resolve()
+    return argv, saved | {"name": folder.name, "out": str(folder.parent), "resume": str(folder)}
+
+
+def check_resumed(cfg, saved):
+    """Raises ValueError, naming the fields, if a resumed run would give other results than without the break.
+
+    cfg: of this run. saved: of the run so far, {} for a new run. Returns cfg with the folder of the run.
+    """
+    fields = {f.name for f in dataclasses.fields(cfg)} & saved.keys()
+    changed = {name for name in fields - FREE if getattr(cfg, name) != saved[name]}
+    if "steps" in changed and (cfg.lr_end == 1 and cfg.steps > saved["steps"]):
+        changed.remove("steps")
+    if rounding := sorted(changed & ROUNDING):
+        dist.print_once(f"note: other {', '.join(rounding)}: from here the run is equal only up to rounding")
+    texts = [f"--{name} {getattr(cfg, name)} (was {saved[name]})" for name in sorted(changed - ROUNDING)]
+    if "steps" in changed:
+        texts.append("the learning rate depends on --steps unless --lr_end is 1"
+                     if cfg.steps > saved["steps"] else "--steps may only grow")
+    if texts and not cfg.resume_force:
+        raise ValueError(f"--resume {cfg.resume}: other results with {'; '.join(texts)}. "
+                         "--resume_force continues nevertheless")
+    return dataclasses.replace(cfg, **{name: saved[name] for name in ("name", "out", "resume") if saved})
+
+
+def claim_folder(cfg, examples=()):
+    """Takes the folder of the run for this process, until it ends. Returns cfg with the name. Collective.
+
+    A run without --name takes the first free name. Raises ValueError if another process runs in the folder,
+    if it holds a run that cfg does not resume, or if that run had other examples.
+    """
+    start = time.strftime("%Y%m%d-%H%M%S")
+    base = name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{start}"
+    problem, n = "", 1
+    if dist.rank() == 0:
+        while (problem := _lock_folder(Path(cfg.out) / name, cfg.resume)) and not cfg.name and n < 100:
+            name, n = f"{base}-{n}", n + 1
+        problem = problem or _check_data(Path(cfg.out) / name / "data.sha256", cfg, examples)
+    name, problem = dist.all_gather([(name, problem)])[0]
+    if problem:
+        raise ValueError(problem)
+    return dataclasses.replace(cfg, name=name)
+
+
+def _check_data(path, cfg, examples):
+    """Keeps a checksum of the examples in a file, or returns that a resumed run has others."""
+    checksum = hashlib.sha256(repr([sorted(e.items(), key=str) for e in examples]).encode()).hexdigest()
+    if cfg.resume and path.exists() and path.read_text() != checksum and not cfg.resume_force:
+        return (f"--resume {cfg.resume}: its data or its tokenizer have changed since it started. "
+                "--resume_force continues nevertheless")
+    path.write_text(checksum)
+    return ""
+
+
+def _lock_folder(folder, resume):
+    """Takes the lock of a folder, or returns why not. The system releases it when the process ends."""
+    global _lock
+    _lock = None  # closes the file of an earlier run in this process
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return f"{folder}: another process is running there; choose another --name"
+    except OSError as e:
+        return f"--out: {folder} cannot be used ({e.strerror})"
+    if (folder / "metrics.jsonl").exists() and not resume:
+        return f"{folder} holds a run already; choose another --name, or continue it: --resume {folder}"
+    _lock = lock
+    return ""

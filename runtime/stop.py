@@ -1,0 +1,125 @@
+"""How a run ends before its last step: after a signal with a checkpoint, after a failure with one line.
+
+Signals: Ctrl-C, SIGTERM and SIGUSR1 (SLURM's warning). The first stops the loop at a step, a second one ends
+the process at once.
+"""
+import contextlib
+import ctypes
+import io
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from runtime import dist, memory
+from runtime.errors import RunError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAME = 2.0  # seconds in which further signals count as the first: torchrun repeats what the terminal sent
+received, received_at = None, 0.0  # the first signal and its time
+in_loop, in_call = False, False  # whether there is a state to save; whether interruptible() can be left
+
+
+class Stopped(Exception):
+    """A signal has asked the run to stop. The state is that at the start of the current step."""
+
+
+def _handle(number, frame):
+    global received, received_at, in_call
+    if received is None:
+        received, received_at = number, time.monotonic()
+        name = signal.Signals(number).name
+        if not in_loop:
+            raise SystemExit(f"nano_rlvr: {name} before the first step" if dist.rank() == 0 else 128 + number)
+        dist.print_once(f"{name}: the run stops at this step; a second signal ends it without a checkpoint")
+        if in_call:
+            in_call = False
+            raise Stopped
+    elif time.monotonic() - received_at > SAME:
+        os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def on_signals():
+    """Handles signals in this block. If torchrun has started this process and dies, that is a SIGTERM too."""
+    global received, in_loop
+    received, in_loop = None, False
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    before = {number: signal.signal(number, _handle) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def interruptible(call, *args, **kwargs):
+    """call(*args, **kwargs). If a rank gets a signal, all ranks raise Stopped. Collective."""
+    global in_call
+    result = None
+    try:
+        in_call = in_loop
+        if received is None:
+            result = call(*args, **kwargs)
+        in_call = False
+    except Stopped:  # raised by _handle; the ranks agree on it below
+        result = None
+    if any(dist.all_gather([received is not None])):
+        raise Stopped
+    return result
+
+
+@contextlib.contextmanager
+def with_checkpoint(checkpoints):
+    """The loop runs in this block. If a signal stops it, it is saved; the exit code is then 128 + signal."""
+    global in_loop
+    in_loop = True
+    try:
+        yield
+    except Stopped:
+        checkpoints.save()
+        checkpoints.wait()
+        number, step = max(dist.all_gather([received or 0])), checkpoints.progress.step
+        dist.print_once(f"nano_rlvr: stopped by {signal.Signals(number).name} at step {step}; continue with: "
+                        f"python nano_rlvr.py --resume {checkpoints.folder}", file=sys.stderr)
+        raise SystemExit(128 + number) from None
+
+
+@contextlib.contextmanager
+def with_one_line(*kinds, cfg=None):
+    """Ends the process with one line, on one rank, for RunError, exceptions of these kinds and a lost rank.
+
+    With cfg: also for too little memory, with the flags to change. The exit code is 1.
+    """
+    try:
+        yield
+    except Exception as e:
+        if memory.is_out_of_memory(e) and cfg:
+            line = memory.advice(e, cfg)
+        elif isinstance(e, torch.distributed.DistError) or "gloo" in str(e):
+            line = "nano_rlvr: another rank has ended, or has not answered for --timeout minutes"
+        elif isinstance(e, (RunError, *kinds)):
+            line = f"nano_rlvr: {e}"
+        else:
+            raise
+        if dist.rank() > 0:
+            time.sleep(3)  # if rank 0 failed too, it has printed the line, and torchrun has sent a signal
+        raise SystemExit(1 if received else line) from None
+
+
+def keep_printing():
+    """print() continues when nobody reads the output any more, as after `| head -3`."""
+    class Pipe(io.FileIO):
+        def write(self, data):
+            try:
+                return super().write(data)
+            except BrokenPipeError:
+                return len(data)
+
+    if sys.stdout is sys.__stdout__:  # not replaced by a notebook or a test
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            stream = io.BufferedWriter(Pipe(number, "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(stream, "utf-8", "backslashreplace", line_buffering=True))

@@ -1,0 +1,441 @@
+"""Nothing is lost: checkpoints, damage to them, continued runs, signals, and one process per folder."""
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import nano_rlvr as nr
+from bench.faults import differences, rows
+from conftest import ENV, EPS, ROOT, fixed_rollouts, make_checkpoints, make_config
+from runtime import checkpoint, folder
+from runtime.errors import RunError
+from runtime.log import Log
+
+ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+# ---- whole runs, in processes that are killed
+
+FLAGS = ("--prompts 8 --samples 4 --eval_size 16 --eval_every 2 --save_every 1 --max_tokens 64 "
+         "--baseline running --ref_reset_every 2 --minibatches 2 --lr_end 1").split()
+PIPES = dict(env=ENV, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def start(out, *flags, launcher=(sys.executable,)):
+    return subprocess.Popen([*launcher, ROOT / "nano_rlvr.py", *FLAGS, "--out", out, *flags], **PIPES)
+
+
+def finish(process, code=0):
+    output = process.communicate()[0]
+    assert process.returncode == code, output[-3000:]
+    return output
+
+
+def wait_for(path, process):
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run of 5 steps without a break."""
+    out = tmp_path_factory.mktemp("whole")
+    finish(start(out, "--steps", "5", "--name", "run"))
+    return out / "run"
+
+
+def test_a_run_killed_while_it_writes_a_checkpoint_continues_bit_for_bit_to_more_steps(whole, tmp_path):
+    killed = start(tmp_path, "--steps", "4", "--name", "run", "--resume")  # there is no run yet: starts it
+    wait_for(tmp_path / "run/step-3.part", killed)
+    killed.kill()
+    killed.communicate()
+    finish(start(tmp_path, "--steps", "4", "--name", "run", "--resume"))
+    assert len(rows(tmp_path / "run")) == 5
+    command = [sys.executable, ROOT / "nano_rlvr.py", "--resume", tmp_path / "run", "--steps", "5"]
+    subprocess.run(command, env=ENV, check=True)  # all other flags are those of the run
+    assert differences(whole, tmp_path / "run") == []
+
+
+def test_two_ranks_stop_at_a_signal_with_a_checkpoint_and_one_rank_continues(whole, tmp_path):
+    stopped = start(tmp_path, "--steps", "5", "--name", "run", launcher=TORCHRUN)
+    wait_for(tmp_path / "run/step-2", stopped)
+    stopped.send_signal(signal.SIGTERM)  # torchrun passes it on
+    output = stopped.communicate()[0]
+    assert stopped.returncode != 0 and output.count("nano_rlvr: stopped by SIGTERM at step") == 1, output
+    finish(start(tmp_path, "--steps", "5", "--name", "run", "--resume"))
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(6))
+    before, after = rows(whole)[0], rows(tmp_path / "run")[0]  # the sums of two ranks have another order
+    assert abs(before["loss"] - after["loss"]) <= 100 * EPS * abs(before["loss"])
+    assert before["reward/mean"] == after["reward/mean"]
+
+
+# ---- checkpoints
+
+CASES = [dict(zero_stage=2), dict(zero_stage=1, dtype="bfloat16"), dict(zero_stage=3), dict(lora_rank=4),
+         dict(zero_stage=3, dtype="bfloat16")]
+
+
+def updated(policy, tokenizer, cfg, times=1):
+    for i in range(times):
+        nr.update(policy, [fixed_rollouts(tokenizer, seed=i)], cfg)
+
+
+def state(checkpoints):
+    weights = {name: w.clone() for name, w in checkpoint.named_weights(checkpoints.engine)}
+    return weights | dict(checkpoints._tensors())
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("changes", CASES, ids=str)
+def test_a_restored_trainer_takes_the_same_next_steps(group, tokenizer, tmp_path, changes):
+    changes |= dict(lr=1e-2, kl_coef=0.0, mismatch_bound=1e9)
+    cfg, where = make_config(**changes), dict(out=str(tmp_path), name="run")
+    policy = nr.make_policy(cfg)
+    checkpoints = make_checkpoints(policy, **changes, **where)
+    updated(policy, tokenizer, cfg, 2)
+    checkpoints.progress.step, checkpoints.progress.running_mean = 2, 0.25
+    checkpoints.save({"eval/accuracy": 0.5})
+    checkpoints.wait()
+    saved = state(checkpoints)
+    updated(policy, tokenizer, cfg, 2)
+    assert not equal(state(checkpoints), saved)
+
+    again = nr.make_policy(cfg)
+    updated(again, tokenizer, cfg)  # AdamW's moments exist, as after the rehearsal, but they are others
+    restored = make_checkpoints(again, resume=str(tmp_path / "run"), **changes, **where)
+    assert dataclasses.astuple(restored.progress) == (2, 0.25, 0)
+    assert equal(state(restored), saved)
+    updated(again, tokenizer, cfg, 2)
+    assert equal(state(restored), state(checkpoints))
+
+
+@pytest.fixture
+def two_steps(group, tokenizer, tmp_path):
+    """(policy, Checkpoints) with the checkpoints step-1 and step-2 in tmp_path/run."""
+    policy = nr.make_policy(make_config())
+    checkpoints = make_checkpoints(policy, out=str(tmp_path), name="run")
+    updated(policy, tokenizer, make_config(mismatch_bound=1e9, kl_coef=0.0))
+    for checkpoints.progress.step in (1, 2):
+        checkpoints.save()
+    checkpoints.wait()
+    return policy, checkpoints
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm, name, says", [
+    (cut, "trainer/00000.safetensors", "has .* bytes, not"),
+    (flip_a_bit, "trainer/00000.safetensors", "another checksum"),
+    (flip_a_bit, "model.safetensors", "another checksum"),
+    (os.remove, "trainer/state.json", "No such file"),
+    (os.remove, "manifest.json", "No such file"),
+    (cut, "manifest.json", "JSONDecodeError"),
+])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
+        two_steps, capsys, tmp_path, harm, name, says):
+    policy, _ = two_steps
+    run = tmp_path / "run"
+    harm(run / "step-2" / name)
+    restored = make_checkpoints(policy, out=str(tmp_path), name="run", resume=str(run))
+    assert restored.progress.step == 1
+    shown = capsys.readouterr().err
+    assert "step-2 is damaged" in shown and re.search(says, shown)
+    harm(run / "step-1" / name)
+    with pytest.raises(ValueError, match="all checkpoints in .* are damaged"):
+        make_checkpoints(policy, out=str(tmp_path), name="run", resume=str(run))
+
+
+def test_a_checkpoint_of_another_model_is_refused(two_steps, tmp_path):
+    with pytest.raises(RunError, match="is a checkpoint of another model"):
+        make_checkpoints(nr.make_policy(make_config(lora_rank=4)), out=str(tmp_path), name="run",
+                         resume=str(tmp_path / "run"))
+
+
+def test_a_full_disk_is_noticed_before_a_checkpoint_is_written(two_steps, tmp_path, monkeypatch):
+    _, checkpoints = two_steps
+    free = SimpleNamespace(free=checkpoints.bytes - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    checkpoints.progress.step = 3
+    with pytest.raises(RunError, match="no checkpoint of step 3: it needs 0.01 GiB"):
+        checkpoints.save()
+    free.free += 1
+    checkpoints.save()
+    checkpoints.wait()
+    assert [path.name for path in folder.steps_on_disk(tmp_path / "run")] == ["step-2", "step-3"]
+
+
+@pytest.mark.parametrize("memory", ["much", "little"])  # written in the background, or while the loop waits
+def test_a_failed_write_is_noticed_and_leaves_the_older_checkpoints(two_steps, tmp_path, monkeypatch, memory):
+    _, checkpoints = two_steps
+    if memory == "little":
+        monkeypatch.setattr(checkpoint.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpoints.progress.step = 3
+    with pytest.raises(RunError, match="step-3 could not be written .*; older checkpoints are whole"):
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limit[1]))  # bytes per file
+            checkpoints.save()
+            while not checkpoints.pending.done():
+                time.sleep(0.01)
+            checkpoints.check()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert {path.name for path in (tmp_path / "run").glob("step-*")} == {"step-1", "step-2"}
+    assert checkpoint.newest_whole(tmp_path / "run").name == "step-2"
+
+
+def test_the_newest_and_the_most_accurate_checkpoints_are_kept(two_steps, tmp_path):
+    _, checkpoints = two_steps
+    for checkpoints.progress.step, accuracy in enumerate([0.5, 0.75, None, 0.75, 0.25, None], start=3):
+        checkpoints.save({"eval/accuracy": accuracy})
+        checkpoints.wait()
+    assert [path.name for path in folder.steps_on_disk(tmp_path / "run")] == ["step-4", "step-7", "step-8"]
+
+
+def test_a_checkpoint_is_a_model_with_its_settings_and_final_is_the_same_without_the_trainers_state(
+        two_steps, tmp_path):
+    from transformers import AutoModelForCausalLM
+    policy, checkpoints = two_steps
+    checkpoints.save(final=True)
+    checkpoints.wait()
+    run = tmp_path / "run"
+    for path in (run / "step-2", run / "final"):
+        loaded = AutoModelForCausalLM.from_pretrained(path).state_dict()
+        assert equal(loaded, {name: w for name, w in checkpoint.named_weights(policy)})
+        assert json.loads((path / "nano_rlvr.json").read_text())["config"]["template"] == "chat"
+    assert not (run / "final/trainer").exists()
+    assert os.stat(run / "final/model.safetensors").st_ino == os.stat(run / "step-2/model.safetensors").st_ino
+
+
+# ---- logs
+
+
+def test_logs_are_cut_back_to_the_checkpoint_also_after_a_broken_line(two_steps, tmp_path):
+    policy, checkpoints = two_steps
+    log = checkpoints.log
+    log.write(0, {"loss": 1.0})
+    checkpoints.progress.step = 3
+    checkpoints.save()
+    checkpoints.wait()
+    log.write(3, {"loss": 2.0})
+    with (log.folder / "metrics.jsonl").open("a") as f:
+        f.write('{"step": 4, "lo')
+    make_checkpoints(policy, out=str(tmp_path), name="run", resume=str(log.folder))
+    assert (log.folder / "metrics.jsonl").read_text() == '{"step": 0, "loss": 1.0}\n'
+    for path in folder.steps_on_disk(log.folder):
+        shutil.rmtree(path)
+    make_checkpoints(policy, out=str(tmp_path), name="run", resume=str(log.folder))
+    assert (log.folder / "metrics.jsonl").read_text() == ""  # killed before the first checkpoint
+
+
+def test_a_full_disk_leaves_no_half_line_in_a_log(group, tokenizer, tmp_path):
+    log = Log(make_config(out=str(tmp_path), name="run"), tokenizer)
+    log.write(0, {"loss": 1.0})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30, limit[1]))  # bytes per file: room for half a line more
+        with pytest.raises(RunError, match="metrics.jsonl cannot be written"):
+            log.write(1, {"loss": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert (log.folder / "metrics.jsonl").read_text() == '{"step": 0, "loss": 1.0}\n'
+
+
+# ---- which runs may continue
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """The folder of a run with its config.json, and nothing else."""
+    cfg = make_config(out=str(tmp_path), name="run", steps=10, lr_end=1.0)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text(json.dumps({"config": dataclasses.asdict(cfg)}))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("", None),
+    ("--steps 20 --keep 5 --save_every 7 --wandb offline --timeout 1", None),
+    ("--zero_stage 3 --pack_tokens 2048", None),
+    ("--lr 1", "--lr 1.0 (was 0.0001)"),
+    ("--algo rloo --seed 3", "--algo rloo (was grpo); --seed 3 (was 0)"),
+    ("--steps 5", "--steps 5 (was 10); --steps may only grow"),
+    ("--steps 20 --lr_end 0.5", "the learning rate depends on --steps unless --lr_end is 1"),
+    ("--lr 1 --resume_force", None),
+    ("--name other", "are two runs"),
+])
+def test_a_run_continues_only_with_flags_that_give_the_same_results(saved, flags, says):
+    argv = ["--resume", str(saved), *flags.split()]
+    if says is None:
+        cfg = nr.parse_config(argv)
+        assert (cfg.samples, cfg.name, cfg.out) == (4, "run", str(saved.parent))
+    else:
+        with pytest.raises(ValueError) as e:
+            nr.parse_config(argv)
+        assert says in str(e.value)
+
+
+def test_resume_without_a_value_means_the_run_of_this_name_or_a_new_one(saved, tmp_path, capsys):
+    assert nr.parse_config(["--resume", "--name", "run", "--out", str(tmp_path)]).resume == str(saved)
+    new = nr.parse_config(["--name", "new", "--resume", "--out", str(tmp_path)])
+    assert new.resume == "" and "there is no run" in capsys.readouterr().out
+    assert nr.parse_config(["--resume", "run", "--out", str(tmp_path)]).resume == str(saved)
+    for argv, says in ((["--resume"], "--resume needs the folder of a run, or --name"),
+                       (["--resume", "nowhere"], "--resume nowhere: no folder of a run")):
+        with pytest.raises(ValueError, match=says):
+            nr.parse_config(argv)
+
+
+def test_a_changed_rounding_is_said(saved, capsys):
+    nr.parse_config(["--resume", str(saved), "--zero_stage", "3"])
+    assert "other zero_stage: from here the run is equal only up to rounding" in capsys.readouterr().out
+
+
+def test_a_folder_belongs_to_one_process(group, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder.time, "strftime", lambda form: "20260101-000000")  # both start in one second
+    cfg = make_config(out=str(tmp_path), name="mine")
+    assert folder.claim_folder(cfg).name == "mine"
+    with (tmp_path / "mine/lock").open("a") as other:  # as another process, which has its own open file
+        folder._lock = None
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another process is running there"):
+            folder.claim_folder(cfg)
+    unnamed = dataclasses.replace(cfg, name="")
+    first = folder.claim_folder(unnamed).name
+    held, folder._lock = folder._lock, None
+    assert folder.claim_folder(unnamed).name == f"{first}-1"
+    held.close()
+    (tmp_path / "mine/metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="mine holds a run already; .* --resume"):
+        folder.claim_folder(cfg)
+    assert folder.claim_folder(dataclasses.replace(cfg, resume=str(tmp_path / "mine"))).name == "mine"
+
+
+def test_a_run_does_not_continue_with_other_data(group, tmp_path):
+    cfg, examples = make_config(out=str(tmp_path), name="run"), [{"question": "1+1", "prompt_ids": [1, 2]}]
+    folder.claim_folder(cfg, examples)
+    resumed = dataclasses.replace(cfg, resume=str(tmp_path / "run"))
+    folder.claim_folder(resumed, examples)
+    with pytest.raises(ValueError, match="its data or its tokenizer have changed"):
+        folder.claim_folder(resumed, [{"question": "1+1", "prompt_ids": [1, 3]}])
+    folder.claim_folder(dataclasses.replace(resumed, resume_force=True), [])
+
+
+def test_passwords_in_urls_are_not_written(group, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x", "--judge_url", "http://me:secret@host/v1"])
+    Log(make_config(out=str(tmp_path), name="run", judge_url="http://me:secret@host/v1"), tokenizer)
+    text = (tmp_path / "run/config.json").read_text()
+    assert "secret" not in text and text.count("http://***@host/v1") == 2
+
+
+# ---- signals and the screen
+
+LOOP = """
+import signal, sys, time
+from types import SimpleNamespace
+from runtime import stop
+checkpoints = SimpleNamespace(
+    save=lambda: print("saved"), wait=lambda: None, progress=SimpleNamespace(step=7), folder="runs/x")
+with stop.on_signals():
+    if sys.argv[1] == "start":
+        print("ready", flush=True)
+        time.sleep(60)
+    with stop.with_checkpoint(checkpoints):
+        if sys.argv[1] == "update":
+            print("ready", flush=True)
+            while stop.received is None:
+                time.sleep(0.01)
+            print("the update ends", flush=True)
+            time.sleep(float(sys.argv[2]))
+        else:
+            print("ready", flush=True)
+        stop.interruptible(time.sleep, 60)
+"""
+
+
+@pytest.mark.parametrize("phase, number, code, says", [
+    ("start", signal.SIGINT, 1, ["nano_rlvr: SIGINT before the first step"]),
+    ("rollout", signal.SIGTERM, 143, ["saved", "stopped by SIGTERM at step 7; continue with: python"]),
+    ("rollout", signal.SIGUSR1, 138, ["saved", "--resume runs/x"]),
+    ("update", signal.SIGINT, 130, ["the update ends", "saved"]),
+])
+def test_a_signal_ends_the_run_with_a_checkpoint_and_a_line(phase, number, code, says):
+    command = [sys.executable, "-c", LOOP, phase, "0"]
+    process = subprocess.Popen(command, **PIPES)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    output = finish(process, code)
+    assert all(text in output for text in says) and "Traceback" not in output
+
+
+def test_a_second_signal_ends_the_run_at_once():
+    process = subprocess.Popen([sys.executable, "-c", LOOP, "update", "600"], **PIPES)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    while "the update ends" not in process.stdout.readline():
+        pass
+    while process.poll() is None:  # signals within two seconds of the first are the same request
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert process.returncode == 143 and "saved" not in process.stdout.read()
+
+
+def test_a_rank_gets_sigterm_when_torchrun_is_killed():
+    code = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {LOOP!r}, 'rollout', '0'])"
+    launcher = subprocess.Popen([sys.executable, "-c", code], **PIPES | dict(env=ENV | {"TORCHELASTIC_RUN_ID": "x"}))
+    assert launcher.stdout.readline() == "ready\n"
+    launcher.kill()
+    output = launcher.stdout.read()  # until the rank, which has the same pipe, has ended
+    assert "saved" in output and "stopped by SIGTERM" in output
+
+
+def test_a_rank_that_does_not_answer_ends_the_others_with_one_line():
+    code = """if True:
+        import time, torch
+        from runtime import dist, stop
+        with stop.on_signals(), stop.with_one_line():
+            dist.init_process_group(timeout=0.05)
+            dist.all_gather([0])
+            print("ready", flush=True)
+            if dist.rank() == 1:
+                time.sleep(600)
+            dist.all_gather([1])
+        """
+    process = subprocess.Popen([*TORCHRUN, "--no-python", sys.executable, "-c", code], **PIPES)
+    output = finish(process, 1)
+    assert output.count("nano_rlvr: another rank has ended, or has not answered for --timeout minutes") == 1
+
+
+def test_printing_continues_when_nobody_reads_any_more():
+    code = ("import os, sys; from runtime import stop; stop.keep_printing()\n"
+            "for i in range(100_000): print(i)\n"
+            "print('x' * 100_000, file=sys.stderr)\n"
+            "os.write(3, b'done')")
+    read, write = os.pipe()
+    command = f"{sys.executable} -c \"$CODE\" 3>&{write} 2>&1 | head -1"
+    subprocess.run(["bash", "-c", command], env=ENV | {"CODE": code}, cwd=ROOT, pass_fds=[write], check=True)
+    os.close(write)
+    assert os.read(read, 100) == b"done"
