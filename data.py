@@ -9,10 +9,15 @@ seed), and the batch of a step is a function of (examples, step, seed, rank).
 """
 import csv
 import functools
+import io
 import json
 import random
 import zlib
 from pathlib import Path
+
+import rewards
+from runtime import preflight
+from runtime.flops import empty_model
 
 # -------------------------------------------------------------------------------------------- generated tasks
 
@@ -73,34 +78,62 @@ def generate(make, split, size, seed):
 # ----------------------------------------------------------------------------------------- files and hub sets
 
 
+def read_text(path):
+    """The text of a UTF-8 file, also with a byte order mark. ValueError names the line of a bad byte."""
+    try:
+        raw = path.read_bytes()
+    except OSError as e:
+        raise ValueError(f"{path}: cannot be read ({e.strerror})") from e
+    try:
+        text = raw.decode("utf-8-sig")
+        bad = raw.find(b"\0")
+    except UnicodeDecodeError as e:
+        bad = e.start
+    if bad >= 0:
+        line = raw.count(b"\n", 0, bad) + 1
+        raise ValueError(f"{path}:{line}: byte {raw[bad]:#04x} is no UTF-8 text: this is a binary file or "
+                         "another encoding (to convert it: iconv -f UTF-16 -t UTF-8)")
+    return text
+
+
+def parse_json(text, path, line=1):
+    """json.loads with the file and the line in its ValueError. `line`: number of the first line of `text`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path}:{line + e.lineno - 1}: not JSON ({e.msg})") from None
+    except (ValueError, RecursionError) as e:  # a number of 4,301 digits; brackets in brackets in ...
+        raise ValueError(f"{path}:{line}: not readable as JSON ({e})") from None
+
+
 def read_rows(path):
     """jsonl, json, csv or parquet file -> iterator of (location, row). The location is for error messages."""
     kind = path.suffix.lower()
     if kind == ".jsonl":
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also split at U+2028
-        for n, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield f"{path}:{n}", json.loads(line)
-                except json.JSONDecodeError as e:
-                    raise ValueError(f"{path}:{n}: not JSON ({e.msg})") from None
+        lines = read_text(path).split("\n")  # splitlines() would also split at U+2028
+        yield from ((f"{path}:{n}", parse_json(line, path, n)) for n, line in enumerate(lines, 1)
+                    if line.strip())
     elif kind == ".json":
-        try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as e:
-            raise ValueError(f"{path}:{e.lineno}: not JSON ({e.msg}); one object per line: .jsonl") from None
+        rows = parse_json(read_text(path), path)
         if isinstance(rows, dict) and isinstance(rows.get("data"), list):
             rows = rows["data"]
         if not isinstance(rows, list):
             raise ValueError(f"{path}: a .json file must hold a list of objects (or one under 'data')")
         yield from ((f"{path}, item {n}", row) for n, row in enumerate(rows, 1))
     elif kind == ".csv":
-        with path.open(newline="", encoding="utf-8-sig") as f:
-            reader = csv.DictReader(f)
+        csv.field_size_limit(2**31 - 1)  # of a field, in characters; its default is 131,072
+        reader = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
+        try:
             yield from ((f"{path}:{reader.line_num}", row) for row in reader)
+        except csv.Error as e:  # for example a quotation mark that is never closed
+            raise ValueError(f"{path}:{reader.line_num}: not CSV ({e})") from None
     elif kind == ".parquet":
+        import pyarrow
         from pyarrow import parquet
-        rows = parquet.read_table(path).to_pylist()
+        try:
+            rows = parquet.read_table(path).to_pylist()
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
+            raise ValueError(f"{path}: not a readable parquet file ({preflight.first_line(e)})") from None
         yield from ((f"{path}, row {n}", row) for n, row in enumerate(rows, 1))
     else:
         raise ValueError(f"{path}: cannot read '{kind or 'no suffix'}' (jsonl, json, csv or parquet)")
@@ -108,16 +141,26 @@ def read_rows(path):
 
 def hub_rows(repo, name, split):
     """A split of a hub dataset (or its only one) -> iterator of (location, row)."""
+    preflight.hub_answers()  # before datasets is imported: it looks only once whether it is offline
     from datasets import load_dataset
     try:
         splits = load_dataset(repo, name)
-    except Exception as e:  # offline, gated, renamed: datasets raises many types; the user gets one line
-        reason = f"{type(e).__name__}: " + str(e).strip().split("\n")[0]
-        raise ValueError(f"{repo}: not a file here and not loadable from the hub ({reason})") from e
+    except Exception as e:  # gated, renamed, damaged: datasets raises many types; the user gets one line
+        raise ValueError(f"{repo}: not a file here and not loadable from the hub "
+                         f"({preflight.first_line(e, repo)}); --data and --eval_data can name a file") from e
     if split not in splits and len(splits) > 1:
         raise ValueError(f"{repo} has no split '{split}' (it has {', '.join(splits)})")
     rows = splits[split if split in splits else next(iter(splits))]
     yield from ((f"{repo}[{split}], row {n}", row) for n, row in enumerate(rows, 1))
+
+
+def check_text(value, name, location):
+    """Raises ValueError for half a character (JSON can write one as \\ud83d), which no tokenizer takes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"{location}: '{name}' has {value[e.start]!a}, half of a surrogate pair, which is "
+                         "no character") from None
 
 
 def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
@@ -139,7 +182,9 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
         rows = read_rows(path)
     elif task:
         rows = hub_rows(*task["hub"], split)
-    elif path.suffix.lower() in (".jsonl", ".json", ".csv", ".parquet") or path.is_dir():
+    elif path.is_dir():
+        raise ValueError(f"{source}: a folder; name a file in it (jsonl, json, csv or parquet)")
+    elif path.suffix.lower() in (".jsonl", ".json", ".csv", ".parquet"):
         raise FileNotFoundError(f"{source}: no such file")
     elif source.count("/") == 1:
         repo, _, name = source.partition(":")
@@ -157,12 +202,20 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
             question_key = question_key or next((k for k in QUESTION_KEYS if k in row), QUESTION_KEYS[0])
             answer_key = answer_key or next((k for k in ANSWER_KEYS if k in row), ANSWER_KEYS[0])
         for key, flag in ((question_key, "--question_key"), (answer_key, "--answer_key")):
-            if (flag, key) != ("--answer_key", "none") and (row.get(key) is None or row[key] == ""):
+            empty = row.get(key) is None or not str(row[key]).strip()
+            if empty and (flag, key) != ("--answer_key", "none"):
                 columns = ", ".join(map(str, row))
                 raise ValueError(f"{location}: no '{key}' (it has {columns}); {flag} names another column")
         if not isinstance(row[question_key], str):
             kind = type(row[question_key]).__name__
             raise ValueError(f"{location}: '{question_key}' must be text, this is {kind}")
+        for key, value in row.items():
+            if isinstance(value, str):
+                check_text(value, key, location)
+        if answer_key != "none" and isinstance(row[answer_key], (dict, list)):
+            kind = type(row[answer_key]).__name__
+            raise ValueError(f"{location}: '{answer_key}' must be text or a number, this is {kind}; "
+                             "--answer_key none hands it to the rewards as it is")
         answer = {} if answer_key == "none" else {"answer": str(row[answer_key])}
         examples.append({**row, "question": row[question_key], **answer})
         if len(examples) == size:
@@ -191,13 +244,23 @@ TEMPLATES = {  # "{question}" is replaced by the question, nothing else changes
 
 
 def encode(example, tokenizer, template):
-    """Token ids (list[int]) of an example's prompt. `chat` without a chat template raises ValueError."""
+    """Token ids (list[int]) of an example's prompt.
+
+    `chat` raises ValueError if the tokenizer has no chat template or one that fails or omits the question.
+    """
     if template != "chat":
         return tokenizer(TEMPLATES[template].replace("{question}", example["question"]))["input_ids"]
     if not tokenizer.chat_template:
         raise ValueError("--template chat: this tokenizer has no chat template; use r1, qwen_math or none")
     message = [{"role": "user", "content": example["question"]}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    except Exception as e:  # a template is a program: any type can come
+        raise ValueError("--template chat: the tokenizer's chat template fails "
+                         f"({preflight.first_line(e)}); use r1, qwen_math or none") from e
+    if example["question"].strip() not in text:
+        raise ValueError("--template chat: the tokenizer's chat template leaves the question out; "
+                         "use r1, qwen_math or none")
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template adds the BOS itself
 
 
@@ -234,13 +297,28 @@ def batch_at(dataset, step, size, seed=0, rank=0, world=1):
 
 # ------------------------------------------------------------------------------------------ the sets of a run
 
+# what the trainer adds to the columns of an example before it calls a reward function
+ADDED = {"prompts", "step", "completion_ids", "index", "correct", "timeout", "allow_unsafe_code",
+         "random_seed", "max_tokens", "overlong_buffer", "judge_url", "judge_model"}
+
+
+def check_columns(spec, examples, source):
+    """Raises ValueError if a reward function of the spec needs a column that no example has."""
+    columns = dict.fromkeys(key for example in examples for key in example)  # in their order
+    for name, _, reward in rewards.parse_rewards(spec):
+        for column in preflight.columns_read(name, reward):
+            if column not in columns.keys() | ADDED:
+                raise ValueError(f"--rewards {name}: it reads the column '{column}', which {source} does not "
+                                 f"have (it has {', '.join(map(str, columns))})")
+
 
 def load_splits(cfg, tokenizer, at_least=1, notify=print):
     """Training and held-out examples of a run, each with its token ids in `prompt_ids`.
 
     --data without --eval_data: up to a tenth of its examples are held out. Examples with a prompt longer than
-    --max_prompt are left out, and notify(text) is called with their number. Raises ValueError or OSError with
-    one line, also if fewer than `at_least` examples are left.
+    --max_prompt are left out, and so are training examples whose question is held out; notify(text) is called
+    with their number. Raises ValueError or OSError with one line, also if fewer than `at_least` examples are
+    left, a reward reads a column that they do not have, or a token is not in the model's vocabulary.
     """
     if not cfg.data and TASKS[cfg.task].get("test_only"):
         raise ValueError(
@@ -248,6 +326,8 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
     keys = {"question_key": cfg.question_key, "answer_key": cfg.answer_key}  # of files and hub datasets
     train_set = load(cfg.data or cfg.task, "train", seed=cfg.seed, **(keys if cfg.data else {}))
     if cfg.data and not cfg.eval_data:
+        if len(train_set) == 1:
+            raise ValueError(f"{cfg.data}: one example cannot be trained on and held out; add --eval_data")
         size = min(cfg.eval_size or len(train_set), max(1, len(train_set) // 10))
         order = epoch_order(len(train_set), cfg.seed, "held out")
         eval_set = [train_set[i] for i in sorted(order[:size])]
@@ -256,9 +336,23 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
         source = cfg.eval_data or cfg.task
         eval_set = load(source, "test", size=cfg.eval_size, **({} if source in TASKS else keys))
 
+    check_columns(cfg.rewards, train_set, cfg.data or cfg.task)
+    check_columns(cfg.rewards, eval_set, cfg.eval_data or cfg.data or cfg.task)
+    held_out = {example["question"] for example in eval_set if cfg.steps}  # --steps 0 only evaluates
+    new = [example for example in train_set if example["question"] not in held_out]
+    if not new:
+        raise ValueError(f"{cfg.data or cfg.task}: nothing is left to train on: all {len(train_set)} "
+                         "training questions are also held out for evaluation")
+    if left_out := len(train_set) - len(new):
+        notify(f"{left_out} of {len(train_set)} training examples left out: their questions are held out")
+    vocabulary = empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config().vocab_size
+
     def with_prompts(examples, name):
         for example in examples:
-            example["prompt_ids"] = encode(example, tokenizer, cfg.template)
+            ids = example["prompt_ids"] = encode(example, tokenizer, cfg.template)
+            if max(ids, default=0) >= vocabulary:
+                raise ValueError(f"--model {cfg.model}: its tokenizer made token {max(ids)} of a prompt, but "
+                                 f"its vocabulary has {vocabulary}: is this another model's tokenizer?")
         kept = [example for example in examples if len(example["prompt_ids"]) <= cfg.max_prompt]
         limit = f"--max_prompt {cfg.max_prompt}"
         if len(kept) < at_least:
@@ -267,4 +361,4 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
             notify(f"{left_out} of {len(examples)} {name} prompts left out: longer than {limit}")
         return kept
 
-    return with_prompts(train_set, "training"), with_prompts(eval_set, "evaluation")
+    return with_prompts(new, "training"), with_prompts(eval_set, "evaluation")

@@ -60,6 +60,7 @@ class Config:
 
     # model and data
     model: str = "models/tiny"  # a folder or a hub id; a bare name of a known family gets its organisation
+    trust_remote_code: bool = False  # run Python code that comes with the model
     algo: str = "grpo"  # a row of ALGOS; any flag below overrides a value of the row
     task: str = "gsm8k"  # arithmetic, countdown, gsm8k, math, math500, aime24, amc23
     data: str = ""  # train on this file (jsonl, json, csv, parquet) or hub set instead of the task's own
@@ -170,10 +171,13 @@ def parse_config(argv=None):
     algo, model = cli.given(argv, "--algo", Config.algo), cli.given(argv, "--model", Config.model)
     if algo not in ALGOS:
         raise ValueError(f"--algo {algo}: choose one of {', '.join(ALGOS)}")
-    model_row = next((row for name, row in MODELS.items() if preflight.same_model(name, model)), {})
+    model_row = preflight.model_row(model, MODELS)  # of a trained model: what its run used
     defaults = {"algo": algo, "model": model} | model_row | ALGOS[algo] | saved
-    cfg = check_config(cli.parse(Config, argv, defaults, description=__doc__.split("\n\n")[0]))
-    return check_resumed(cfg, saved)
+    cfg = cli.parse(Config, argv, defaults, description=__doc__.split("\n\n")[0])
+    if not saved and cfg.template != model_row.get("template", cfg.template):
+        dist.print_once(f"note: --template {cfg.template}, but {model} was trained with "
+                        f"--template {model_row['template']}", file=sys.stderr)
+    return check_resumed(check_config(cfg), saved)
 
 
 def check_config(cfg):
@@ -631,6 +635,7 @@ def make_llm(cfg):
     return engines.start_vllm(
         model=cfg.model, dtype=cfg.dtype, seed=cfg.seed, logprobs_mode=logprobs_mode,
         max_model_len=cfg.max_prompt + cfg.max_tokens, max_num_seqs=sequences, enable_prefix_caching=True,
+        trust_remote_code=cfg.trust_remote_code,
         distributed_executor_backend="external_launcher",  # one engine per rank, in our process group
         cuda_args=dict(gpu_memory_utilization=cfg.vllm_memory, enable_sleep_mode=True,
                        kv_cache_memory_bytes=memory.kv_cache_bytes(cfg)))

@@ -5,6 +5,7 @@
     python bench/faults.py signals    SIGTERM, SIGINT and SIGUSR1 at random moments
     python bench/faults.py damage     checkpoints cut, changed, incomplete; full and read-only disks
     python bench/faults.py soak       2,000 steps: memory, open files, processes, size of the folder
+    python bench/faults.py inputs     the bad inputs of tests/bad_inputs.py: is each one clear line?
 
 Each writes bench/results/faults_<name>.md. Every run is the real script with vLLM and DeepSpeed, in a process
 forked from one that has imported them. "Equal" means: the same bits in all weights, AdamW moments, metrics
@@ -348,9 +349,26 @@ def soak(out):
     return results
 
 
+def inputs(out):
+    """Bad inputs, in this process: none may load vLLM, print more than its line, or write a file."""
+    sys.path.append(str(ROOT / "tests"))
+    import bad_inputs
+    cases = list(bad_inputs.run_all(out))
+    results = [(f"{case.group}, {case.id}", wrong) for case, wrong, *_ in cases if wrong]
+    for group in [*dict.fromkeys(case.group for case, *_ in cases), ""]:
+        part = [row for row in cases if group in ("", row[0].group)]
+        passed, seconds = sum(not wrong for _, wrong, *_ in part), [row[-1] for row in part]
+        slowest = max(part, key=lambda row: row[-1])[0].id
+        results.append((f"{group or 'total'}: {len(part)} bad inputs",
+                        f"{passed} in one clear line; median {sorted(seconds)[len(part) // 2]:.2f} s, "
+                        f"slowest {max(seconds):.2f} s (`{slowest}`)"))
+    return results
+
+
 def main(name):
     from runtime.log import provenance
-    benches = {"kill": kill, "ranks": ranks, "signals": signals, "damage": damage, "soak": soak}
+    benches = {"kill": kill, "ranks": ranks, "signals": signals, "damage": damage, "soak": soak,
+               "inputs": inputs}
     preload()
     out = Path(tempfile.mkdtemp(prefix="faults-"))
     start = time.perf_counter()

@@ -1,6 +1,7 @@
 """The command line of a flat dataclass: one flag per field, --help in groups."""
 import ast
 import dataclasses
+import functools
 import inspect
 import textwrap
 import typing
@@ -16,6 +17,7 @@ def given(argv, flag, default):
     return default
 
 
+@functools.cache
 def fields_by_group(config):
     """{title: {field: help}} from the source of a dataclass.
 

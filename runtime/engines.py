@@ -7,19 +7,27 @@ import torch
 
 from runtime import lora
 from runtime.attention import packed_attention
+from runtime.errors import RunError
 
 
 def load_model(cfg):
     """The causal language model in cfg.dtype with packed attention, on the CPU.
 
-    With lora_rank its weights are frozen and adapters are added.
+    With lora_rank its weights are frozen and adapters are added. Raises RunError for NaN or infinite
+    weights: they are looked for here, where they are read anyway.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging
     logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
     model = AutoModelForCausalLM.from_pretrained(
-        cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation="packed")
+        cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation="packed", use_safetensors=True,
+        trust_remote_code=cfg.trust_remote_code)
+    for name, weight in model.named_parameters():
+        # the sum first: it takes a hundredth of the time
+        if not weight.sum().isfinite() and not weight.isfinite().all():
+            raise RunError(f"--model {cfg.model}: its weights have NaN or infinite values, first in "
+                           f"{name}: the file is damaged, or its training diverged")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):  # GPT-2: log-probs must not be random
             module.p = 0.0
@@ -49,7 +57,8 @@ def set_lr(engine, lr):
 def start_vllm(max_num_seqs, max_model_len, cuda_args, **args):
     """The vLLM engine, inside this process. cuda_args: arguments that only a GPU has.
 
-    Raises torch.OutOfMemoryError if vLLM says that the device has too little memory.
+    Raises torch.OutOfMemoryError if vLLM says that the device has too little memory, and RunError with
+    vLLM's words if it refuses the model or an argument.
     """
     # upstream warnings; harmless here
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")
@@ -66,5 +75,8 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, **args):
                      max_num_batched_tokens=max(4096, max_model_len))
     try:
         return LLM(max_model_len=max_model_len, use_tqdm_on_load=False, **args)
-    except ValueError as e:  # vLLM's own reckoning of memory
-        raise torch.OutOfMemoryError(str(e)) from e
+    except (ValueError, AssertionError, NotImplementedError) as e:
+        reason = " ".join(str(e).split())
+        if type(e) is ValueError and "memory" in reason:  # a pydantic error names all arguments
+            raise torch.OutOfMemoryError(reason) from e
+        raise RunError(f"vLLM does not start: {reason}") from e

@@ -11,12 +11,21 @@ DATA_SHEET = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e1
               "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
-@functools.cache
-def empty_model(model):
-    """The causal language model of a folder or hub id on the meta device: modules and shapes, no weights."""
+_empty_models = {}
+
+
+def empty_model(model, trust_remote_code=False):
+    """The causal language model of a folder or hub id on the meta device: modules and shapes, no weights.
+
+    The first call, in preflight, decides whether code that comes with the model may run.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    if model not in _empty_models:
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+            _empty_models[model] = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code)
+    return _empty_models[model]
 
 
 @dataclass

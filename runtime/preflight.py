@@ -1,9 +1,14 @@
 """Checks of flags, machine and model before weights are loaded. Each raises ValueError with one line."""
 import dataclasses
+import functools
+import inspect
+import json
 import math
 import os
 import shutil
 import sys
+import tempfile
+import threading
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -16,28 +21,59 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "smollm": "HuggingFaceTB", "deepseek": "deepseek-ai",
                  "gemma": "google", "phi": "microsoft", "mistral": "mistralai", "olmo": "allenai"}
 
-# flags -> (test of the value, requirement in words); NaN fails every test
-RANGES = {
-    "prompts samples max_prompt max_tokens epochs minibatches eval_every keep correction_cap":
-        (lambda x: x >= 1, "must be at least 1"),
-    "steps warmup lr lr_end weight_decay max_grad_norm kl_coef clip_low clip_high ref_reset_every top_k "
-    "resample eval_size eval_n save_every keep_rollouts lora_rank memory_gb pack_tokens":
-        (lambda x: x >= 0, "must not be negative"),
-    "temperature":
-        (lambda x: 0 < x <= 2, "must be above 0 and at most 2, vLLM's limit (evaluation is always greedy)"),
-    "top_p":
-        (lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
-    "beta2":
-        (lambda x: 0 <= x < 1, "must be at least 0 and below 1"),
-    "overlong_buffer":
-        (lambda x: 0 <= x < 1, "must be at least 0 and below 1: it is a fraction of --max_tokens"),
-    "vllm_memory":
-        (lambda x: 0 <= x < 1, "must be at least 0 and below 1 (0 = what the memory plan leaves)"),
-    "timeout":
-        (lambda x: x > 0, "must be above 0"),
-    "eps":
-        (lambda x: x > 0, "must be above 0: the standard deviation of a flat group is 0"),
-}
+# (interval, flags, reason). "(" and ")" exclude an end. All intervals are finite: inf and nan are in none.
+RANGES = (
+    ("[0, 1e9]", "steps warmup ref_reset_every top_k save_every keep_rollouts pack_tokens kl_coef clip_high "
+                 "delta weight_decay max_grad_norm memory_gb mismatch_bound", ""),
+    ("[1, 1e9]", "max_prompt max_tokens eval_every correction_cap keep", ""),
+    ("(0, 1e6]", "soft_tau_pos soft_tau_neg reward_timeout timeout", ""),
+    ("[1, 65536]", "prompts minibatches", ""),
+    ("[1, 16384]", "samples", "vLLM's limit for one prompt"),
+    ("[0, 16384]", "eval_n", "vLLM's limit for one prompt"),
+    ("[0, 100000]", "eval_size", "0 = all"),
+    ("[0, 4294967295]", "seed", "it must fit into 32 bits for vLLM"),
+    ("[0, 16384]", "lora_rank", ""),
+    ("[0, 1000]", "resample", ""),
+    ("[1, 1000]", "epochs", ""),
+    ("[0, 1]", "lr lr_end clip_low", ""),
+    ("(0, 2]", "temperature", "vLLM's limit; evaluation is always greedy"),
+    ("(0, 1]", "top_p", ""),
+    ("[0, 1)", "beta2", ""),
+    ("[0, 1)", "overlong_buffer", "it is a fraction of --max_tokens"),
+    ("[0, 1)", "vllm_memory", "0 = what the memory plan leaves"),
+    ("(0, 1e6]", "eps", "the standard deviation of a flat group is 0"),
+)
+# (flags, test of (config, names of the rewards), requirement): without it the flags have no effect
+NEEDS = (
+    ("question_key answer_key", lambda cfg, _: cfg.data or cfg.eval_data, "--data or --eval_data"),
+    ("delta clip_low", lambda cfg, _: cfg.gate == "clip", "--gate clip"),
+    ("clip_high", lambda cfg, _: cfg.gate != "soft", "--gate clip or detach"),
+    ("soft_tau_pos soft_tau_neg", lambda cfg, _: cfg.gate == "soft", "--gate soft"),
+    ("ref_reset_every", lambda cfg, _: cfg.kl_coef, "a reference model: --kl_coef above 0"),
+    ("eps", lambda cfg, _: cfg.scale != "none" or cfg.decorrelate_length, "--scale group or batch"),
+    ("correction_cap", lambda cfg, _: cfg.correction != "none", "a --correction"),
+    ("judge_url judge_model", lambda _, names: "judge" in names, "--rewards judge"),
+    ("allow_unsafe_code", lambda _, names: "code" in names, "--rewards code"),
+    ("vllm_memory", lambda *_: torch.cuda.is_available(), "a GPU"),
+)
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
+RECORD = "nano_rlvr.json"  # in the folder of a trained model: {"config": the fields of its run}
+
+
+def range_of(name):
+    """(interval, reason) of a numeric flag."""
+    return next((interval, reason) for interval, names, reason in RANGES if name in names.split())
+
+
+def check_range(name, value):
+    """Raises ValueError unless the value of a numeric flag is in its interval."""
+    interval, reason = range_of(name)
+    low, high = map(float, interval[1:-1].split(","))
+    words = {"[": "at least", "(": "above", "]": "at most", ")": "below"}
+    inside = isinstance(value, (int, float)) and low <= value <= high
+    if not inside or (value == low and interval[0] == "(") or (value == high and interval[-1] == ")"):
+        raise ValueError(f"--{name} {value}: must be {words[interval[0]]} {low:.10g} and "
+                         f"{words[interval[-1]]} {high:.10g}" + f" ({reason})" * bool(reason))
 
 
 def find_model(name):
@@ -55,20 +91,54 @@ def same_model(a, b):
     return os.path.realpath(find_model(a)) == os.path.realpath(find_model(b))
 
 
+def model_row(model, rows):
+    """The defaults that suit a model: its row in `rows`, or those that its run recorded in the folder.
+
+    Of a record, the fields count that any row names. Raises ValueError if the record is damaged.
+    """
+    path = Path(find_model(model)) / RECORD
+    if not path.is_file():
+        return next((row for name, row in rows.items() if same_model(name, model)), {})
+    try:
+        recorded = json.loads(path.read_text())["config"]
+        return {name: type(value)(recorded[name]) for row in rows.values() for name, value in row.items()
+                if name in recorded}
+    except (ValueError, TypeError, KeyError) as e:
+        raise ValueError(f"--model {model}: {path} is damaged ({type(e).__name__}: {e}); without this file, "
+                         "the defaults are used") from e
+
+
+def columns_read(name, reward):
+    """The columns without which a reward function fails, by its signature: parameters without a default.
+
+    Raises ValueError if it cannot be called with `completions`.
+    """
+    try:
+        called = inspect.signature(reward, follow_wrapped=False).parameters.values()
+        read = list(inspect.signature(reward).parameters.values())
+    except (ValueError, TypeError):  # some functions written in C
+        called = read = []
+    if not any(p.name == "completions" or p.kind is p.VAR_KEYWORD for p in called):
+        raise ValueError(f"--rewards {name}: it is no reward function, which is f(completions, **columns)")
+    if hasattr(reward, "__wrapped__"):  # @each: the first parameter is the text of a completion
+        read = read[1:]
+    return [p.name for p in read if p.default is p.empty and p.name != "completions"
+            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
 def check(cfg, tasks, parse_rewards):
     """Checks a Config, resolves its model, and fills in dtype, rewards and mismatch_bound if empty.
 
     tasks: data.TASKS. parse_rewards: called with the reward spec, raises ValueError if it is invalid.
-    Returns the completed Config; raises ValueError for what cannot work.
+    Returns the completed Config; raises ValueError for what cannot work. Prints a note to stderr for each
+    flag that differs from its default and has no effect.
     """
     for name, hint in get_type_hints(type(cfg)).items():
         value, choices = getattr(cfg, name), get_args(hint)
         if get_origin(hint) is Literal and value not in choices:
             raise ValueError(f"--{name} {value}: choose one of {', '.join(map(str, choices))}")
-    for names, (allowed, requirement) in RANGES.items():
-        for name in names.split():
-            if not allowed(getattr(cfg, name)):
-                raise ValueError(f"--{name} {requirement}")
+        if hint in (int, float):
+            check_range(name, value)
 
     ranks, cut_sampling = dist.world_size(), (cfg.top_p, cfg.top_k) != (1.0, 0)
     for invalid, message in (
@@ -89,7 +159,7 @@ def check(cfg, tasks, parse_rewards):
          "compute: the importance correction would be wrong; "
          "use --correction none --temperature 1 with them"),
         (cfg.delta != 0 and not cfg.delta > 1 + cfg.clip_high,
-         f"--delta must be above 1 + clip_high = {1 + cfg.clip_high:g}, or 0 for off"),
+         f"--delta {cfg.delta:g}: must be above 1 + clip_high = {1 + cfg.clip_high:g}, or 0 for off"),
         (cfg.resample and not cfg.drop_flat_groups,
          "--resample draws new prompts for dropped groups: it needs --drop_flat_groups"),
     ):
@@ -97,16 +167,38 @@ def check(cfg, tasks, parse_rewards):
             raise ValueError(message)
 
     spec = cfg.rewards or tasks[cfg.task]["rewards"]
-    if cfg.overlong_buffer and "overlong" not in [name for name, *_ in parse_rewards(spec)]:
+    rewards = {name: reward for name, _, reward in parse_rewards(spec)}
+    for name, reward in rewards.items():
+        columns_read(name, reward)
+    if cfg.overlong_buffer and "overlong" not in rewards:
         spec += ",overlong:1"
-    parse_rewards(spec)
     cuda = torch.cuda.is_available()
     if not cuda or cfg.offload == "optimizer":
         need_compiler()
     dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32"
     bound = cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.15)
+    check_folder(cfg.out, cfg.name)
+    for names, has_effect, requirement in NEEDS:
+        for flag in names.split():
+            if getattr(cfg, flag) != getattr(type(cfg), flag) and not has_effect(cfg, rewards):
+                dist.print_once(f"note: --{flag} {getattr(cfg, flag)} has no effect without {requirement}",
+                                file=sys.stderr)
     return dataclasses.replace(cfg, model=find_model(cfg.model), dtype=dtype, mismatch_bound=bound,
                                rewards=spec)
+
+
+def check_folder(out, name):
+    """Raises ValueError unless a run may write into <out>/<name>. folder.claim_folder takes it later."""
+    if name in (".", "..") or "/" in name or not name.isprintable() or len(os.fsencode(name)) > 200:
+        raise ValueError(f"--name {name[:200]!r}: must be the plain name of a folder, created in --out")
+    if not out.isprintable():
+        raise ValueError(f"--out {out!r}: has a character that cannot be printed")
+    folder = (Path(out) / name).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as e:
+        raise ValueError(f"--out {out}: cannot write into {existing} ({e.strerror})") from e
 
 
 def need_compiler():
@@ -123,15 +215,70 @@ def need_compiler():
                         "unless another run is just starting", file=sys.stderr)
 
 
+@functools.cache
+def hub_answers():
+    """Whether the Hugging Face hub can be reached; if not, its libraries use their local cache from now on.
+
+    Without this, each of them would try again and again, for half a minute and a dozen lines.
+    """
+    from huggingface_hub import constants, get_session
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answers = []
+
+    def ask():
+        try:
+            answers.append(get_session().head(constants.ENDPOINT, timeout=3))
+        except Exception:  # of httpx, of requests or of a proxy's client: all mean "not reached"
+            return
+
+    thread = threading.Thread(target=ask, daemon=True)  # a look-up of the name has no time limit of its own
+    thread.start()
+    thread.join(3)
+    if not answers:
+        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
+    return bool(answers)
+
+
+def first_line(error, name=""):
+    """What failed in a library, in one line. `name`: the model or data set that the hub was asked for."""
+    if name and not hub_answers():
+        from huggingface_hub import constants
+        return (f"{constants.ENDPOINT} is not reachable or HF_HUB_OFFLINE is set, and {name} is not in the "
+                "local cache")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
 def load_tokenizer(cfg):
-    """The model's tokenizer; ValueError if the model is missing, unsupported or has too few positions."""
+    """The model's tokenizer; ValueError if model or tokenizer is missing, damaged or not supported."""
     from transformers import AutoTokenizer
+    from transformers.utils import logging
+    logging.set_verbosity_error()  # what is wrong is said here, in one line
+    is_folder = Path(cfg.model).is_dir()
+    is_folder or hub_answers()
+    # A config.json is free text and a model may have its own code: any type of exception can come.
     try:
-        model = empty_model(cfg.model)
-        tokenizer = AutoTokenizer.from_pretrained(cfg.model)
-    except (OSError, ValueError) as e:
-        reason = str(e).splitlines()[0]
-        raise ValueError(f"--model {cfg.model}: no folder and not loadable from the hub ({reason})") from e
+        model = empty_model(cfg.model, cfg.trust_remote_code)
+    except Exception as e:
+        if not is_folder:
+            raise ValueError(f"--model {cfg.model}: no folder and not loadable from the hub "
+                             f"({first_line(e, cfg.model)}); --model can be a local folder") from e
+        final = Path(cfg.model) / "final"  # of a run
+        hint = f"; --model {final} has one" if final.is_dir() else ""
+        if "custom code" in str(e):
+            hint = "; --trust_remote_code runs it"
+        raise ValueError(f"--model {cfg.model}: no model can be built from its config.json "
+                         f"({first_line(e)}){hint}") from e
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(cfg.model, trust_remote_code=cfg.trust_remote_code)
+        # without files, transformers makes an empty one
+        fault = "" if tokenizer("1+1", add_special_tokens=False)["input_ids"] else "it has no tokens"
+    except Exception as e:
+        fault = first_line(e)
+    if fault:
+        raise ValueError(f"--model {cfg.model}: no tokenizer can be loaded from it ({fault}); "
+                         "copy the tokenizer's files of the model it was made from")
     config = model.config.get_text_config()
     check_layers(cfg, config, model)
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -141,7 +288,41 @@ def load_tokenizer(cfg):
     if cfg.max_prompt + cfg.max_tokens > limit:
         raise ValueError(f"--max_prompt {cfg.max_prompt} + --max_tokens {cfg.max_tokens} is more than "
                          f"the {limit} positions of {cfg.model}")
+    check_weights(cfg)
     return tokenizer
+
+
+def check_weights(cfg):
+    """Raises ValueError unless the safetensors files have exactly the tensors of the model.
+
+    Reads headers only. transformers would fill a missing tensor with random numbers, different at each load.
+    """
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    enable_progress_bars()  # of a download
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # it would ask the hub to convert a .bin
+    try:
+        _, info = AutoModelForCausalLM.from_pretrained(
+            cfg.model, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True,
+            use_safetensors=True, trust_remote_code=cfg.trust_remote_code)
+    except Exception as e:  # OSError, SafetensorError, and what the model's own code raises
+        if any(Path(cfg.model).glob("*.bin")):
+            raise ValueError(
+                f"--model {cfg.model}: only safetensors weights are read, as a .bin file can run code; to "
+                "convert one: transformers.AutoModelForCausalLM.from_pretrained(folder, "
+                "use_safetensors=False).save_pretrained(folder)") from e
+        raise ValueError(f"--model {cfg.model}: its weights cannot be read ({first_line(e)}); "
+                         "a file is missing or damaged: copy or download it again") from e
+    shapes = [f"{name} {list(stored)} instead of {list(wanted)}"
+              for name, stored, wanted in info["mismatched_keys"]]
+    for names, fault in ((info["missing_keys"], "lack tensors of the model"),
+                         (shapes, "have other shapes than config.json says"),
+                         (info["unexpected_keys"], "have tensors that the model lacks")):
+        if names:
+            raise ValueError(f"--model {cfg.model}: its weights {fault}: {', '.join(sorted(names)[:3])}"
+                             + f" and {len(names) - 3} more" * (len(names) > 3))
 
 
 def check_layers(cfg, config, model):
@@ -159,6 +340,13 @@ def check_layers(cfg, config, model):
     if not model.is_backend_compatible():
         raise ValueError(f"--model {cfg.model}: {config.model_type} computes attention in its own code, "
                          "which would mix the sequences that share a row: it is not supported")
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_size not in (range(8, 257, 8) if torch.cuda.is_available() else CPU_HEAD_SIZES):
+        raise ValueError(f"--model {cfg.model}: attention heads of size {head_size} are not supported here")
+    layers = config.num_hidden_layers
+    if len(layer_types) > 1 and getattr(config, "max_window_layers", layers) != layers:
+        raise ValueError(f"--model {cfg.model}: vLLM does not support a sliding window in some layers of "
+                         f"{config.model_type} only")
     window = getattr(config, "sliding_window", None) if "sliding_attention" in layer_types else None
     if window and cfg.max_prompt + cfg.max_tokens > window:
         raise ValueError(f"--max_prompt {cfg.max_prompt} + --max_tokens {cfg.max_tokens} is more than the "

@@ -1,19 +1,26 @@
 """The command line: presets, help, and one-line errors for invalid input before any model is loaded."""
 import dataclasses
 import json
+import math
+import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 import typing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 
+import bad_inputs
 import data
 import nano_rlvr as nr
-from conftest import ROOT
-from runtime import cli, engines, preflight
+from conftest import ROOT, make_config
+from runtime import cli, engines, errors, preflight
 
-ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(40)]
+load_model = engines.load_model  # before no_model replaces it
 
 
 @pytest.fixture(autouse=True)
@@ -24,19 +31,6 @@ def no_model(monkeypatch):
         monkeypatch.setattr(module, name, fail)
 
 
-@pytest.fixture
-def files(tmp_path):
-    good = [json.dumps(row) for row in ROWS]
-    (tmp_path / "good.jsonl").write_text("\n".join(good))
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "hole.jsonl").write_text("\n".join(good[:16] + ['{"question": "1+1"}'] + good[16:]))
-    (tmp_path / "broken.jsonl").write_text("\n".join(good[:3] + ['{"question": '] + good[3:]))
-    (tmp_path / "list.json").write_text('{"question": "1+1", "answer": "2"}')
-    (tmp_path / "wide.csv").write_text("question,answer\n1+1,2,3\n")
-    (tmp_path / "data.txt").write_text("1+1=2")
-    return tmp_path
-
-
 def one_line(argv, capsys):
     with pytest.raises(SystemExit) as e:
         nr.main(argv)
@@ -45,41 +39,119 @@ def one_line(argv, capsys):
     return message
 
 
-@pytest.mark.parametrize("argv, says", [
-    ("--samples 1", "--samples 1: a group of one has no mean or deviation"),
-    ("--samples 0", "--samples must be at least 1"),
-    ("--temperature 0", "--temperature must be above 0"),
-    ("--lr -1", "--lr must not be negative"),
-    ("--top_p 0.9", "the importance correction would be wrong"),
-    ("--top_k 20 --correction none --temperature 0.7", "--temperature 1 with them"),
-    ("--delta 1.1", "--delta must be above 1 + clip_high = 1.2"),
-    ("--eps 0", "--eps must be above 0"),
-    ("--beta2 1", "--beta2 must be at least 0 and below 1"),
-    ("--data {dir}/wide.csv", "wide.csv:2: more fields than the header has"),
-    ("--resample 2", "it needs --drop_flat_groups"),
-    ("--task aime24", "--task aime24 has no training examples"),
-    ("--algo ppo", "--algo ppo: choose one of grpo"),
-    ("--task chess", "--task chess: choose one of arithmetic"),
-    ("--rewards gsm9k", "gsm8k"),
-    ("--rewards no_such_file.py:f", "no_such_file.py"),
-    ("--prompts 6 --minibatches 4", "--minibatches 4 must divide"),
-    ("--max_tokens 4000", "more than the 2048 positions"),
-    ("--max_prompt 3", "0 training prompts fit"),
-    ("--data nowhere.jsonl", "nowhere.jsonl: no such file"),
-    ("--data nowhere", "'nowhere' is no task"),
-    ("--data {dir}/empty.jsonl", "empty.jsonl: no examples in it"),
-    ("--data {dir}/hole.jsonl", "hole.jsonl:17: no 'answer'"),
-    ("--data {dir}/broken.jsonl", "broken.jsonl:4: not JSON"),
-    ("--data {dir}/list.json", "must hold a list of objects"),
-    ("--data {dir}/data.txt", "cannot read '.txt'"),
-    ("--data {dir}/good.jsonl --question_key none", "good.jsonl:1: no 'none'"),
-    ("--data {dir}/good.jsonl --answer_key gold", "good.jsonl:1: no 'gold'"),
-    ("--model no/such-model", "--model no/such-model: no folder and not loadable from the hub"),
-    ("--task gsm8k", "openai/gsm8k: not a file here and not loadable from the hub"),
+def test_every_bad_input_ends_in_one_clear_line(tmp_path):
+    results = list(bad_inputs.run_all(tmp_path))
+    assert len({(case.group, case.id) for case, *_ in results}) == len(results) > 500
+    assert not [f"{case.group}, {case.id}: {wrong}" for case, wrong, *_ in results if wrong]
+
+
+def test_every_numeric_flag_has_one_finite_interval_that_has_its_default():
+    listed = [name for _, names, _ in preflight.RANGES for name in names.split()]
+    assert len(listed) == len(set(listed))
+    for f in dataclasses.fields(nr.Config):
+        if f.type in (int, float):
+            preflight.check_range(f.name, f.default)
+            low, high = map(float, preflight.range_of(f.name)[0][1:-1].split(","))
+            assert math.isfinite(low) and math.isfinite(high)
+
+
+@pytest.mark.parametrize("name, inside, outside", [
+    ("top_p", 1, 0), ("top_p", 5e-324, -1), ("beta2", 0, 1), ("beta2", 1 - 2**-53, math.nan),
+    ("clip_low", 1, 5), ("reward_timeout", 0.1, 0), ("reward_timeout", 5, math.inf),
+    ("soft_tau_pos", 1, 0), ("seed", 2**32 - 1, 2**32), ("seed", 0, -5),
+    ("steps", 0, None), ("steps", 10**9, "10"),
 ])
-def test_invalid_input_is_rejected_with_a_one_line_error(argv, says, files, capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert says in one_line(argv.format(dir=files).split(), capsys)
+def test_an_interval_has_the_ends_that_it_names(name, inside, outside):
+    preflight.check_range(name, inside)
+    with pytest.raises(ValueError, match=f"^--{name} {outside}: must be "):
+        preflight.check_range(name, outside)
+
+
+@pytest.mark.parametrize("argv, flag", [
+    ("--question_key q", "question_key"), ("--question_key q --data f.jsonl", None),
+    ("--answer_key q", "answer_key"), ("--answer_key a --eval_data f.jsonl", None),
+    ("--delta 2 --gate soft", "delta"), ("--delta 2", None),
+    ("--clip_low 0.1 --gate detach", "clip_low"), ("--clip_low 0.1", None),
+    ("--clip_high 0.1 --gate soft", "clip_high"), ("--clip_high 0.1 --gate detach", None),
+    ("--soft_tau_pos 2", "soft_tau_pos"), ("--soft_tau_neg 2", "soft_tau_neg"),
+    ("--soft_tau_pos 2 --soft_tau_neg 2 --gate soft", None),
+    ("--ref_reset_every 5 --kl_coef 0", "ref_reset_every"), ("--ref_reset_every 5", None),
+    ("--eps 0.1 --scale none", "eps"), ("--eps 0.1 --scale none --decorrelate_length", None),
+    ("--correction_cap 3 --correction none", "correction_cap"), ("--correction_cap 3", None),
+    ("--judge_url http://x", "judge_url"), ("--judge_model m", "judge_model"),
+    ("--judge_url http://x --judge_model m --rewards judge", None),
+    ("--allow_unsafe_code", "allow_unsafe_code"), ("--allow_unsafe_code --rewards code", None),
+    *((f"--algo {algo}", None) for algo in nr.ALGOS),
+])
+def test_a_flag_that_has_no_effect_is_named(argv, flag, capsys, monkeypatch):
+    monkeypatch.setattr(preflight, "need_compiler", lambda: None)  # it may print a note too
+    nr.parse_config(argv.split())
+    notes = capsys.readouterr().err.splitlines()
+    assert [note.split()[1] for note in notes if note.startswith("note: ")] == [f"--{flag}"] * bool(flag)
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A copy of the bundled model with the record of a run with other settings."""
+    shutil.copytree(ROOT / "models/tiny", tmp_path / "final")
+    config = dict(task="countdown", template="r1", lr=3e-5, kl_coef=0.25, epochs=7, from_another_version=1)
+    (tmp_path / "final" / preflight.RECORD).write_text(json.dumps({"config": config}))
+    return str(tmp_path / "final")
+
+
+def test_a_trained_model_continues_with_the_settings_of_its_run(trained, capsys):
+    cfg = nr.parse_config(["--model", trained])
+    assert (cfg.task, cfg.template, cfg.lr, cfg.kl_coef) == ("countdown", "r1", 3e-5, 0.25)
+    assert cfg.epochs == 1 and cfg.max_tokens == nr.Config.max_tokens  # no row of MODELS names epochs
+    assert "was trained with" not in capsys.readouterr().err
+    assert nr.parse_config(["--model", trained, "--algo", "dapo"]).kl_coef == 0  # the preset comes later
+    cfg = nr.parse_config(["--model", trained, "--lr", "1e-5", "--template", "none"])
+    assert (cfg.lr, cfg.template) == (1e-5, "none")
+    note = f"note: --template none, but {trained} was trained with --template r1"
+    assert note in capsys.readouterr().err.splitlines()
+
+
+def test_weights_that_are_not_finite_are_named_when_they_are_loaded(tmp_path):
+    def damage(tensors):
+        tensors["model.norm.weight"][3] = float("inf")
+    shutil.copytree(ROOT / "models/tiny", tmp_path / "model")
+    bad_inputs.weights(damage)(tmp_path / "model")
+    with pytest.raises(errors.RunError, match="NaN or infinite values, first in model.norm.weight"):
+        load_model(make_config(model=str(tmp_path / "model")))
+
+
+@pytest.mark.parametrize("changes, kv_cache, error, says", [
+    (dict(seed=-5), "1", errors.RunError, r"vLLM does not start: Seed must be between 0 and 2\*\*32 - 1"),
+    (dict(max_model_len=5000), "1", errors.RunError, "is greater than the derived max_model_len"),
+    ({}, "5000", torch.OutOfMemoryError, "less than requested memory for kv"),
+])
+def test_vllm_gives_its_own_reason_and_only_memory_is_out_of_memory(
+        changes, kv_cache, error, says, group, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", kv_cache)
+    args = dict(seed=0, model=str(ROOT / "models/tiny"), dtype="float32", max_num_seqs=8, max_model_len=128,
+                distributed_executor_backend="external_launcher", cuda_args=dict(gpu_memory_utilization=0.01))
+    with pytest.raises(error, match=says):
+        engines.start_vllm(**args | changes)
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_HEAD(self):
+        self.send_response(404)
+        self.end_headers()
+
+
+def test_without_the_hub_its_libraries_are_told_at_once_that_they_are_offline(monkeypatch):
+    from huggingface_hub import constants
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:%d" % server.server_port)
+    ask = preflight.hub_answers.__wrapped__  # without its cache
+    assert ask() and not constants.HF_HUB_OFFLINE
+    server.shutdown()
+    server.server_close()
+    assert not ask() and constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
 
 
 def test_a_batch_that_ranks_cannot_share_evenly_is_refused(monkeypatch, capsys):
@@ -183,11 +255,12 @@ def test_bare_names_resolve_to_their_organisation_and_a_local_folder_wins(tmp_pa
     assert find_model("models/tiny").endswith("models/tiny")  # beside the script, from any folder
 
 
-def test_a_tenth_of_a_file_is_held_out_for_evaluation(files, tokenizer):
-    cfg = nr.parse_config(["--data", str(files / "good.jsonl")])
+def test_a_tenth_of_a_file_is_held_out_for_evaluation(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text(bad_inputs.LINES)
+    cfg = nr.parse_config(["--data", str(tmp_path / "a.jsonl")])
     train_set, eval_set = data.load_splits(cfg, tokenizer)
     assert (len(train_set), len(eval_set)) == (36, 4)
-    assert {e["question"] for e in train_set + eval_set} == {row["question"] for row in ROWS}
+    assert {e["question"] for e in train_set + eval_set} == {row["question"] for row in bad_inputs.ROWS}
 
 
 def test_importing_the_script_loads_neither_vllm_nor_deepspeed():

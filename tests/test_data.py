@@ -59,6 +59,59 @@ def test_a_bad_row_is_named_with_its_line(tmp_path, row, says):
     assert "a.jsonl:3:" in str(e.value)  # blank lines count as lines
 
 
+def test_byte_order_marks_long_fields_and_nested_columns_are_read(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "a", "answer": 1, "x": {"y": [1]}}', encoding="utf-8-sig")
+    assert data.load(str(tmp_path / "a.jsonl")) == [{"question": "a", "answer": "1", "x": {"y": [1]}}]
+    long = "word, " * 50_000  # the csv module's own limit is 131,072 characters
+    (tmp_path / "a.csv").write_text(f'question,answer\n"{long}",1\n', encoding="utf-8-sig")
+    assert data.load(str(tmp_path / "a.csv")) == [{"question": long, "answer": "1"}]
+
+
+def test_a_list_as_answer_is_kept_for_rewards_that_ask_for_it(tmp_path):
+    row = {"question": "a", "answer": ["1", "2"]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    assert data.load(str(tmp_path / "a.jsonl"), answer_key="none") == [row]
+    with pytest.raises(ValueError, match="'answer' must be text or a number, this is list"):
+        data.load(str(tmp_path / "a.jsonl"))
+
+
+def test_questions_that_are_held_out_are_not_trained_on(tmp_path, tokenizer):
+    rows = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows * 3)))
+    (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, rows[:5])))
+    notes = []
+    cfg = make_config(data=str(tmp_path / "train.jsonl"), eval_data=str(tmp_path / "eval.jsonl"))
+    train_set, eval_set = data.load_splits(cfg, tokenizer, notify=notes.append)
+    assert [e["question"] for e in train_set] == [row["question"] for row in rows[5:] * 3]
+    assert notes == ["15 of 60 training examples left out: their questions are held out"]
+    same = dict(data=str(tmp_path / "eval.jsonl"), eval_data=str(tmp_path / "eval.jsonl"))
+    with pytest.raises(ValueError, match="nothing is left to train on: all 5 training questions"):
+        data.load_splits(make_config(**same), tokenizer)
+    assert len(data.load_splits(make_config(**same, steps=0), tokenizer)[1]) == 5  # only evaluates
+    cfg = make_config(data=str(tmp_path / "train.jsonl"))  # a tenth of this file is held out
+    train_set, eval_set = data.load_splits(cfg, tokenizer, notify=notes.append)
+    held_out = {e["question"] for e in eval_set}
+    assert len(eval_set) == 6 and held_out.isdisjoint(e["question"] for e in train_set)
+    assert len(train_set) == 3 * (20 - len(held_out))
+    assert notes[1] == f"{54 - len(train_set)} of 54 training examples left out: their questions are held out"
+
+
+@pytest.mark.parametrize("spec, columns, lacks", [
+    ("gsm8k", "question answer", None), ("gsm8k", "question", "answer"),
+    ("countdown", "question numbers target", None), ("countdown", "question numbers", "target"),
+    ("code", "question tests", None), ("judge,format,random", "question", None),
+    ("trl.rewards:think_format_reward", "question", None),
+    ("trl.rewards:accuracy_reward", "question answer", "solution"),
+])
+def test_the_columns_of_a_reward_are_those_of_its_signature(spec, columns, lacks):
+    examples = [{name: 1} for name in columns.split()]  # rows with different columns count together
+    if lacks is None:
+        data.check_columns(spec, examples, "f")
+    else:
+        with pytest.raises(ValueError, match=f"it reads the column '{lacks}', which f does not have"):
+            data.check_columns(spec, examples, "f")
+
+
 def test_rows_without_an_answer_are_read_when_told_so(tmp_path):
     row = {"question": "Write f.", "tests": ["assert f() == 1"]}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
