@@ -54,7 +54,8 @@ def bytes_per_number(cfg):
 def trained_parameters(cfg, shape):
     """Number of trained parameters: all, or those of the adapters: r * (a + b) per matrix (a, b)."""
     keys_and_values = shape.kv_cache // shape.layers
-    sum_of_sides = 7 * shape.hidden + 2 * shape.attention + keys_and_values + 3 * shape.mlp  # a + b, per layer
+    # a + b over a layer's matrices
+    sum_of_sides = 7 * shape.hidden + 2 * shape.attention + keys_and_values + 3 * shape.mlp
     return cfg.lora_rank * shape.layers * sum_of_sides or shape.parameters
 
 
