@@ -11,8 +11,8 @@ from pathlib import Path
 def read(folder):
     """metrics.jsonl of a run folder -> list of dicts, one per line: every step, and the last evaluation.
 
-    A last line that is cut off, as a killed run leaves it, is skipped with a note on stderr. Raises ValueError
-    for any other line that is not JSON, OSError if the file cannot be read.
+    A last line that is cut off, as a killed run leaves it, is skipped with a note on stderr. Raises
+    ValueError for any other line that is not JSON, OSError if the file cannot be read.
     """
     path, rows = Path(folder) / "metrics.jsonl", []
     lines = path.read_bytes().splitlines()
