@@ -207,12 +207,14 @@ def model(cfg):
 
 def plan(cfg):
     from runtime import memory
-    device, size, where = memory.Device.here(), cfg.memory_gb * GIB, "this machine"
+    device, size = memory.Device.here(), cfg.memory_gb * GIB
+    status, found = "ok", "for this machine"
     if size > device.total * device.gpu:
-        device, where = memory.Device(True, size, size), f"a GPU of {cfg.memory_gb:g} GiB that is not here"
+        device = memory.Device(True, size, size)
+        status, found = "note", f"for a GPU of {cfg.memory_gb:g} GiB, which this machine does not have"
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.redirect_stderr(io.StringIO()):
         memory.plan(cfg, device)
-    return "ok", f"for {where}\n{text.getvalue().rstrip()}"
+    return status, f"{found}\n{text.getvalue().rstrip()}"
 
 
 def disk(cfg):
