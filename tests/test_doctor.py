@@ -29,8 +29,8 @@ def surroundings(monkeypatch, tmp_path):
     """No GPU, network, account or lock; and what the doctor sets is undone."""
     monkeypatch.setattr(doctor, "driver_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("PATH", "HF_HUB_OFFLINE"):
-        monkeypatch.setenv(name, os.environ.get(name, "0"))
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -137,8 +137,10 @@ def test_a_missing_matplotlib_fails(diagnose, monkeypatch):
     assert status == "FAIL" and "pip install matplotlib" in text
 
 
-def test_a_hub_that_does_not_answer_is_a_note_and_a_model_on_it_fails_in_one_line(diagnose):
+def test_a_hub_that_does_not_answer_is_a_note_and_a_model_on_it_fails_in_one_line(diagnose, monkeypatch):
     assert diagnose("hub")[:1] == ("note",)
+    assert os.environ["HF_HUB_OFFLINE"] == "1"  # read once, by the import below
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     status, text, code = diagnose("model", "--model", "Qwen2.5-Math-1.5B")
     assert (status, code) == ("FAIL", 1)
     assert len(text.splitlines()) == 2 and "-> give a local folder" in text
@@ -216,6 +218,8 @@ def test_memory_gb_without_a_gpu_shows_the_plan_for_one_of_that_size(diagnose, t
     assert "1,543.7 M parameters in bfloat16 and 24.0 GiB: --offload optimizer --checkpointing on" in text
     assert "--vllm_memory 0.7" in text and "host memory for --offload optimizer: 40 GiB" in text
     assert "in float32" in diagnose("plan", *argv, "--memory_gb", "48", "--dtype", "float32")[1]
+    small = diagnose("plan", *argv, "--memory_gb", "12", "--lora_rank", "16")[1]  # less than the host has
+    assert "for a GPU of 12 GiB" in small
 
 
 def test_a_plan_that_does_not_fit_fails_with_the_flags_to_change(diagnose, tmp_path):
@@ -226,7 +230,7 @@ def test_a_plan_that_does_not_fit_fails_with_the_flags_to_change(diagnose, tmp_p
 
 def test_an_out_folder_that_cannot_be_written_fails(diagnose):
     status, text, _ = diagnose("disk", "--out", "/proc/runs")
-    assert status == "FAIL" and "/proc" in text
+    assert status == "FAIL" and "/proc" in text and "checkpoint" not in text
 
 
 # ---- the command
