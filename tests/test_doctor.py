@@ -193,6 +193,9 @@ def test_wandb_without_a_key_fails_only_where_it_is_needed(diagnose, monkeypatch
         monkeypatch.setenv("WANDB_API_KEY", key)
     found, text, _ = diagnose("wandb", "--wandb", mode)
     assert found == status and named in text and "sentinel" not in text
+    if status == "FAIL":
+        with pytest.raises(ValueError, match=f"^--wandb online: .*{named}"):
+            curve.check_wandb(mode)
 
 
 def test_a_missing_wandb_is_said_in_one_line(monkeypatch):
