@@ -5,11 +5,8 @@ Prints the tables of docs/memory.md for the shapes of Qwen2.5-1.5B and, with --l
 import dataclasses
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import torch  # noqa: E402
-
 import nano_rlvr as nr  # noqa: E402
 from runtime import memory  # noqa: E402
 from runtime.flops import ModelShape  # noqa: E402
@@ -23,12 +20,10 @@ SHAPES = {  # of Qwen's config.json files
 
 
 def plan(model, gib, host=64, **flags):
-    """Prints the plan for a model on a simulated GPU of `gib` GiB in a machine with `host` GiB of memory."""
-    torch.cuda.is_available = lambda: True
-    torch.cuda.mem_get_info = lambda: (gib * memory.GIB, gib * memory.GIB)
-    memory.psutil = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=host * memory.GIB))
-    ModelShape.of = lambda name: SHAPES[model]
-    memory.plan(dataclasses.replace(nr.Config(), model=model, dtype="bfloat16", **flags))
+    """Prints the plan for a model on a GPU of `gib` GiB in a machine with `host` GiB of memory."""
+    cfg = dataclasses.replace(nr.Config(), model=model, dtype="bfloat16", **flags)
+    device = memory.Device(True, gib * memory.GIB, gib * memory.GIB, host * memory.GIB)
+    memory.plan(cfg, device, SHAPES[model])
 
 
 if __name__ == "__main__":

@@ -4,12 +4,56 @@
 """
 import argparse
 import json
+import sys
 from pathlib import Path
 
 
 def read(folder):
-    """metrics.jsonl of a run folder -> list of dicts, one per line: every step, and the last evaluation."""
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    """metrics.jsonl of a run folder -> list of dicts, one per line: every step, and the last evaluation.
+
+    A last line that is cut off, as a killed run leaves it, is skipped with a note on stderr. Raises
+    ValueError for any other line that is not JSON, OSError if the file cannot be read.
+    """
+    path, rows = Path(folder) / "metrics.jsonl", []
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as e:
+            if number < len(lines):
+                raise ValueError(f"{path}:{number}: not a line of JSON ({e})") from e
+            print(f"note: {path}:{number} is cut off: skipped", file=sys.stderr)
+    return rows
+
+
+def pyplot():
+    """matplotlib.pyplot without windows. Raises ValueError if it cannot be imported."""
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError as e:
+        raise ValueError(f"curve.png needs matplotlib ({e}): pip install matplotlib") from e
+    return plt
+
+
+def check_wandb(mode):
+    """Raises ValueError if wandb.init could not log in `mode`, the value of --wandb. Never asks for a key."""
+    if mode == "off":
+        return
+    try:
+        import wandb
+    except ImportError as e:
+        raise ValueError(f"--wandb {mode}: {e}: pip install wandb, or use --wandb off") from e
+    problem = ""
+    if mode == "online":
+        try:
+            problem = "" if wandb.login(prompt=False) else "no API key"
+        except wandb.errors.Error as e:
+            problem = str(e).splitlines()[0]
+    if problem:
+        raise ValueError(f"--wandb online: {problem}: run `wandb login`, set WANDB_API_KEY, or use "
+                         "--wandb offline and `wandb sync` later")
 
 
 def draw(folders, out, labels=None):
@@ -18,9 +62,7 @@ def draw(folders, out, labels=None):
     Left: held-out greedy accuracy with its interval; thin: mean reward of the training samples.
     Right: mean completion length in tokens.
     """
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
     for i, (folder, label) in enumerate(zip(folders, labels or [Path(f).name for f in folders])):
         rows, color = read(folder), f"C{i}"
@@ -48,4 +90,7 @@ if __name__ == "__main__":
     parser.add_argument("runs", nargs="+")
     parser.add_argument("--out", default="curve.png")
     args = parser.parse_args()
-    draw(args.runs, args.out)
+    try:
+        draw(args.runs, args.out)
+    except (ValueError, OSError) as e:
+        sys.exit(f"curve: {e}")

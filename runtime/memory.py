@@ -3,6 +3,7 @@
 The plan is made and printed before weights are loaded.
 """
 import dataclasses
+import math
 import resource
 from typing import NamedTuple
 
@@ -29,16 +30,20 @@ class Phases(NamedTuple):
     update: float
 
 
-def device_bytes():
-    """(free, total) bytes of the GPU; `free` is the least over the ranks.
+class Device(NamedTuple):
+    """What a plan is made for: the device of this process (`here`) or one that this machine does not have."""
+    gpu: bool
+    free: float  # bytes
+    total: float  # bytes
+    host: float = math.inf  # bytes of available host memory; inf = unknown
 
-    On a CPU both start from this rank's share of the available host memory.
-    """
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-    else:
-        free = total = psutil.virtual_memory().available // dist.world_size()
-    return min(dist.all_gather([free])), total
+    @classmethod
+    def here(cls):
+        """The GPU of this process, or this rank's share of the host memory; `free` is the least over the
+        ranks."""
+        gpu, host = torch.cuda.is_available(), psutil.virtual_memory().available
+        free, total = torch.cuda.mem_get_info() if gpu else [host // dist.world_size()] * 2
+        return cls(gpu, min(dist.all_gather([free])), total, host)
 
 
 def bytes_per_number(cfg):
@@ -48,11 +53,18 @@ def bytes_per_number(cfg):
 
 def trained_parameters(cfg, shape):
     """Number of trained parameters: all, or those of the adapters: r * (a + b) per matrix (a, b)."""
-    sum_of_sides = 7 * shape.hidden + 2 * shape.attention + 3 * shape.mlp  # a + b over a layer's matrices
+    keys_and_values = shape.kv_cache // shape.layers
+    # a + b over a layer's matrices
+    sum_of_sides = 7 * shape.hidden + 2 * shape.attention + keys_and_values + 3 * shape.mlp
     return cfg.lora_rank * shape.layers * sum_of_sides or shape.parameters
 
 
-def step_bytes(cfg, shape):
+def has_bf16_optimizer(cfg):
+    """Whether DeepSpeed takes its BF16_Optimizer, which always keeps unsharded fp32 gradients."""
+    return cfg.zero_stage == 1 and cfg.dtype == "bfloat16" and cfg.offload != "optimizer"
+
+
+def step_bytes(cfg, shape, gpu):
     """Bytes of each part of the trainer in each phase: {name: Phases}. vLLM's own memory is not included.
 
     Counted from what the code keeps:
@@ -62,8 +74,7 @@ def step_bytes(cfg, shape):
         decoder layer    per token 5 hidden, 8 attention (14 with query and key norms) and 4 MLP activations
     tests/test_memory.py compares this with a simulation of the real code at 1.5B parameters.
     """
-    cuda = torch.cuda.is_available()
-    offload = cuda and cfg.offload == "optimizer"
+    offload = gpu and cfg.offload == "optimizer"
     size = bytes_per_number(cfg)
     tokens = max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
     trained = trained_parameters(cfg, shape)
@@ -75,10 +86,9 @@ def step_bytes(cfg, shape):
     offload_buffer = largest * size * offload
     buckets = (size + 4) * min(trained, max(BUCKET, largest))
     reference = weights if cfg.kl_coef and not cfg.lora_rank else 0
-    # ZeRO-1 in bf16 without offload becomes DeepSpeed's BF16_Optimizer: unsharded fp32 gradients, always
-    bf16_optimizer = cfg.zero_stage == 1 and cfg.dtype == "bfloat16" and cfg.offload != "optimizer"
+    bf16_optimizer = has_bf16_optimizer(cfg)
     gradients = 4 * trained if bf16_optimizer else 4 * trained / dist.world_size()
-    asleep = VLLM_ASLEEP if cuda else 0
+    asleep = VLLM_ASLEEP if gpu else 0
 
     attention_activations = (14 if shape.qk_norms else 8) * shape.attention
     layer = tokens * size * (5 * shape.hidden + attention_activations + 4 * shape.mlp)
@@ -98,7 +108,7 @@ def step_bytes(cfg, shape):
         "gradients in fp32": Phases(*[gradients * bf16_optimizer] * 2, gradients),
         "offload buffer": Phases(offload_buffer, offload_buffer, offload_buffer),
         "gradient buckets": Phases(0, 0, buckets),
-        "reference": Phases(0, reference, 0) if cuda else Phases(reference, reference, reference),
+        "reference": Phases(0, reference, 0) if gpu else Phases(reference, reference, reference),
         "activations kept": Phases(0, 0, kept),
         "a layer or the head": Phases(0, max(layer, head), max(layer_backward, head_backward)),
         "PyTorch, CUDA, kernels": Phases(CUDA_CONTEXT, CUDA_CONTEXT, CUDA_CONTEXT),
@@ -122,113 +132,124 @@ def sequence_bytes(cfg, shape):
     return (cfg.max_prompt + cfg.max_tokens) * bytes_per_number(cfg) * shape.kv_cache
 
 
-def kv_cache_bytes(cfg):
+def kv_cache_bytes(cfg, device=None, shape=None):
     """Bytes of vLLM's KV cache on a GPU: what its share leaves, at most what all sequences of a step need.
 
     vLLM is told in bytes, because its own estimate of free memory differs between versions. None on a CPU.
+    Raises ValueError if the share has no room for one sequence.
     """
-    if not torch.cuda.is_available():
+    device, shape = device or Device.here(), shape or ModelShape.of(cfg.model)
+    if not device.gpu:
         return None
-    shape, (_, total) = ModelShape.of(cfg.model), device_bytes()
-    left = cfg.vllm_memory * total - shape.parameters * bytes_per_number(cfg) - VLLM_ACTIVATIONS
+    left = cfg.vllm_memory * device.total - shape.parameters * bytes_per_number(cfg) - VLLM_ACTIVATIONS
     sequences = max(cfg.prompts * cfg.samples, cfg.eval_size * max(cfg.eval_n, 1)) // dist.world_size() + 1
     if left < sequence_bytes(cfg, shape):
-        raise torch.OutOfMemoryError(f"--vllm_memory {cfg.vllm_memory} has no room for a KV cache.")
+        missing = (sequence_bytes(cfg, shape) - left) / device.total
+        raise ValueError(f"--vllm_memory {cfg.vllm_memory} has no room for a KV cache: use at least "
+                         f"{cfg.vllm_memory + missing + 0.005:.2f}, or 0 for what the plan leaves")
     return int(min(left, sequences * sequence_bytes(cfg, shape)))
 
 
-def peak_bytes(cfg, shape):
+def checkpoint_bytes(cfg, shape):
+    """Bytes on disk of one checkpoint: all weights; per trained one, the fp32 weight and AdamW's two moments;
+    with ref_reset_every also the reference's weights."""
+    weights = shape.parameters * bytes_per_number(cfg)
+    return weights * (1 + bool(cfg.ref_reset_every)) + 12 * trained_parameters(cfg, shape)
+
+
+def peak_bytes(cfg, shape, gpu):
     """The most that any phase needs, with the least that vLLM can run in on a GPU."""
-    generate, reference, update = totals(step_bytes(cfg, shape))
-    if torch.cuda.is_available():
+    generate, reference, update = totals(step_bytes(cfg, shape, gpu))
+    if gpu:
         generate += shape.parameters * bytes_per_number(cfg) + VLLM_ACTIVATIONS
         generate += 2 * sequence_bytes(cfg, shape)
     return max(generate, reference, update)
 
 
-def largest_pack():
+def largest_pack(gpu):
     """Tokens above which a larger pack is no faster."""
-    return 32768 if torch.cuda.is_available() else 4096
+    return 32768 if gpu else 4096
 
 
-def candidates(cfg):
+def candidates(cfg, gpu):
     """Configs to try, in this order, where cfg leaves a choice: no offload before offload; for each of them,
     activations kept (if packs of 8192 tokens stay possible) before recomputed (if the longest sequence
     fits)."""
     longest = cfg.max_prompt + cfg.max_tokens
     offloads = [cfg.offload]
     if cfg.offload == "auto":
-        offloads = ["none", "optimizer"] if torch.cuda.is_available() else ["none"]
+        offloads = ["none", "optimizer"] if gpu else ["none"]
     for offload in offloads:
         for checkpointing, tokens in (("off", max(8192, longest)), ("on", longest)):
             if cfg.checkpointing in ("auto", checkpointing):
                 yield dataclasses.replace(cfg, offload=offload, checkpointing=checkpointing,
-                                          pack_tokens=cfg.pack_tokens or min(tokens, largest_pack()))
+                                          pack_tokens=cfg.pack_tokens or min(tokens, largest_pack(gpu)))
 
 
-def check_host_memory(cfg, shape):
-    """For --offload optimizer: raises ValueError if the compiler or the host memory for it is missing."""
-    need_compiler()
+def host_bytes(cfg, shape):
+    """Bytes of host memory that --offload optimizer needs."""
     # trained: fp32 weights, gradients, bf16 weights (pinned: up to twice their size) and AdamW's moments;
     # all: the reference, and vLLM's weights while it sleeps
-    needed = 24 * trained_parameters(cfg, shape) + 2 * bytes_per_number(cfg) * shape.parameters
-    available = psutil.virtual_memory().available
-    if needed > available:
-        raise ValueError(f"--offload optimizer needs about {needed / GIB:.0f} GiB of host memory, "
-                         f"{available / GIB:.0f} are free")
+    return 24 * trained_parameters(cfg, shape) + 2 * bytes_per_number(cfg) * shape.parameters
 
 
-def plan(cfg):
+def plan(cfg, device=None, shape=None):
     """Fills in pack_tokens, checkpointing, offload and vllm_memory where cfg leaves them open; prints the
     plan.
 
     Everything must fit into nine tenths of the device's memory, or of --memory_gb. Takes the first of
     candidates() that fits, then the largest packs that fit. While vLLM generates, it may use all the memory
-    that the trainer does not hold. Raises ValueError, with one line, when nothing fits.
+    that the trainer does not hold. Raises ValueError, with one line, when nothing fits. device, shape: those
+    of this process and of cfg.model, or other ones to see their plan.
     """
-    cuda = torch.cuda.is_available()
-    shape = ModelShape.of(cfg.model)
-    free, total = device_bytes()
-    budget = USABLE * min(free, cfg.memory_gb * GIB or free)
+    device, shape = device or Device.here(), shape or ModelShape.of(cfg.model)
+    budget = USABLE * min(device.free, cfg.memory_gb * GIB or device.free)
 
     def fits(c):
-        return peak_bytes(c, shape) <= budget
+        return peak_bytes(c, shape, device.gpu) <= budget
 
-    tried = list(candidates(cfg))
+    tried = list(candidates(cfg, device.gpu))
     best = next(filter(fits, tried), None)
     if best is None:
-        needed = peak_bytes(tried[-1], shape)
+        needed = peak_bytes(tried[-1], shape, device.gpu)
         raise ValueError(f"{cfg.model} needs about {needed / GIB:.1f} GiB at --max_tokens {cfg.max_tokens}, "
                          f"this run may use {budget / GIB:.1f} (nine tenths of the memory): "
-                         "try --lora_rank 32, --offload optimizer, shorter completions or a smaller model")
+                         f"try {' '.join(smaller(tried[-1], device.gpu))} or a smaller model")
     if best.offload == "optimizer":
-        check_host_memory(best, shape)
+        need_compiler()
+        needed = host_bytes(best, shape)
+        if needed > device.host:
+            raise ValueError(f"--offload optimizer needs about {needed / GIB:.0f} GiB of host memory, "
+                             f"{device.host / GIB:.0f} are free")
     if not cfg.pack_tokens:
-        sizes = range(largest_pack(), best.pack_tokens, -1024)
+        sizes = range(largest_pack(device.gpu), best.pack_tokens, -1024)
         best = next(filter(fits, (dataclasses.replace(best, pack_tokens=n) for n in sizes)), best)
-    if cuda and not cfg.vllm_memory:
-        left = budget - totals(step_bytes(best, shape)).generate
-        best = dataclasses.replace(best, vllm_memory=round(left / total, 3))
+    if device.gpu and not cfg.vllm_memory:
+        left = budget - totals(step_bytes(best, shape, device.gpu)).generate
+        best = dataclasses.replace(best, vllm_memory=round(left / device.total, 3))
+    kv_cache_bytes(best, device, shape)  # raises ValueError
 
-    parts = step_bytes(best, shape)
+    parts = step_bytes(best, shape, device.gpu)
     vllm = shape.parameters * bytes_per_number(cfg) + VLLM_ACTIVATIONS
-    if cuda:
-        vllm = best.vllm_memory * total
+    if device.gpu:
+        vllm = best.vllm_memory * device.total
     parts["vLLM: weights, KV cache"] = Phases(vllm, 0, 0)
-    dist.print_once(describe(best, shape, parts, budget / USABLE))
+    dist.print_once(describe(best, shape, parts, budget / USABLE, device.gpu))
     return best
 
 
-def describe(cfg, shape, parts, available):
+def describe(cfg, shape, parts, available, gpu):
     """The plan as text: the chosen flags, and a table of the parts in GiB per phase."""
     flags = f"--offload {cfg.offload} --checkpointing {cfg.checkpointing} --pack_tokens {cfg.pack_tokens}"
-    if torch.cuda.is_available():
+    if gpu:
         flags += f" --vllm_memory {cfg.vllm_memory}"
     model = f"{shape.parameters / 1e6:,.1f} M parameters in {cfg.dtype}"
     lines = [f"memory plan for {model} and {available / GIB:.1f} GiB: {flags}",
              f"  {'GiB per phase':24}" + "".join(f"{phase:>10}" for phase in Phases._fields)]
     for name, phases in {**parts, "total": totals(parts)}.items():
         lines.append(f"  {name:24}" + "".join(f"{size / GIB:10.2f}" for size in phases))
+    if cfg.offload == "optimizer":
+        lines.append(f"  host memory for --offload optimizer: {host_bytes(cfg, shape) / GIB:.0f} GiB")
     return "\n".join(lines)
 
 
@@ -240,25 +261,36 @@ def limit_device(cfg):
     a smaller GPU."""
     global _blocked
     if cfg.memory_gb and torch.cuda.is_available():
-        excess = max(0, int(device_bytes()[0] - cfg.memory_gb * GIB))
+        excess = max(0, int(Device.here().free - cfg.memory_gb * GIB))
         _blocked = torch.empty(excess, dtype=torch.uint8, device="cuda")
 
 
 def is_out_of_memory(error):
-    """Whether an exception means that the GPU is full. vLLM's wake_up raises a plain RuntimeError then."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+    """Whether an exception means that the device is full. vLLM's wake_up and PyTorch's CPU allocator raise a
+    plain RuntimeError then."""
+    full = ("out of memory", "allocate memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in full)
+
+
+def smaller(cfg, gpu):
+    """The flags that would make a run with cfg take less memory: a list of texts."""
+    longest = cfg.max_prompt + cfg.max_tokens
+    return [flag for helps, flag in (
+        (cfg.pack_tokens > longest, f"--pack_tokens {max(cfg.pack_tokens // 2, longest)}"),
+        (cfg.pack_tokens <= longest, f"--max_tokens {cfg.max_tokens // 2}"),  # one sequence is a whole pack
+        (cfg.checkpointing == "off", "--checkpointing on"),
+        (gpu and cfg.offload == "none", "--offload optimizer"),
+        (has_bf16_optimizer(cfg), "--zero_stage 2"),
+        (not cfg.lora_rank, "--lora_rank 32"),
+    ) if helps]
 
 
 def advice(error, cfg):
     """The message for an out-of-memory error: the error's first line, and which flags to change."""
-    flags = f"--pack_tokens {cfg.pack_tokens // 2}"
-    if cfg.checkpointing == "off":
-        flags += " --checkpointing on"
-    if cfg.offload == "none":
-        flags += " --offload optimizer"
-    flags += f" --vllm_memory {0.8 * cfg.vllm_memory:.2f}"
-    return (f"nano_rlvr: {str(error).splitlines()[0]} To use less memory: {flags}; "
-            "or plan for a smaller device: --memory_gb; or --lora_rank 32")
+    gpu = torch.cuda.is_available()
+    flags = smaller(cfg, gpu) + [f"--vllm_memory {0.8 * cfg.vllm_memory:.2f}"] * gpu
+    return (f"nano_rlvr: {str(error).splitlines()[0]} To use less memory: {' '.join(flags)}; "
+            "or plan for a smaller device: --memory_gb")
 
 
 def peak_gib():

@@ -11,7 +11,7 @@ import torch
 
 import nano_rlvr as nr
 from conftest import fixed_rollouts, make_config
-from runtime import engines, memory
+from runtime import engines, lora, memory
 from runtime.attention import packed_attention
 from runtime.flops import ModelShape
 
@@ -79,61 +79,54 @@ def simulated_peak(size, tokens, checkpointing):
 def test_planned_activations_are_those_of_the_code_within_a_fifth(size, tokens, checkpointing):
     cfg = dataclasses.replace(nr.Config(), dtype="bfloat16", pack_tokens=tokens, checkpointing=checkpointing,
                               max_prompt=64, max_tokens=64)
-    parts = memory.step_bytes(cfg, shape_of(SIZES[size]))
+    parts = memory.step_bytes(cfg, shape_of(SIZES[size]), gpu=False)
     planned = parts["activations kept"].update + parts["a layer or the head"].update
     measured = simulated_peak(SIZES[size], tokens, checkpointing)
     assert 0.95 * measured < planned < 1.2 * measured, (planned / 2**30, measured / 2**30)
 
 
-@pytest.fixture
-def card(monkeypatch):
-    """card(gib, **flags) -> the planned Config and its peak in GiB, for a simulated GPU."""
-    def plan(gib, size="1.5B", host=64, **changes):
-        shape = shape_of(SIZES[size])
-        available = SimpleNamespace(available=host * memory.GIB)
-        monkeypatch.setattr(ModelShape, "of", lambda model: shape)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib * memory.GIB, gib * memory.GIB))
-        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: available)
-        cfg = memory.plan(dataclasses.replace(nr.Config(), dtype="bfloat16", **changes))
-        parts = memory.step_bytes(cfg, shape)
-        generate, reference, update = (sum(sizes) / memory.GIB for sizes in zip(*parts.values()))
-        return cfg, max(generate + cfg.vllm_memory * gib, reference, update)
-    return plan
+def card(gib, size="1.5B", host=64, **changes):
+    """The planned Config and its peak in GiB, for a GPU of `gib` GiB with `host` GiB of host memory."""
+    shape = shape_of(SIZES[size])
+    device = memory.Device(True, gib * memory.GIB, gib * memory.GIB, host * memory.GIB)
+    cfg = memory.plan(dataclasses.replace(nr.Config(), dtype="bfloat16", **changes), device, shape)
+    parts = memory.step_bytes(cfg, shape, gpu=True)
+    generate, reference, update = (sum(sizes) / memory.GIB for sizes in zip(*parts.values()))
+    return cfg, max(generate + cfg.vllm_memory * gib, reference, update)
 
 
-def test_a_24_gib_card_trains_all_of_1_5b_with_3000_tokens_and_no_flags_in_22_gib(card):
+def test_a_24_gib_card_trains_all_of_1_5b_with_3000_tokens_and_no_flags_in_22_gib():
     cfg, peak = card(24)
     assert (cfg.offload, cfg.checkpointing, cfg.max_tokens) == ("optimizer", "on", 3000)
     assert cfg.pack_tokens >= 8192 and peak <= 22
 
 
 @pytest.mark.parametrize("gib, checkpointing", [(40, "on"), (80, "off")])
-def test_from_40_gib_everything_is_on_the_card(card, gib, checkpointing):
+def test_from_40_gib_everything_is_on_the_card(gib, checkpointing):
     cfg, peak = card(gib)
     assert (cfg.offload, cfg.checkpointing) == ("none", checkpointing)
     assert cfg.pack_tokens >= 8192 and peak <= 0.905 * gib
 
 
-def test_a_large_card_capped_is_planned_like_a_small_one(card):
+def test_a_large_card_capped_is_planned_like_a_small_one():
     small, capped = card(24)[0], card(140, memory_gb=24)[0]
     assert capped.vllm_memory * 140 == pytest.approx(small.vllm_memory * 24, rel=0.01)
     capped, small = (dataclasses.replace(cfg, vllm_memory=0, memory_gb=0) for cfg in (capped, small))
     assert capped == small
 
 
-def test_an_optimizer_that_host_memory_cannot_hold_is_refused_in_one_line(card):
+def test_an_optimizer_that_host_memory_cannot_hold_is_refused_in_one_line():
     with pytest.raises(ValueError, match="needs about .* GiB of host memory, 16 are free"):
         card(24, host=16)
 
 
-def test_what_the_user_gives_is_kept(card):
+def test_what_the_user_gives_is_kept():
     given = dict(pack_tokens=5000, checkpointing="on", offload="none", vllm_memory=0.3)
     cfg, _ = card(80, **given)
     assert {name: getattr(cfg, name) for name in given} == given
 
 
-def test_what_cannot_fit_is_refused_in_one_line_and_adapters_make_it_fit(card):
+def test_what_cannot_fit_is_refused_in_one_line_and_adapters_make_it_fit():
     with pytest.raises(ValueError, match="needs about .* GiB at --max_tokens 3000.*--lora_rank") as e:
         card(12)
     assert "\n" not in str(e.value)
@@ -157,12 +150,74 @@ def test_an_lm_head_that_is_more_than_a_matrix_is_refused(tmp_path):
         ModelShape.of(str(tmp_path))
 
 
-def test_out_of_memory_names_the_flags_to_change(monkeypatch):
+def test_a_share_for_vllm_without_room_for_its_cache_is_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match="--vllm_memory 0.1 has no room for a KV cache: use at least 0.2"):
+        card(24, vllm_memory=0.1)
+    least = 0.21
+    assert card(24, vllm_memory=least)[0].vllm_memory == least
+
+
+def test_a_checkpoint_is_as_large_as_its_tensors():
+    model = make(dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+                      num_key_value_heads=1, vocab_size=100))
+    shape = shape_of(model.config.to_dict())
+    weights = sum(p.nbytes for p in model.to(torch.bfloat16).parameters())
+    state = 3 * sum(p.float().nbytes for p in model.parameters())  # fp32 weights and AdamW's two moments
+    cfg = nr.Config(dtype="bfloat16")
+    assert memory.checkpoint_bytes(cfg, shape) == weights + state
+    assert memory.checkpoint_bytes(dataclasses.replace(cfg, ref_reset_every=5), shape) == 2 * weights + state
+    lora.add_adapters(model, 4)
+    state = 3 * sum(p.float().nbytes for p in model.parameters() if p.requires_grad)
+    cfg = dataclasses.replace(cfg, lora_rank=4)
+    assert memory.checkpoint_bytes(cfg, shape) == weights + state
+
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+LARGE = dict(pack_tokens=8192, checkpointing="off", offload="none", vllm_memory=0.5, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("gpu, changes, flags", [
+    (True, {}, "--pack_tokens 4096 --checkpointing on --offload optimizer --lora_rank 32 --vllm_memory 0.40"),
+    (False, {}, "--pack_tokens 4096 --checkpointing on --lora_rank 32"),
+    (True, dict(offload="optimizer", checkpointing="on", lora_rank=8),
+     "--pack_tokens 4096 --vllm_memory 0.40"),
+    (False, dict(pack_tokens=5000), "--pack_tokens 4024 --checkpointing on --lora_rank 32"),
+    (False, dict(pack_tokens=4024, checkpointing="on"), "--max_tokens 1500 --lora_rank 32"),
+    (False, dict(zero_stage=1, lora_rank=8, checkpointing="on"), "--pack_tokens 4096 --zero_stage 2"),
+])
+def test_advice_on_a_full_device_names_the_flags_that_help_this_run_and_no_others(monkeypatch, gpu, changes,
+                                                                                  flags):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    text = memory.advice(FULL, nr.Config(**LARGE | changes))
+    assert f"Tried to allocate 2.00 GiB. To use less memory: {flags}; or plan" in text
+    assert "\n" not in text
+
+
+def test_each_flag_of_the_advice_makes_the_plan_smaller():
+    cfg = nr.Config(**LARGE | dict(zero_stage=1))
+    shape = shape_of(SIZES["1.5B"])
+
+    def total(cfg):
+        return sum(map(sum, memory.step_bytes(cfg, shape, gpu=True).values()))
+
+    for flag in memory.smaller(cfg, gpu=True):
+        name, value = flag.removeprefix("--").split()
+        value = type(getattr(cfg, name))(value)
+        assert total(dataclasses.replace(cfg, **{name: value})) < 0.99 * total(cfg), flag
+
+
+def test_a_full_host_memory_is_out_of_memory_too():
+    with pytest.raises(RuntimeError) as e:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert memory.is_out_of_memory(e.value)
+    assert not memory.is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_out_of_memory_ends_a_run_in_one_line_with_the_flags_to_change(monkeypatch, tmp_path):
     def full(cfg):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+        raise FULL
     monkeypatch.setattr(nr, "make_llm", full)
     with pytest.raises(SystemExit) as e:
-        nr.main(["--steps", "1", "--pack_tokens", "4096", "--checkpointing", "off"])
-    flags = "--pack_tokens 2048 --checkpointing on --offload optimizer"
-    assert f"Tried to allocate 2.00 GiB. To use less memory: {flags}" in str(e.value)
+        nr.main(["--steps", "1", "--pack_tokens", "4096", "--checkpointing", "off", "--out", str(tmp_path)])
+    assert "To use less memory: --pack_tokens 2048 --checkpointing on --lora_rank 32;" in str(e.value)
     assert "\n" not in str(e.value)
