@@ -55,6 +55,8 @@ class Log:
         if dist.rank() > 0:
             return
         from tqdm import tqdm
+        curve.pyplot()  # both raise ValueError now and not at the end of the run
+        curve.check_wandb(cfg.wandb)
         self.folder.mkdir(parents=True, exist_ok=True)
         config = dataclasses.asdict(cfg)
         start = {"command": " ".join(sys.argv), "world": dist.world_size(), **provenance()}

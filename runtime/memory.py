@@ -116,12 +116,6 @@ def step_bytes(cfg, shape, gpu):
     }
 
 
-def checkpoint_bytes(cfg, shape):
-    """Bytes of a checkpoint on the disk: weights, fp32 weights, two moments; the reference if it changes."""
-    weights = shape.parameters * bytes_per_number(cfg)
-    return weights * (2 if cfg.ref_reset_every else 1) + 12 * trained_parameters(cfg, shape)
-
-
 def totals(parts):
     """Sum of the parts of step_bytes, per phase."""
     return Phases(*map(sum, zip(*parts.values())))

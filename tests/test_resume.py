@@ -405,7 +405,8 @@ def test_a_second_signal_ends_the_run_at_once():
 
 def test_a_rank_gets_sigterm_when_torchrun_is_killed():
     code = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {LOOP!r}, 'rollout', '0'])"
-    launcher = subprocess.Popen([sys.executable, "-c", code], **PIPES | dict(env=ENV | {"TORCHELASTIC_RUN_ID": "x"}))
+    env = ENV | {"TORCHELASTIC_RUN_ID": "x"}
+    launcher = subprocess.Popen([sys.executable, "-c", code], **PIPES | {"env": env})
     assert launcher.stdout.readline() == "ready\n"
     launcher.kill()
     output = launcher.stdout.read()  # until the rank, which has the same pipe, has ended
