@@ -12,7 +12,17 @@ import data
 import nano_rlvr as nr
 import rewards
 from conftest import (
-    ENV, EPS, EXACT, ROOT, close, fixed_rollouts, float64, make_checkpoints, make_config, within)
+    ENV,
+    EPS,
+    EXACT,
+    ROOT,
+    close,
+    fixed_rollouts,
+    float64,
+    make_checkpoints,
+    make_config,
+    within,
+)
 from runtime import checkpoint, engines, preflight
 from runtime.checkpoint import Checkpoints
 from runtime.log import Log
