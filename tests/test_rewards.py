@@ -158,6 +158,18 @@ def test_verifier_counts_the_gold_answers_that_cannot_be_read():
                     f"reward math: 2 of 7 answers {end} '\\\\frac{{1}}'"]
 
 
+def test_gold_answers_of_which_none_can_be_read_end_the_start():
+    with rewards.Verifier("format,gsm8k") as verify:
+        with pytest.raises(ValueError, match=r"^reward gsm8k: none of 3 answers can be read.* '\{\}'$"):
+            verify.count_unreadable([{"answer": "{}"}] * 3)
+
+
+def test_a_row_that_lacks_a_column_gets_the_default_of_each():
+    def judged(text, wanted, factor=2.0):
+        return None if wanted is None else factor * (text == wanted)
+    assert rewards.each(judged)(["a"] * 3, ["a", "a", None], [None, 3.0, 3.0]) == [2.0, 3.0, None]
+
+
 @pytest.fixture
 def half_a_second(monkeypatch):
     monkeypatch.setattr(latex, "SECONDS", 0.5)
@@ -312,17 +324,26 @@ def judge(tmp_path):
             time.sleep(endpoint.delay)
             choices = [{"message": {"content": endpoint.says}}]
             body = endpoint.body or json.dumps({"choices": choices}).encode()
-            self.send_response(endpoint.status)
+            self.send_response(endpoint.statuses.pop(0) if endpoint.statuses else endpoint.status)
             self.end_headers()
             self.wfile.write(body)
+
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            models = [{"id": "m"}, {"id": "other"}] if self.path == "/v1/models" else []
+            self.wfile.write(json.dumps({"data": models}).encode())
 
         def log_message(self, *_):
             return None
 
+    class Server(http.server.ThreadingHTTPServer):
+        request_queue_size = 256
+
     asked = []
-    endpoint = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    endpoint = Server(("127.0.0.1", 0), Endpoint)
     endpoint.says, endpoint.asked = "Good.\nSCORE: 7", asked
-    endpoint.delay, endpoint.status, endpoint.body = 0, 200, b""
+    endpoint.delay, endpoint.status, endpoint.statuses, endpoint.body = 0, 200, [], b""
     endpoint.settings = {"judge_url": f"http://127.0.0.1:{endpoint.server_port}/v1", "judge_model": "m",
                          "judge_cache": str(tmp_path / "a/judge.sqlite")}
     endpoint.judge = lambda text, **more: rewards.judge_reward(
@@ -339,7 +360,7 @@ def test_the_judge_is_asked_once_and_its_score_is_cached(judge):
     assert len(judge.asked) == 2 and judge.asked[0]["temperature"] == 0 and judge.asked[0]["model"] == "m"
     with rewards.Verifier("judge", **judge.settings) as verify:  # also from a worker process
         assert verify(["Because.", "<think>hm</think>Because."], question=["Why?"] * 2)[0] == [0.7, 0.7]
-    assert len(judge.asked) == 2
+    assert len(judge.asked) == 3  # and once at the start
 
 
 def test_a_judge_that_fails_or_replies_without_a_valid_score_gives_none(judge):
@@ -349,7 +370,7 @@ def test_a_judge_that_fails_or_replies_without_a_valid_score_gives_none(judge):
     judge.body = b"\xff not json"
     assert judge.judge("x") is None
     judge.status = 500
-    assert judge.judge("x") is None
+    assert judge.judge("x", timeout=1.0) is None
     judge.settings["judge_url"] = "http://127.0.0.1:9/v1"
     assert judge.judge("x") is None
 
@@ -357,6 +378,81 @@ def test_a_judge_that_fails_or_replies_without_a_valid_score_gives_none(judge):
 def test_a_slow_judge_gives_none_within_the_time_limit(judge):
     judge.delay = 30
     assert judge.judge("x", timeout=1.0) is None  # after 30 s there would be a verdict
+
+
+def test_a_hanging_judge_costs_one_limit_whatever_the_cores_and_counts_as_timed_out(judge, capfd):
+    with rewards.Verifier("judge,format", timeout=2.0, workers=1, **judge.settings) as verify:
+        judge.delay = 60
+        values, parts, metrics = verify([f"x{i}" for i in range(64)], question=["Why?"] * 64)
+        assert len(judge.asked) == 1 + 64  # all at the same time, before the first limit was over
+        assert values == parts["judge"] == [None] * 64 and parts["format"] == [0.0] * 64
+        assert metrics == {"reward/timeouts": 64.0, "reward/crashes": 0.0}
+        judge.delay = 0
+        assert verify(["y"], question=["Why?"])[0] == [0.7]
+    assert "crashed" not in capfd.readouterr().err
+
+
+def test_a_busy_judge_is_asked_again_within_the_limit(judge):
+    with rewards.Verifier("judge", **judge.settings) as verify:
+        judge.statuses = [429, 503, 500]
+        values, _, metrics = verify(["x"], question=["Why?"])
+    assert values == [0.7] and not any(metrics.values()) and len(judge.asked) == 1 + 4
+
+
+@pytest.mark.parametrize("status, error, asked", [(500, "HTTP Error 500", None), (400, "HTTP Error 400", 2)])
+def test_a_judge_that_fails_in_a_run_is_a_crash_with_its_reason(judge, capfd, status, error, asked):
+    with rewards.Verifier("format,judge", timeout=1.5, **judge.settings) as verify:
+        judge.status = status
+        values, _, metrics = verify(["x", "y"], question=["Why?"] * 2)
+    # not the other reward alone, which would train on something else
+    assert values == [None, None] and metrics == {"reward/timeouts": 0.0, "reward/crashes": 2.0}
+    assert error in verify.crashes["judge"] and capfd.readouterr().err.count("crashed") == 1
+    assert len(judge.asked) == 1 + asked if asked else len(judge.asked) >= 1 + 2 * 2
+
+
+def test_scores_from_many_processes_are_all_in_the_cache(judge):
+    texts = [f"text {i}" for i in range(150)]
+    with rewards.Verifier("judge", timeout=30, **judge.settings) as verify:
+        for _ in range(2):
+            assert verify(texts, question=["Why?"] * 150)[0] == [0.7] * 150
+    assert len(judge.asked) == 1 + 150
+
+
+@pytest.mark.parametrize("faults, says", [
+    ({"judge_url": "http://127.0.0.1:9/v1"}, r"http://127.0.0.1:9/v1: Connection refused; start the judge"),
+    ({"judge_url": "http://no-such-host.invalid/v1"}, "no-such-host.invalid/v1: .*; start the judge"),
+    ({"judge_url": "localhost:8000/v1"}, "must look like http"), ({"judge_url": ""}, "needs --judge_url"),
+    ({"judge_url": "http://me:secret@localhost:8000/v1"}, "must look like .* OPENAI_API_KEY"),
+    ({"judge_url": "http://localhost:port/v1"}, "nonnumeric port"),
+    ({"judge_model": ""}, "needs --judge_model; http://127.0.0.1:[0-9]+/v1 has m, other$"),
+    ({"judge_model": "", "judge_url": "http://127.0.0.1:9/v1"}, "needs --judge_model$"),
+    ({"status": 401}, "/v1: HTTP 401 Unauthorized .*; set OPENAI_API_KEY$"),
+    ({"status": 404}, "/v1: HTTP 404 Not Found .*; .*/v1 has m, other$"),
+    ({"status": 500, "body": b"two\nlines"}, "HTTP 500 Internal Server Error two lines$"),
+    ({"delay": 60}, "no reply in time; .* --reward_timeout$"),
+    ({"body": b"\xff junk"}, "not the reply of an OpenAI-compatible endpoint"),
+    ({"body": b"{}"}, r"not the reply .*\(KeyError: 'choices'\); its address usually ends with /v1"),
+    ({"says": "Is\nright"}, r"--judge_model m ends its reply with 'Is\\nright' and not with 'SCORE: n'"),
+    ({"judge_cache": "/dev/null/x"}, "cache of the judge's scores cannot be opened: .*/dev/null"),
+    ({"judge_cache": __file__}, "cache of the judge's scores cannot be opened: file is not a database"),
+])
+def test_a_judge_that_cannot_work_ends_in_one_line_at_the_start(judge, monkeypatch, faults, says):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-sentinel\nsk-sentinel")
+    for name, value in faults.items():
+        if name in judge.settings:
+            judge.settings[name] = value
+        else:
+            setattr(judge, name, value)
+    with pytest.raises(ValueError, match=says) as caught:
+        rewards.judge.check(timeout=1.0, **judge.settings)
+    assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
+    assert "sentinel" not in str(caught.value)
+
+
+def test_a_verifier_with_a_dead_judge_does_not_start(judge):
+    judge.settings["judge_url"] = "http://127.0.0.1:9/v1"
+    with pytest.raises(ValueError, match="^--judge_url http://127.0.0.1:9/v1: Connection refused; start"):
+        rewards.Verifier("format,judge", **judge.settings)
 
 
 def test_only_the_judges_last_line_counts_and_the_completion_cannot_forge_its_fence(judge):
@@ -487,7 +583,7 @@ def test_random_is_a_fair_coin_that_ignores_the_answer_and_is_reproducible():
     ("gsm8k:inf", "must be finite"), ("gsm8k,gsm8k:2", "named twice"),
     ("nowhere.py:f", "'nowhere.py' does not exist"), ("no_such_module:f", "No module named"),
     ("math_verify:no_such_function", "no_such_function"),
-    ("json:f:g:1", "is not a weight"), ("sys:path", "is not a function"),
+    ("json:f:g:1", "is not a weight"), ("sys:path", "is not a function"), ("my.py", "unknown reward 'my.py'"),
 ])
 def test_a_bad_spec_raises_a_one_line_error(spec, says):
     with pytest.raises(ValueError) as caught:
