@@ -741,6 +741,8 @@ def main(argv=None):
                 allow_unsafe_code=cfg.allow_unsafe_code, random_seed=cfg.seed, max_tokens=cfg.max_tokens,
                 overlong_buffer=int(cfg.overlong_buffer * cfg.max_tokens) or None,
                 judge_url=cfg.judge_url, judge_model=cfg.judge_model)
+            verifier.check_columns(train_set, cfg.data or cfg.task)
+            verifier.check_columns(eval_set, cfg.eval_data or cfg.data or cfg.task)
             verifier.count_unreadable(train_set, dist.print_once)
             cfg = claim_folder(cfg)
             log = Log(cfg, tokenizer)

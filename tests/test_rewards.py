@@ -158,6 +158,18 @@ def test_verifier_counts_the_gold_answers_that_cannot_be_read():
                     f"reward math: 2 of 7 answers {end} '\\\\frac{{1}}'"]
 
 
+def test_a_column_that_a_reward_needs_and_no_row_has_is_named(tmp_path):
+    (tmp_path / "my.py").write_text("def mine(completions, prompts, gold, timeout, why=None, **_): return []")
+    with rewards.Verifier(f"code,overlong,length_kimi,{tmp_path}/my.py:mine", max_tokens=9,
+                          allow_unsafe_code=True) as verify:
+        assert verify.needed == {"code": {"tests"}, "overlong": {"completion_ids"},
+                                 "length_kimi": {"prompts"}, "mine": {"prompts", "gold"}}
+        with pytest.raises(ValueError, match="^reward code: it reads the column 'tests', which x.jsonl does "
+                                             r"not have \(it has question, gold\)$"):
+            verify.check_columns([{"question": "q"}, {"gold": 1}], "x.jsonl")
+        verify.check_columns([{"question": "q"}, {"gold": 1, "tests": []}], "x.jsonl")
+
+
 def test_gold_answers_of_which_none_can_be_read_end_the_start():
     with rewards.Verifier("format,gsm8k") as verify:
         with pytest.raises(ValueError, match=r"^reward gsm8k: none of 3 answers can be read.* '\{\}'$"):
@@ -411,11 +423,11 @@ def test_a_judge_that_fails_in_a_run_is_a_crash_with_its_reason(judge, capfd, st
 
 
 def test_scores_from_many_processes_are_all_in_the_cache(judge):
-    texts = [f"text {i}" for i in range(150)]
+    texts = [f"text {i}" for i in range(100)]
     with rewards.Verifier("judge", timeout=30, **judge.settings) as verify:
         for _ in range(2):
-            assert verify(texts, question=["Why?"] * 150)[0] == [0.7] * 150
-    assert len(judge.asked) == 1 + 150
+            assert verify(texts, question=["Why?"] * 100)[0] == [0.7] * 100
+    assert len(judge.asked) == 1 + 100
 
 
 @pytest.mark.parametrize("faults, says", [
@@ -433,8 +445,8 @@ def test_scores_from_many_processes_are_all_in_the_cache(judge):
     ({"body": b"\xff junk"}, "not the reply of an OpenAI-compatible endpoint"),
     ({"body": b"{}"}, r"not the reply .*\(KeyError: 'choices'\); its address usually ends with /v1"),
     ({"says": "Is\nright"}, r"--judge_model m ends its reply with 'Is\\nright' and not with 'SCORE: n'"),
-    ({"judge_cache": "/dev/null/x"}, "cache of the judge's scores cannot be opened: .*/dev/null"),
-    ({"judge_cache": __file__}, "cache of the judge's scores cannot be opened: file is not a database"),
+    ({"judge_cache": "/dev/null/x"}, "the judge's cache /dev/null/x cannot be read: "),
+    ({"judge_cache": __file__}, "the judge's cache .*test_rewards.py cannot be read: file is not a database"),
 ])
 def test_a_judge_that_cannot_work_ends_in_one_line_at_the_start(judge, monkeypatch, faults, says):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-sentinel\nsk-sentinel")

@@ -69,7 +69,7 @@ def check(judge_url=None, judge_model=None, judge_cache=None, timeout=5.0, **_):
         with _open(judge_cache) as db:
             db.execute("select score from verdicts where key = ''")
     except (sqlite3.Error, OSError) as e:
-        raise ValueError(f"the cache of the judge's scores cannot be opened: {e}") from None
+        raise ValueError(f"the judge's cache {_path(judge_cache)} cannot be read: {e}") from None
     if not judge_model:
         raise ValueError(f"--rewards judge needs --judge_model{_known_models(judge_url)}")
     prompt = PROMPT.format(fence="=" * 20, question="2 + 2 = ?", text="4", rubric="Be right.", reference="")
@@ -138,11 +138,15 @@ def _score(reply):
     return int(found[-1]) / 10 if found and int(found[-1]) <= 10 else None
 
 
+def _path(cache):
+    return Path(cache or "~/.cache/nano_rlvr/judge.sqlite").expanduser()
+
+
 @contextlib.contextmanager
 def _open(cache):
-    cache = Path(cache or "~/.cache/nano_rlvr/judge.sqlite").expanduser()
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(sqlite3.connect(cache, timeout=10, isolation_level=None)) as db:
+    _path(cache).parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(sqlite3.connect(_path(cache), timeout=10, isolation_level=None)) as db:
+        db.execute("pragma synchronous = off")  # with fsync the processes wait for each other, past the limit
         db.execute("create table if not exists verdicts (key primary key, score)")
         yield db
 

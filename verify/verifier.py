@@ -13,6 +13,7 @@ from verify.pool import Pool
 
 WAITING = 64  # calls of functions that wait for a network, at a time
 ATTRIBUTES = ("whole_batch", "waits", "reads_gold")
+ADDED_COLUMNS = {"prompts", "step", "completion_ids", "index", "correct"}  # by the trainer and by Verifier
 
 
 class Verifier:
@@ -28,9 +29,9 @@ class Verifier:
 
     The first crash of each function is printed to stderr; its last line is in the dict `crashes`. A column
     that is a list holds one value per completion. Any other column and the settings (max_tokens, judge_url,
-    ...) reach every call unchanged. A call gets one completion; it may take `timeout` seconds and memory_mb of memory. One that raises
-    TimeoutError counts as timed out. Two columns are added: index (position in the batch) and, for
-    whole_batch functions, correct (the first part that is not one of them).
+    ...) reach every call unchanged. A call gets one completion; it may take `timeout` seconds and memory_mb
+    of memory. One that raises TimeoutError counts as timed out. Two columns are added: index (position in the
+    batch) and, for whole_batch functions, correct (the first part that is not one of them).
 
     A reward function may have these attributes:
 
@@ -57,9 +58,10 @@ class Verifier:
             return Pool("verify.verifier:_make_handler", args, workers, timeout, memory_mb << 20)
 
         self.pool = start(workers, check=True)
-        self.weights = {name: weight for name, weight, _ in self.pool.about}
+        self.weights = {name: weight for name, weight, *_ in self.pool.about}
+        self.needed = {name: columns - settings.keys() for name, _, columns, _ in self.pool.about}
         self.batch_names, waiting, self.gold_names = (
-            [name for name, _, attributes in self.pool.about if attributes[key]] for key in ATTRIBUTES)
+            [name for name, *_, attributes in self.pool.about if attributes[key]] for key in ATTRIBUTES)
         self.names = [name for name in self.weights if name not in self.batch_names]
         waiting = [name for name in self.names if name in waiting]
         self.pools = [(self.pool, [name for name in self.names if name not in waiting])]
@@ -93,8 +95,18 @@ class Verifier:
         collect = functools.partial(self._collect, jobs, completions, columns)
         return SimpleNamespace(result=functools.cache(collect))
 
+    def check_columns(self, examples, source):
+        """Raises ValueError if a reward function needs a column that none of `examples` (dicts) has. `source`
+        is their name."""
+        columns = dict.fromkeys(key for example in examples for key in example)  # in their order
+        for name, needed in self.needed.items():
+            for column in sorted(needed - columns.keys() - ADDED_COLUMNS):
+                raise ValueError(f"reward {name}: it reads the column '{column}', which {source} does not "
+                                 f"have (it has {', '.join(map(str, columns))})")
+
     def count_unreadable(self, examples, notify=print, at_most=256):
-        """Call notify(text) for each reward that cannot read some gold answers of `examples` (dicts).
+        """Call notify(text) for each reward that cannot read some gold answers of `examples` (dicts). Raises
+        ValueError if it can read none.
 
         Each reward judges an empty completion of every example; of more than `at_most`, of an even sample.
         """
@@ -103,6 +115,9 @@ class Verifier:
         for name in self.gold_names:
             results = self.pool.submit([([name], [""], row) for row in rows], 1).result()
             bad = [example for example, (result,) in zip(sample, results) if result != [0.0]]
+            if bad and len(bad) == len(sample):
+                raise ValueError(f"reward {name}: none of {len(bad)} answers can be read; choose another "
+                                 f"reward or --answer_key; one is {str(bad[0].get('answer'))[:200]!r}")
             if bad:
                 of = f" (an even sample of {len(examples)})" if len(sample) < len(examples) else ""
                 notify(f"reward {name}: {len(bad)} of {len(sample)} answers cannot be read{of}, and their "
@@ -172,9 +187,28 @@ def _make_handler(parser, spec, settings, check):
         for name in names:
             yield _call(functions[name], completions, settings | columns)
 
-    handle.about = [(name, weight, {key: getattr(function, key, False) for key in ATTRIBUTES})
+    handle.about = [(name, weight, _needed_columns(name, function),
+                     {key: getattr(function, key, False) for key in ATTRIBUTES})
                     for name, weight, function in parts]
     return handle
+
+
+def _needed_columns(name, function):
+    """The columns without which a reward function fails: parameters without a default.
+
+    Raises ValueError if it cannot be called with `completions`.
+    """
+    try:
+        called = inspect.signature(function, follow_wrapped=False).parameters.values()
+        read = list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):  # some functions written in C
+        called = read = []
+    if not any(p.name == "completions" or p.kind is p.VAR_KEYWORD for p in called):
+        raise ValueError(f"reward {name}: it is no reward function, which is f(completions, **columns)")
+    if hasattr(function, "__wrapped__"):  # @each: the first parameter is the text of a completion
+        read = read[1:]
+    return {p.name for p in read if p.default is p.empty and p.name != "completions"
+            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
 
 
 def _call(function, completions, columns):
