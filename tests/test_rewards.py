@@ -396,7 +396,7 @@ def test_a_hanging_judge_costs_one_limit_whatever_the_cores_and_counts_as_timed_
     with rewards.Verifier("judge,format", timeout=2.0, workers=1, **judge.settings) as verify:
         judge.delay = 60
         values, parts, metrics = verify([f"x{i}" for i in range(64)], question=["Why?"] * 64)
-        assert len(judge.asked) == 1 + 64  # all at the same time, before the first limit was over
+        assert len(judge.asked) > 1 + 40  # at the same time: a pool of one worker has at most 33 calls
         assert values == parts["judge"] == [None] * 64 and parts["format"] == [0.0] * 64
         assert metrics == {"reward/timeouts": 64.0, "reward/crashes": 0.0}
         judge.delay = 0
@@ -405,7 +405,7 @@ def test_a_hanging_judge_costs_one_limit_whatever_the_cores_and_counts_as_timed_
 
 
 def test_a_busy_judge_is_asked_again_within_the_limit(judge):
-    with rewards.Verifier("judge", **judge.settings) as verify:
+    with rewards.Verifier("judge", timeout=30, **judge.settings) as verify:
         judge.statuses = [429, 503, 500]
         values, _, metrics = verify(["x"], question=["Why?"])
     assert values == [0.7] and not any(metrics.values()) and len(judge.asked) == 1 + 4
