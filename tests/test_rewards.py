@@ -166,7 +166,7 @@ def test_a_column_that_a_reward_needs_and_no_row_has_is_named(tmp_path):
                                  "length_kimi": {"prompts"}, "mine": {"prompts", "gold"}}
         with pytest.raises(ValueError, match="^reward code: it reads the column 'tests', which x.jsonl does "
                                              r"not have \(it has question, gold\)$"):
-            verify.check_columns([{"question": "q"}, {"gold": 1}], "x.jsonl")
+            verify.check_columns([{"question": "q", "prompt_ids": [1]}, {"gold": 1}], "x.jsonl")
         verify.check_columns([{"question": "q"}, {"gold": 1, "tests": []}], "x.jsonl")
 
 
@@ -435,6 +435,7 @@ def test_scores_from_many_processes_are_all_in_the_cache(judge):
     ({"judge_url": "http://no-such-host.invalid/v1"}, "no-such-host.invalid/v1: .*; start the judge"),
     ({"judge_url": "localhost:8000/v1"}, "must look like http"), ({"judge_url": ""}, "needs --judge_url"),
     ({"judge_url": "http://me:secret@localhost:8000/v1"}, "must look like .* OPENAI_API_KEY"),
+    ({"judge_url": "http://localhost:8000/v1?key=secret"}, "must look like .* OPENAI_API_KEY"),
     ({"judge_url": "http://localhost:port/v1"}, "nonnumeric port"),
     ({"judge_model": ""}, "needs --judge_model; http://127.0.0.1:[0-9]+/v1 has m, other$"),
     ({"judge_model": "", "judge_url": "http://127.0.0.1:9/v1"}, "needs --judge_model$"),

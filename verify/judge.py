@@ -62,9 +62,9 @@ def check(judge_url=None, judge_model=None, judge_cache=None, timeout=5.0, **_):
     if not judge_url:
         raise ValueError("--rewards judge needs --judge_url, an OpenAI-compatible endpoint")
     parts = urlsplit(judge_url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-        raise ValueError("--judge_url must look like http://localhost:8000/v1, without user and password "
-                         "(a key is read from OPENAI_API_KEY)")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+        raise ValueError("--judge_url must look like http://localhost:8000/v1, without password or query (a "
+                         "key is read from OPENAI_API_KEY)")
     try:
         with _open(judge_cache) as db:
             db.execute("select score from verdicts where key = ''")

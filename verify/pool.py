@@ -173,7 +173,7 @@ class Pool:
             while True:
                 result = worker.conn.recv()
                 now, task = time.monotonic(), worker.tasks[0]
-                if worker.slow and result != Pool.TIMEOUT and worker.started in task.job.slow_starts:
+                if worker.slow and worker.started in task.job.slow_starts:
                     task.job.slow_starts.remove(worker.started)  # slow, but it did not hang
                 self.mean_seconds += (now - worker.started - self.mean_seconds) / 20
                 worker.started = now

@@ -99,6 +99,7 @@ class Verifier:
         """Raises ValueError if a reward function needs a column that none of `examples` (dicts) has. `source`
         is their name."""
         columns = dict.fromkeys(key for example in examples for key in example)  # in their order
+        columns.pop("prompt_ids", None)  # the trainer's
         for name, needed in self.needed.items():
             for column in sorted(needed - columns.keys() - ADDED_COLUMNS):
                 raise ValueError(f"reward {name}: it reads the column '{column}', which {source} does not "
