@@ -361,6 +361,20 @@ def test_a_reward_file_that_cannot_be_used_ends_in_one_line_at_the_start(tmp_pat
     assert gone(descendants([os.getpid()]) - before)
 
 
+@pytest.mark.parametrize("last", ["def f(completions): return [1.0]", "raise RuntimeError('no')"])
+def test_a_thread_that_a_reward_file_starts_holds_nothing_up(tmp_path, last):
+    (tmp_path / "my.py").write_text(
+        f"import threading, time\nthreading.Thread(target=time.sleep, args=[600]).start()\n{last}")
+    if "raise" in last:
+        with pytest.raises(ValueError, match=r"RuntimeError: no \(line 3\)"):
+            rewards.Verifier(f"{tmp_path}/my.py:f")
+    else:
+        verify = rewards.Verifier(f"{tmp_path}/my.py:f", workers=1)
+        assert verify(["x"])[0] == [1.0]
+        verify.close()
+        assert verify.pool.fork_server.returncode == 0
+
+
 def test_the_trainer_does_not_import_a_users_file(tmp_path):
     (tmp_path / "my_own_file.py").write_text(
         "import os\nprint('a line')\nhere = os.getpid()\ndef f(completions): return [float(here)]")

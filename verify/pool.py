@@ -245,7 +245,8 @@ class Pool:
     def _start_fork_server(self):
         root = str(Path(__file__).resolve().parents[1])
         self.control, theirs = socket.socketpair()
-        code = f"import sys; sys.path.insert(0, {root!r}); from verify import pool; pool._serve()"
+        code = (f"import os, sys; sys.path.insert(0, {root!r}); from verify import pool; pool._serve(); "
+                "sys.stdout.flush(); os._exit(0)")  # does not wait for threads of a user's file
         # One thread each and no GPU, whatever a user's reward function imports. A session of its own: Ctrl-C
         # reaches only the trainer, which then closes the pool, or exits, which the fork server reads as end
         # of file.
