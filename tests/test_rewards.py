@@ -333,7 +333,7 @@ def judge(tmp_path):
     class Endpoint(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            time.sleep(endpoint.delay)
+            endpoint.wait()
             choices = [{"message": {"content": endpoint.says}}]
             body = endpoint.body or json.dumps({"choices": choices}).encode()
             self.send_response(endpoint.statuses.pop(0) if endpoint.statuses else endpoint.status)
@@ -355,6 +355,7 @@ def judge(tmp_path):
     asked = []
     endpoint = Server(("127.0.0.1", 0), Endpoint)
     endpoint.says, endpoint.asked = "Good.\nSCORE: 7", asked
+    endpoint.wait = lambda: time.sleep(endpoint.delay)
     endpoint.delay, endpoint.status, endpoint.statuses, endpoint.body = 0, 200, [], b""
     endpoint.settings = {"judge_url": f"http://127.0.0.1:{endpoint.server_port}/v1", "judge_model": "m",
                          "judge_cache": str(tmp_path / "a/judge.sqlite")}
@@ -392,15 +393,20 @@ def test_a_slow_judge_gives_none_within_the_time_limit(judge):
     assert judge.judge("x", timeout=1.0) is None  # after 30 s there would be a verdict
 
 
-def test_a_hanging_judge_costs_one_limit_whatever_the_cores_and_counts_as_timed_out(judge, capfd):
+def test_a_judge_has_50_requests_at_the_same_time_whatever_the_cores(judge):
+    with rewards.Verifier("judge", timeout=20, workers=1, **judge.settings) as verify:
+        judge.wait = threading.Barrier(50).wait  # no reply before 50 have asked
+        assert verify([f"x{i}" for i in range(50)], question=["Why?"] * 50)[0] == [0.7] * 50
+
+
+def test_a_hanging_judge_counts_as_timed_out(judge, capfd):
     with rewards.Verifier("judge,format", timeout=2.0, workers=1, **judge.settings) as verify:
         judge.delay = 60
-        values, parts, metrics = verify([f"x{i}" for i in range(64)], question=["Why?"] * 64)
-        assert len(judge.asked) > 1 + 40  # at the same time: a pool of one worker has at most 33 calls
-        assert values == parts["judge"] == [None] * 64 and parts["format"] == [0.0] * 64
-        assert metrics == {"reward/timeouts": 64.0, "reward/crashes": 0.0}
+        values, parts, metrics = verify([f"x{i}" for i in range(16)], question=["Why?"] * 16)
+        assert values == parts["judge"] == [None] * 16 and parts["format"] == [0.0] * 16
+        assert metrics == {"reward/timeouts": 16.0, "reward/crashes": 0.0}
         judge.delay = 0
-        assert verify(["y"], question=["Why?"])[0] == [0.7]
+        assert verify(["y"], question=["Why?"])[1]["judge"] == [0.7]
     assert "crashed" not in capfd.readouterr().err
 
 
