@@ -349,7 +349,7 @@ def test_ctrl_c_prints_one_traceback_not_one_per_worker(my):
     ("while True: pass", "not ready after 1 s: does a reward file loop"),
     ("import time\nwhile True:\n    try: time.sleep(9)\n    except BaseException: pass", "not ready"),
     ("def f(completions): return []\ndef warm(): return 1 / 0\nf.warm = warm", "^ZeroDivisionError"),
-    ("def f(completions): return []\ndef check(**_): raise ValueError('no')\nf.check = check", "^no$"),
+    ("def f(completions): return []\ndef check(**_): raise ValueError('n\\no')\nf.check = check", "^n o$"),
 ])
 def test_a_reward_file_that_cannot_be_used_ends_in_one_line_at_the_start(tmp_path, monkeypatch, source, says):
     (tmp_path / "my.py").write_text(source)

@@ -395,7 +395,7 @@ def test_a_slow_judge_gives_none_within_the_time_limit(judge):
 
 def test_a_judge_has_50_requests_at_the_same_time_whatever_the_cores(judge):
     with rewards.Verifier("judge", timeout=20, workers=1, **judge.settings) as verify:
-        judge.wait = threading.Barrier(50).wait  # no reply before 50 have asked
+        judge.wait = threading.Barrier(50, timeout=12).wait  # no reply before 50 have asked
         assert verify([f"x{i}" for i in range(50)], question=["Why?"] * 50)[0] == [0.7] * 50
 
 
