@@ -15,7 +15,6 @@ import random
 import zlib
 from pathlib import Path
 
-import rewards
 from runtime import preflight
 from runtime.flops import empty_model
 
@@ -222,7 +221,8 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
             break
     if not examples:
         raise ValueError(f"{source}: no examples in it")
-    return examples
+    columns = dict.fromkeys(key for example in examples for key in example)  # in their order
+    return [dict.fromkeys(columns) | example for example in examples]  # None where a row lacks a column
 
 
 # ---------------------------------------------------------------------------------------- prompts and batches
@@ -297,28 +297,13 @@ def batch_at(dataset, step, size, seed=0, rank=0, world=1):
 
 # ------------------------------------------------------------------------------------------ the sets of a run
 
-# what the trainer adds to the columns of an example before it calls a reward function
-ADDED = {"prompts", "step", "completion_ids", "index", "correct", "timeout", "allow_unsafe_code",
-         "random_seed", "max_tokens", "overlong_buffer", "judge_url", "judge_model"}
-
-
-def check_columns(spec, examples, source):
-    """Raises ValueError if a reward function of the spec needs a column that no example has."""
-    columns = dict.fromkeys(key for example in examples for key in example)  # in their order
-    for name, _, reward in rewards.parse_rewards(spec):
-        for column in preflight.columns_read(name, reward):
-            if column not in columns.keys() | ADDED:
-                raise ValueError(f"--rewards {name}: it reads the column '{column}', which {source} does not "
-                                 f"have (it has {', '.join(map(str, columns))})")
-
-
 def load_splits(cfg, tokenizer, at_least=1, notify=print):
     """Training and held-out examples of a run, each with its token ids in `prompt_ids`.
 
     --data without --eval_data: up to a tenth of its examples are held out. Examples with a prompt longer than
     --max_prompt are left out, and so are training examples whose question is held out; notify(text) is called
     with their number. Raises ValueError or OSError with one line, also if fewer than `at_least` examples are
-    left, a reward reads a column that they do not have, or a token is not in the model's vocabulary.
+    left or a token is not in the model's vocabulary.
     """
     if not cfg.data and TASKS[cfg.task].get("test_only"):
         raise ValueError(
@@ -336,8 +321,6 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
         source = cfg.eval_data or cfg.task
         eval_set = load(source, "test", size=cfg.eval_size, **({} if source in TASKS else keys))
 
-    check_columns(cfg.rewards, train_set, cfg.data or cfg.task)
-    check_columns(cfg.rewards, eval_set, cfg.eval_data or cfg.data or cfg.task)
     held_out = {example["question"] for example in eval_set if cfg.steps}  # --steps 0 only evaluates
     new = [example for example in train_set if example["question"] not in held_out]
     if not new:

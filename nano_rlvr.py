@@ -182,7 +182,7 @@ def parse_config(argv=None):
 
 def check_config(cfg):
     """Fills what depends on the task and the machine. Raises ValueError with one line for a bad value."""
-    return preflight.check(cfg, data.TASKS, rewards.parse_rewards)
+    return preflight.check(cfg, data.TASKS, rewards.parse_spec)
 
 
 # ------------------------------------------------------------------------------------------------ 1. rollout
@@ -234,9 +234,10 @@ def score(rollouts, examples, verifier, step=0):
 
     A reward function is f(completions, **columns) -> list of float or None. A completion is a string, or with
     --template chat a list with one message. Columns: those of the examples and three more, under TRL's names.
+    An example without one of the columns has None there.
     """
     n = len(rollouts) // len(examples)
-    names = examples[0].keys() - {"prompt_ids", "completions"}
+    names = set().union(*examples) - {"prompt_ids", "completions"}
     columns = {name: [e.get(name) for e in examples for _ in range(n)] for name in names}  # N values each
     columns |= {"prompts": columns["question"], "step": step}  # prompts without the template
     columns["completion_ids"] = [r.completion for r in rollouts]
@@ -264,13 +265,13 @@ def collect_rollouts(cfg, llm, train_set, verifier, step, metrics):
                                cfg.max_tokens, seeds, top_p=cfg.top_p, top_k=cfg.top_k)
         with timed(metrics, "reward"):
             counts = score(rollouts, examples, verifier, step)
-        for name, count in zip(counts, dist.all_sum(*counts.values())):
-            metrics[name] = metrics.get(name, 0) + count
+        stats.add_counts(metrics, counts, "reward")
         new = [rollouts[i:i + cfg.samples] for i in range(0, len(rollouts), cfg.samples)]
         sampled += new
         groups += [g for g in new if not (cfg.drop_flat_groups and stats.is_flat(g))]
         if min(dist.all_gather([len(groups)])) >= share:
             break
+    guard.check_verdicts("reward", [r.reward for g in sampled for r in g], metrics, verifier)
     metrics["draws"] = draw + 1
     return groups[:share], sampled
 
@@ -661,10 +662,14 @@ def evaluate(llm, examples, verifier, cfg):
 
     def sample(n, temperature, seeds=None):
         rollouts = rollout(llm, [e["prompt_ids"] for e in mine], n, temperature, cfg.max_tokens, seeds)
-        score(rollouts, mine, verifier)
+        counts = score(rollouts, mine, verifier)
+        stats.add_counts(metrics, counts, "eval")
         return [rollouts[i:i + n] for i in range(0, len(rollouts), n)]
 
-    metrics = stats.greedy_metrics([group[0] for group in sample(n=1, temperature=0.0)])
+    metrics = {}
+    greedy = [group[0] for group in sample(n=1, temperature=0.0)]
+    guard.check_verdicts("eval", [stats.first_part(r) for r in greedy], metrics, verifier)
+    metrics |= stats.greedy_metrics(greedy)
     if cfg.eval_n:
         seeds = [data.request_seed(cfg.seed, "eval", i) for i in indices]  # the same at every evaluation
         metrics |= stats.sample_metrics(sample(cfg.eval_n, cfg.temperature, seeds), rewards.final_answer)
@@ -739,8 +744,10 @@ def main(argv=None):
             verifier = Verifier(
                 cfg.rewards, timeout=cfg.reward_timeout, messages=cfg.template == "chat",
                 allow_unsafe_code=cfg.allow_unsafe_code, random_seed=cfg.seed, max_tokens=cfg.max_tokens,
-                overlong_buffer=int(cfg.overlong_buffer * cfg.max_tokens) or None,
+                overlong_buffer=math.ceil(cfg.overlong_buffer * cfg.max_tokens) or None,
                 judge_url=cfg.judge_url, judge_model=cfg.judge_model)
+            verifier.check_columns(train_set, cfg.data or cfg.task)
+            verifier.check_columns(eval_set, cfg.eval_data or cfg.data or cfg.task)
             verifier.count_unreadable(train_set, dist.print_once)
             cfg = claim_folder(cfg, train_set + eval_set)
             log = Log(cfg, tokenizer)

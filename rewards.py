@@ -58,7 +58,7 @@ import re
 import time
 from fractions import Fraction
 
-from verify import jail, judge, verifier
+from verify import jail, judge, pool, verifier
 from verify.instructions import INSTRUCTIONS, follows  # noqa: F401
 from verify.language import identifier, language_of, words_by_language
 from verify.latex import same_math, warm_math
@@ -79,12 +79,14 @@ def each(score_one):
     """Decorator: turns score_one(text, **columns) -> float or None into a reward in TRL's convention.
 
     The parameters of score_one are the columns it reads. A column may also be a single number or string,
-    which then holds for every completion. A column that is missing or None takes the parameter's default.
+    which then holds for every completion. Where a column is missing or None, the default is taken.
 
     >>> each(lambda text, wanted, factor=1.0: factor * (text == wanted))(["a", "b"], ["a", "a"], factor=0.5)
     [0.5, 0.0]
     """
-    names = list(inspect.signature(score_one).parameters)[1:]
+    parameters = list(inspect.signature(score_one).parameters.values())[1:]
+    names = [p.name for p in parameters]
+    with_default = {p.name for p in parameters if p.default is not p.empty}
 
     @functools.wraps(score_one)
     def reward(completions, *args, **columns):
@@ -93,7 +95,8 @@ def each(score_one):
         for name, column in columns.items():
             if isinstance(column, (str, int, float)):
                 columns[name] = [column] * len(completions)
-        return [score_one(text_of(completion), **dict(zip(columns, row)))
+        return [score_one(text_of(completion), **{name: value for name, value in zip(columns, row)
+                                                  if value is not None or name not in with_default})
                 for completion, *row in zip(completions, *columns.values(), strict=True)]
 
     return reward
@@ -322,8 +325,7 @@ def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False, code_partial=
     return _score_checks(passed, code_partial)
 
 
-code_reward.warm = jail.isolation
-code_reward.needs_jail = True
+code_reward.check = lambda allow_unsafe_code, **_: jail.jail(allow_unsafe_code)
 
 
 def _score_checks(passed, partial):
@@ -356,20 +358,29 @@ def instruction_reward(text, instruction_id_list, kwargs, instruction_loose=Fals
 @each
 def judge_reward(text, question, rubric=None, answer=None,
                  judge_url=None, judge_model=None, judge_cache=None, timeout=5.0):
-    """A language model's score of the text after </think>, 0.0 to 1.0; None without one in time.
+    """A language model's score of the text after </think>, 0.0 to 1.0; None if its reply has no valid score.
 
-    judge_url is an OpenAI-compatible endpoint such as http://localhost:8001/v1 (`vllm serve` is one),
-    judge_model its model, OPENAI_API_KEY its key if it needs one. Scores are cached in the SQLite file
-    judge_cache (default ~/.cache/nano_rlvr/judge.sqlite), so that a resumed run gets the scores it had.
-    Optional columns: rubric, and answer (a reference answer). A judge is not a verifier: check what kind of
-    text it comes to prefer.
+    In Verifier a time-out and an error of the endpoint are counted; called directly they give None. judge_url
+    is an OpenAI-compatible endpoint such as http://localhost:8001/v1 (`vllm serve` is one), judge_model its
+    model, OPENAI_API_KEY its key if it needs one. Scores are cached in the SQLite file judge_cache (default
+    ~/.cache/nano_rlvr/judge.sqlite), so that a resumed run gets the scores it had. Optional columns: rubric,
+    and answer (a reference answer). A judge is not a verifier: check what kind of text it comes to prefer.
     """
     if not judge_url or not judge_model:
         raise ValueError("judge needs judge_url and judge_model")
     text = after_thinking(text).strip()
     if not text:
         return 0.0
-    return judge.ask(text, question, rubric, answer, judge_url, judge_model, judge_cache, 0.9 * timeout)
+    try:
+        return judge.ask(text, question, rubric, answer, judge_url, judge_model, judge_cache, 0.9 * timeout)
+    except judge.ERRORS:
+        if pool.in_pool:
+            raise
+        return None
+
+
+judge_reward.check = judge.check
+judge_reward.waits = True
 
 
 # -------------------------------------------------------------------------------- shaping and control
@@ -482,27 +493,24 @@ REWARDS = {
 }
 
 
-def parse_rewards(spec):
-    """Parse "name:weight,..." into [(name, weight, function), ...]. The weight is optional, by default 1.
+def parse_spec(spec):
+    """Parse "name:weight,..." into [(name, weight, module), ...]. The weight is optional, by default 1.
 
-    A name is one of REWARDS, "my_file.py:function" or "installed.module:function". Raises a one-line
-    ValueError for anything else.
+    A name is one of REWARDS (its module is None), "my_file.py:function" or "installed.module:function".
+    Imports nothing. Raises a one-line ValueError for anything else.
 
-    >>> parts = parse_rewards("gsm8k,format:0.2,trl.rewards:think_format_reward:0.1")
-    >>> [(name, weight) for name, weight, _ in parts]
-    [('gsm8k', 1.0), ('format', 0.2), ('think_format_reward', 0.1)]
+    >>> parse_spec("gsm8k,format:0.2,my_file.py:brief:0.1")
+    [('gsm8k', 1.0, None), ('format', 0.2, None), ('brief', 0.1, 'my_file.py')]
     """
     parts = []
     for item in map(str.strip, spec.split(",")):
         name, *rest = item.split(":")
-        if name in REWARDS:
-            function = REWARDS[name]
-        elif not rest:
-            known = ", ".join(REWARDS) + "; or my_file.py:function, module:function"
-            raise ValueError(f"unknown reward {name!r}; known: {known}")
-        else:
+        module = None
+        if name not in REWARDS:
+            if not rest:
+                known = ", ".join(REWARDS) + "; or my_file.py:function, module:function"
+                raise ValueError(f"unknown reward {name!r}; known: {known}")
             module, name = name, rest.pop(0)
-            function = None
         try:
             weight = float(":".join(rest)) if rest else 1.0
         except ValueError:
@@ -511,9 +519,19 @@ def parse_rewards(spec):
             raise ValueError(f"reward {item!r}: {':'.join(rest)!r} is not a weight, which must be finite")
         if name in [other for other, *_ in parts]:
             raise ValueError(f"reward {name!r} is named twice")
-        parts.append((name, weight, function or load(module, name)))
+        parts.append((name, weight, module))
     return parts
 
 
-# See verify/verifier.py. It gets the parser by name, because its worker processes import it too.
+def parse_rewards(spec):
+    """Like parse_spec, with the functions: [(name, weight, function), ...]. Imports the modules.
+
+    >>> [name for name, weight, function in parse_rewards("gsm8k,trl.rewards:think_format_reward:0.1")]
+    ['gsm8k', 'think_format_reward']
+    """
+    return [(name, weight, load(module, name) if module else REWARDS[name])
+            for name, weight, module in parse_spec(spec)]
+
+
+# See verify/verifier.py. It gets the parser by name: only its processes import the functions.
 Verifier = functools.partial(verifier.Verifier, parser="rewards:parse_rewards")

@@ -225,8 +225,8 @@ def disk(cfg):
     tempfile.TemporaryFile(dir=folder).close()  # raises OSError where nothing can be written
     free, size = shutil.disk_usage(folder).free, memory.checkpoint_bytes(cfg, ModelShape.of(cfg.model))
     found = f"{free / GIB:.1f} GiB are free in {folder}; a checkpoint takes {size / GIB:.2f}"
-    if free < 2 * size:  # the old one is deleted after the new one is written
-        return "FAIL", found, "at least two must fit: make room or choose another --out"
+    if free < (cfg.keep + 2) * size:  # those kept, the most accurate one and the one being written
+        return "FAIL", found, f"{cfg.keep + 2} must fit: make room, choose another --out or a smaller --keep"
     return "ok", found
 
 

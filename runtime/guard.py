@@ -1,4 +1,4 @@
-"""Checks on optimizer steps: before a step is taken, and whether DeepSpeed took it."""
+"""Checks on verdicts and optimizer steps: before a step is taken, and whether DeepSpeed took it."""
 import json
 import math
 
@@ -19,6 +19,24 @@ def check_step(metrics, mismatch_bound):
             "The step was not taken.")
     if not math.isfinite(metrics["loss"]):
         raise RunError(f"the loss is {metrics['loss']}; the step was not taken")
+
+
+def check_verdicts(prefix, values, metrics, verifier):
+    """Raises RunError if no completion of any rank got a verdict. Collective.
+
+    values: a number or None per completion of this rank. metrics: see stats.add_counts, also for prefix.
+    verifier: may have `crashes`, a dict with the last line of the first crash of each reward function.
+    """
+    total, verdicts = dist.all_sum(len(values), sum(value is not None for value in values))
+    if verdicts:
+        return
+    crashes = dist.all_gather(list(getattr(verifier, "crashes", {}).values()))
+    counts = "".join(f"{prefix}/{name} {metrics.get(f'{prefix}/{name}', 0):.0f}, "
+                     for name in ("timeouts", "crashes"))
+    raise RunError(
+        f"none of {total:.0f} completions got a verdict ({counts}the others None)"
+        + "".join(f"; first crash: {text[:300]}" for text in crashes[:1])
+        + ". Check the reward function and the columns of the data; --reward_timeout is its time limit.")
 
 
 def count_skipped(in_a_row, step, history, groups, folder):

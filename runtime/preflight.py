@@ -1,7 +1,6 @@
 """Checks of flags, machine and model before weights are loaded. Each raises ValueError with one line."""
 import dataclasses
 import functools
-import inspect
 import json
 import math
 import os
@@ -108,28 +107,10 @@ def model_row(model, rows):
                          "the defaults are used") from e
 
 
-def columns_read(name, reward):
-    """The columns without which a reward function fails, by its signature: parameters without a default.
-
-    Raises ValueError if it cannot be called with `completions`.
-    """
-    try:
-        called = inspect.signature(reward, follow_wrapped=False).parameters.values()
-        read = list(inspect.signature(reward).parameters.values())
-    except (ValueError, TypeError):  # some functions written in C
-        called = read = []
-    if not any(p.name == "completions" or p.kind is p.VAR_KEYWORD for p in called):
-        raise ValueError(f"--rewards {name}: it is no reward function, which is f(completions, **columns)")
-    if hasattr(reward, "__wrapped__"):  # @each: the first parameter is the text of a completion
-        read = read[1:]
-    return [p.name for p in read if p.default is p.empty and p.name != "completions"
-            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-
-
-def check(cfg, tasks, parse_rewards):
+def check(cfg, tasks, parse_spec):
     """Checks a Config, resolves its model, and fills in dtype, rewards and mismatch_bound if empty.
 
-    tasks: data.TASKS. parse_rewards: called with the reward spec, raises ValueError if it is invalid.
+    tasks: data.TASKS. parse_spec: called with the reward spec, raises ValueError if it is invalid.
     Returns the completed Config; raises ValueError for what cannot work. Prints a note to stderr for each
     flag that differs from its default and has no effect.
     """
@@ -167,9 +148,7 @@ def check(cfg, tasks, parse_rewards):
             raise ValueError(message)
 
     spec = cfg.rewards or tasks[cfg.task]["rewards"]
-    rewards = {name: reward for name, _, reward in parse_rewards(spec)}
-    for name, reward in rewards.items():
-        columns_read(name, reward)
+    rewards = [name for name, *_ in parse_spec(spec)]
     if cfg.overlong_buffer and "overlong" not in rewards:
         spec += ",overlong:1"
     cuda = torch.cuda.is_available()

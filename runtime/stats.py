@@ -69,19 +69,36 @@ def mean_of(history):
     return {name: fmean(metrics[name] for metrics in history) for name in (history[0] if history else ())}
 
 
+def add_counts(metrics, counts, prefix):
+    """Adds a verifier's counts {"reward/<name>": number}, over all ranks, to metrics["<prefix>/<name>"].
+    Collective."""
+    for name, count in zip(counts, dist.all_sum(*counts.values())):
+        name = name.replace("reward", prefix)
+        metrics[name] = metrics.get(name, 0) + count
+
+
+def first_part(rollout):
+    """What the first reward function, which the evaluation counts, gave; None = no verdict."""
+    return next(iter(rollout.parts.values()))
+
+
 def is_right(rollout):
     """Whether the first reward function gave 1."""
-    return next(iter(rollout.parts.values())) == 1
+    return first_part(rollout) == 1
 
 
 def greedy_metrics(rollouts):
-    """Accuracy of this rank's greedy completions with its 95 % interval, over all ranks. Collective."""
-    outcomes = dist.all_gather([(is_right(r), len(r.completion), r.truncated) for r in rollouts])
+    """Accuracy of this rank's greedy completions with its 95 % interval, over all ranks. Collective.
+
+    eval/no_verdict is the share without a verdict of the first reward function; they count as wrong.
+    """
+    outcomes = dist.all_gather([(is_right(r), first_part(r) is None, len(r.completion), r.truncated)
+                                for r in rollouts])
     n = len(outcomes)
-    right, tokens, truncated = (sum(column) for column in zip(*outcomes))
+    right, no_verdict, tokens, truncated = (sum(column) for column in zip(*outcomes))
     low, high = wilson_interval(right, n)
     return {"eval/accuracy": right / n, "eval/low": low, "eval/high": high, "eval/n": n,
-            "eval/length": tokens / n, "eval/truncated": truncated / n}
+            "eval/no_verdict": no_verdict / n, "eval/length": tokens / n, "eval/truncated": truncated / n}
 
 
 def sample_metrics(groups, final_answer):

@@ -96,22 +96,6 @@ def test_questions_that_are_held_out_are_not_trained_on(tmp_path, tokenizer):
     assert notes[1] == f"{54 - len(train_set)} of 54 training examples left out: their questions are held out"
 
 
-@pytest.mark.parametrize("spec, columns, lacks", [
-    ("gsm8k", "question answer", None), ("gsm8k", "question", "answer"),
-    ("countdown", "question numbers target", None), ("countdown", "question numbers", "target"),
-    ("code", "question tests", None), ("judge,format,random", "question", None),
-    ("trl.rewards:think_format_reward", "question", None),
-    ("trl.rewards:accuracy_reward", "question answer", "solution"),
-])
-def test_the_columns_of_a_reward_are_those_of_its_signature(spec, columns, lacks):
-    examples = [{name: 1} for name in columns.split()]  # rows with different columns count together
-    if lacks is None:
-        data.check_columns(spec, examples, "f")
-    else:
-        with pytest.raises(ValueError, match=f"it reads the column '{lacks}', which f does not have"):
-            data.check_columns(spec, examples, "f")
-
-
 def test_rows_without_an_answer_are_read_when_told_so(tmp_path):
     row = {"question": "Write f.", "tests": ["assert f() == 1"]}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))

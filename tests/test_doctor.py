@@ -126,7 +126,7 @@ def test_a_full_disk_fails_and_a_small_shared_memory_is_a_note(diagnose, monkeyp
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**20, total=2**26))
     status, text, code = diagnose("disk")
     assert (status, code) == ("FAIL", 1)
-    assert "a checkpoint takes 0.01" in text and "-> at least two must fit" in text
+    assert "a checkpoint takes 0.01" in text and "-> 4 must fit" in text
     status, text, _ = diagnose("shared_memory")
     assert status == "note" and "/dev/shm has 0.06 GiB" in text and "--shm-size" in text
 

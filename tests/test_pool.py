@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import rewards
-from verify import jail
+from verify import jail, pool
 
 ROOT = Path(rewards.__file__).resolve().parent
 
@@ -72,8 +72,19 @@ def misbehaves(completions, **_):
         time.sleep(600)
     if c == "ask": return [float(len(sys.stdin.read()))]
     odd = {"none": [None], "nan": [float("nan")], "inf": [float("inf")], "two": [1, 2],
-           "text": ["x"], "int": [True]}
+           "text": ["x"], "int": [True], "dict": {1: 1.0}, "str": "1", "bytes": b"1", "set": {1.0},
+           "number": 1.0, "nothing": None, "complex": [1j], "huge": [10 ** 400], "nested": [[1.0]]}
+    if c in ("numpy", "column", "scalar"):
+        import numpy as np
+        return {"numpy": np.ones(1), "column": np.ones((1, 1, 2)), "scalar": np.ones(())}[c]
     return odd.get(c, [0.5])
+def late(completions, **_):
+    raise TimeoutError("of its own")
+def meets(completions, folder, **_):  # ends when 50 calls run at the same time
+    open(f"{folder}/{os.getpid()}", "w").close()
+    while len(os.listdir(folder)) < 50: time.sleep(0.05)
+    return [1.0]
+meets.waits = True
 async def later(completions, **_):
     return [2.0]
 def modules(completions, **_):
@@ -116,6 +127,28 @@ def test_each_sample_gets_its_own_verdict_whatever_the_others_do(my, capfd):
 def test_a_part_that_is_none_is_left_out_of_the_sum_but_a_crash_makes_the_sample_none(my):
     with rewards.Verifier(f"{my}:misbehaves:0.5,{my}:odd:2", timeout=1.5, workers=1) as verify:
         assert verify(["ok", "none", "raise", "hang"])[0] == [0.25, 0.0, None, None]
+
+
+def test_a_function_returns_a_list_of_numbers_or_it_crashes(my, capfd):
+    crash = ["dict", "str", "bytes", "set", "number", "nothing", "complex", "huge", "nested", "column",
+             "scalar"]
+    with rewards.Verifier(f"{my}:misbehaves", timeout=10, workers=1) as verify:
+        values, _, metrics = verify(["numpy", *crash])
+    assert values == [1.0] + [None] * len(crash)
+    assert metrics == {"reward/timeouts": 0.0, "reward/crashes": len(crash)}
+    assert "returned {1: 1.0}, no list with a number or None per completion" in capfd.readouterr().err
+
+
+def test_a_function_that_raises_timeout_error_has_timed_out(my, capfd):
+    with rewards.Verifier(f"{my}:late", workers=1) as verify:
+        assert verify(["a", "b"])[2] == {"reward/timeouts": 2.0, "reward/crashes": 0.0}
+        assert verify.crashes == {} and "crashed" not in capfd.readouterr().err
+
+
+def test_calls_that_wait_for_a_network_are_not_bound_to_the_cores(my, tmp_path):
+    (tmp_path / "calls").mkdir()
+    with rewards.Verifier(f"{my}:meets,{my}:odd", timeout=20, workers=1) as verify:
+        assert verify(["a"] * 50, folder=str(tmp_path / "calls"))[0] == [2.0] * 50
 
 
 def test_what_a_hung_reward_function_started_is_killed_with_it(my):
@@ -241,11 +274,47 @@ def gone(pids):
     return False
 
 
-def test_workers_end_with_a_trainer_that_was_killed(my):
-    process, pids = trainer(my, "time.sleep(600)")
+def descendants(pids):
+    """Process ids of these processes and of all that they started."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+    found = set(pids)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_and_what_they_started_end_with_a_trainer_that_was_killed(my, number):
+    process, pids = trainer(my, """verify.submit(["child"])
+while len(verify.pool.workers) < 3: time.sleep(0.1)
+time.sleep(600)""")
+    while len(family := descendants(pids)) < len(pids) + 2:  # one more worker, and its child
+        time.sleep(0.1)
+    process.send_signal(number)
+    process.communicate()
+    assert gone(family)
+
+
+@pytest.mark.skipif(jail.isolation() is None, reason="this machine cannot build a jail")
+def test_programs_in_the_jail_end_with_a_trainer_that_was_killed(tmp_path):
+    program = f"""import sys; sys.path.insert(0, {str(ROOT)!r}); import rewards
+verify = rewards.Verifier("code", workers=1, timeout=60)
+print(verify.pool.fork_server.pid, flush=True)
+verify(["```python\\nimport os\\nos.fork()\\nwhile True: pass\\n```"], tests=[["assert True"]])"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    server = int(process.stdout.readline())
+    running = set()
+    while len([p for p in running if Path(f"/proc/{p}/stat").read_text().split(") ")[1][0] == "R"]) < 2:
+        time.sleep(0.1)
+        running = descendants([server])
     process.kill()
     process.communicate()
-    assert len(pids) >= 3 and gone(pids)
+    assert len(running) >= 5 and gone(running)  # fork server, worker, jail, supervisor, two programs
 
 
 def test_workers_end_with_a_trainer_that_exits_without_close(my):
@@ -261,9 +330,68 @@ def test_ctrl_c_prints_one_traceback_not_one_per_worker(my):
     assert err.count("Traceback") == 1 and "KeyboardInterrupt" in err and gone(pids)
 
 
-def test_a_reward_file_that_fails_to_load_in_the_fork_server_raises_at_the_start(tmp_path):
-    (tmp_path / "bad.py").write_text(
-        "import sys\nif 'pytest' not in sys.modules: raise RuntimeError('only in a worker')\n"
-        "def f(completions): return []\n")
-    with pytest.raises(RuntimeError, match="only in a worker"):
-        rewards.Verifier(f"{tmp_path}/bad.py:f")
+# -------------------------------------------------------------------------------- files that cannot be used
+
+
+@pytest.mark.parametrize("source, says", [
+    ("def f(completions) return []", "SyntaxError: .*my.py, line 1"),
+    ("import os\n\nf = undefined", r"my.py:f: NameError: name 'undefined' is not defined \(line 3\)"),
+    ("import no_such_module", r"No module named 'no_such_module' \(line 1\)"),
+    ("import sys\nsys.exit('bye')", r"SystemExit: bye \(line 2\)"),
+    ("raise RuntimeError('two\\nlines')", r"RuntimeError: two lines \(line 1\)"),
+    ("class Odd(BaseException): pass\nraise Odd", "ended with status 1 when it imported"),
+    ("import os\nos._exit(3)", "ended with status 3 when it imported"),
+    ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "ended with status -11"),
+    ("f = input('? ')", r"EOFError: .* \(line 1\)"),
+    ("def g(completions): return []", "has no attribute 'f'"),
+    ("f = [1]", "is not a function"), ("from os import getcwd as f", "it is no reward function"),
+    ("def f(texts): return []", r"it is no reward function, which is f\(completions, \*\*columns\)"),
+    ("while True: pass", "not ready after 1 s: does a reward file loop"),
+    ("import time\nwhile True:\n    try: time.sleep(9)\n    except BaseException: pass", "not ready"),
+    ("def f(completions): return []\ndef warm(): return 1 / 0\nf.warm = warm", "^ZeroDivisionError"),
+    ("def f(completions): return []\ndef check(**_): raise ValueError('n\\no')\nf.check = check", "^n o$"),
+])
+def test_a_reward_file_that_cannot_be_used_ends_in_one_line_at_the_start(tmp_path, monkeypatch, source, says):
+    (tmp_path / "my.py").write_text(source)
+    before = descendants([os.getpid()])
+    monkeypatch.setattr(pool, "START_SECONDS", 1.0 if says.startswith("not ready") else 60.0)
+    with pytest.raises((ValueError, RuntimeError), match=says) as caught:
+        rewards.Verifier(f"{tmp_path}/my.py:f")
+    assert "\n" not in str(caught.value)
+    assert gone(descendants([os.getpid()]) - before)
+
+
+@pytest.mark.parametrize("last", ["def f(completions): return [1.0]", "raise RuntimeError('no')"])
+def test_a_thread_that_a_reward_file_starts_holds_nothing_up(tmp_path, last):
+    (tmp_path / "my.py").write_text(
+        f"import threading, time\nthreading.Thread(target=time.sleep, args=[600]).start()\n{last}")
+    if "raise" in last:
+        with pytest.raises(ValueError, match=r"RuntimeError: no \(line 3\)"):
+            rewards.Verifier(f"{tmp_path}/my.py:f")
+    else:
+        verify = rewards.Verifier(f"{tmp_path}/my.py:f", workers=1)
+        assert verify(["x"])[0] == [1.0]
+        verify.close()
+        assert verify.pool.fork_server.returncode == 0
+
+
+def test_the_trainer_does_not_import_a_users_file(tmp_path):
+    (tmp_path / "my_own_file.py").write_text(
+        "import os\nprint('a line')\nhere = os.getpid()\ndef f(completions): return [float(here)]")
+    with rewards.Verifier(f"{tmp_path}/my_own_file.py:f", workers=1) as verify:
+        assert verify(["x"])[0] == [float(verify.pool.fork_server.pid)]
+    assert "reward_file_my_own_file" not in sys.modules
+
+
+def test_an_import_that_never_ends_ends_with_the_trainer(tmp_path):
+    (tmp_path / "my.py").write_text(f"""import os
+open({str(tmp_path / 'pid')!r}, "w").write(str(os.getpid()))
+while True: pass""")
+    program = f"""import sys; sys.path.insert(0, {str(ROOT)!r}); import rewards
+rewards.Verifier({str(tmp_path / 'my.py') + ':f'!r})"""
+    process = subprocess.Popen([sys.executable, "-c", program])
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert gone([(tmp_path / "pid").read_text()])

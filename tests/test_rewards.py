@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import rewards
 from adversarial import CASES
 from conftest import ROOT, SHARED
-from verify import instructions, jail, language, latex, number
+from verify import instructions, jail, language, latex, number, verifier
 
 # columns with which every reward runs on any completion (judge and code have tests of their own)
 COLUMNS = {"gsm8k": {"answer": "72"}, "math": {"answer": r"\frac{1}{2}"}, "format": {},
@@ -156,6 +156,30 @@ def test_verifier_counts_the_gold_answers_that_cannot_be_read():
     assert said == [f"reward gsm8k: 1 of 200 answers cannot be read {of_200}",
                     f"reward gsm8k: 1 of 200 answers {end} '#### none'",
                     f"reward math: 2 of 7 answers {end} '\\\\frac{{1}}'"]
+
+
+def test_a_column_that_a_reward_needs_and_no_row_has_is_named(tmp_path):
+    (tmp_path / "my.py").write_text("def mine(completions, prompts, gold, timeout, why=None, **_): return []")
+    with rewards.Verifier(f"code,overlong,length_kimi,{tmp_path}/my.py:mine", max_tokens=9,
+                          allow_unsafe_code=True) as verify:
+        assert verify.needed == {"code": {"tests"}, "overlong": {"completion_ids"},
+                                 "length_kimi": {"prompts"}, "mine": {"prompts", "gold"}}
+        with pytest.raises(ValueError, match="^--rewards code: it reads the column 'tests', which x.jsonl does "
+                                             r"not have \(it has question, gold\)$"):
+            verify.check_columns([{"question": "q", "prompt_ids": [1]}, {"gold": 1}], "x.jsonl")
+        verify.check_columns([{"question": "q"}, {"gold": 1, "tests": []}], "x.jsonl")
+
+
+def test_gold_answers_of_which_none_can_be_read_end_the_start():
+    with rewards.Verifier("format,gsm8k") as verify:
+        with pytest.raises(ValueError, match=r"^reward gsm8k: none of 3 answers can be read.* '\{\}'$"):
+            verify.count_unreadable([{"answer": "{}"}] * 3)
+
+
+def test_a_row_that_lacks_a_column_gets_the_default_of_each():
+    def judged(text, wanted, factor=2.0):
+        return None if wanted is None else factor * (text == wanted)
+    assert rewards.each(judged)(["a"] * 3, ["a", "a", None], [None, 3.0, 3.0]) == [2.0, 3.0, None]
 
 
 @pytest.fixture
@@ -309,20 +333,30 @@ def judge(tmp_path):
     class Endpoint(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            time.sleep(endpoint.delay)
+            endpoint.wait()
             choices = [{"message": {"content": endpoint.says}}]
             body = endpoint.body or json.dumps({"choices": choices}).encode()
-            self.send_response(endpoint.status)
+            self.send_response(endpoint.statuses.pop(0) if endpoint.statuses else endpoint.status)
             self.end_headers()
             self.wfile.write(body)
+
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            models = [{"id": "m"}, {"id": "other"}] if self.path == "/v1/models" else []
+            self.wfile.write(json.dumps({"data": models}).encode())
 
         def log_message(self, *_):
             return None
 
+    class Server(http.server.ThreadingHTTPServer):
+        request_queue_size = 256
+
     asked = []
-    endpoint = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    endpoint = Server(("127.0.0.1", 0), Endpoint)
     endpoint.says, endpoint.asked = "Good.\nSCORE: 7", asked
-    endpoint.delay, endpoint.status, endpoint.body = 0, 200, b""
+    endpoint.wait = lambda: time.sleep(endpoint.delay)
+    endpoint.delay, endpoint.status, endpoint.statuses, endpoint.body = 0, 200, [], b""
     endpoint.settings = {"judge_url": f"http://127.0.0.1:{endpoint.server_port}/v1", "judge_model": "m",
                          "judge_cache": str(tmp_path / "a/judge.sqlite")}
     endpoint.judge = lambda text, **more: rewards.judge_reward(
@@ -339,7 +373,7 @@ def test_the_judge_is_asked_once_and_its_score_is_cached(judge):
     assert len(judge.asked) == 2 and judge.asked[0]["temperature"] == 0 and judge.asked[0]["model"] == "m"
     with rewards.Verifier("judge", **judge.settings) as verify:  # also from a worker process
         assert verify(["Because.", "<think>hm</think>Because."], question=["Why?"] * 2)[0] == [0.7, 0.7]
-    assert len(judge.asked) == 2
+    assert len(judge.asked) == 3  # and once at the start
 
 
 def test_a_judge_that_fails_or_replies_without_a_valid_score_gives_none(judge):
@@ -349,7 +383,7 @@ def test_a_judge_that_fails_or_replies_without_a_valid_score_gives_none(judge):
     judge.body = b"\xff not json"
     assert judge.judge("x") is None
     judge.status = 500
-    assert judge.judge("x") is None
+    assert judge.judge("x", timeout=1.0) is None
     judge.settings["judge_url"] = "http://127.0.0.1:9/v1"
     assert judge.judge("x") is None
 
@@ -357,6 +391,87 @@ def test_a_judge_that_fails_or_replies_without_a_valid_score_gives_none(judge):
 def test_a_slow_judge_gives_none_within_the_time_limit(judge):
     judge.delay = 30
     assert judge.judge("x", timeout=1.0) is None  # after 30 s there would be a verdict
+
+
+def test_a_judge_has_50_requests_at_the_same_time_whatever_the_cores(judge):
+    with rewards.Verifier("judge", timeout=20, workers=1, **judge.settings) as verify:
+        judge.wait = threading.Barrier(50, timeout=12).wait  # no reply before 50 have asked
+        assert verify([f"x{i}" for i in range(50)], question=["Why?"] * 50)[0] == [0.7] * 50
+
+
+def test_a_hanging_judge_counts_as_timed_out(judge, capfd):
+    with rewards.Verifier("judge,format", timeout=2.0, workers=1, **judge.settings) as verify:
+        judge.delay = 60
+        values, parts, metrics = verify([f"x{i}" for i in range(16)], question=["Why?"] * 16)
+        assert values == parts["judge"] == [None] * 16 and parts["format"] == [0.0] * 16
+        assert metrics == {"reward/timeouts": 16.0, "reward/crashes": 0.0}
+        judge.delay = 0
+        assert verify(["y"], question=["Why?"])[1]["judge"] == [0.7]
+    assert "crashed" not in capfd.readouterr().err
+
+
+def test_a_busy_judge_is_asked_again_within_the_limit(judge):
+    with rewards.Verifier("judge", timeout=30, **judge.settings) as verify:
+        judge.statuses = [429, 503, 500]
+        values, _, metrics = verify(["x"], question=["Why?"])
+    assert values == [0.7] and not any(metrics.values()) and len(judge.asked) == 1 + 4
+
+
+@pytest.mark.parametrize("status, error, asked", [(500, "HTTP Error 500", None), (400, "HTTP Error 400", 2)])
+def test_a_judge_that_fails_in_a_run_is_a_crash_with_its_reason(judge, capfd, status, error, asked):
+    with rewards.Verifier("format,judge", timeout=1.5, **judge.settings) as verify:
+        judge.status = status
+        values, _, metrics = verify(["x", "y"], question=["Why?"] * 2)
+    # not the other reward alone, which would train on something else
+    assert values == [None, None] and metrics == {"reward/timeouts": 0.0, "reward/crashes": 2.0}
+    assert error in verify.crashes["judge"] and capfd.readouterr().err.count("crashed") == 1
+    assert len(judge.asked) == 1 + asked if asked else len(judge.asked) >= 1 + 2 * 2
+
+
+def test_scores_from_many_processes_are_all_in_the_cache(judge):
+    texts = [f"text {i}" for i in range(100)]
+    with rewards.Verifier("judge", timeout=30, **judge.settings) as verify:
+        for _ in range(2):
+            assert verify(texts, question=["Why?"] * 100)[0] == [0.7] * 100
+    assert len(judge.asked) == 1 + 100
+
+
+@pytest.mark.parametrize("faults, says", [
+    ({"judge_url": "http://127.0.0.1:9/v1"}, r"http://127.0.0.1:9/v1: Connection refused; start the judge"),
+    ({"judge_url": "http://no-such-host.invalid/v1"}, "no-such-host.invalid/v1: .*; start the judge"),
+    ({"judge_url": "localhost:8000/v1"}, "must look like http"), ({"judge_url": ""}, "needs --judge_url"),
+    ({"judge_url": "http://me:secret@localhost:8000/v1"}, "must look like .* OPENAI_API_KEY"),
+    ({"judge_url": "http://localhost:8000/v1?key=secret"}, "must look like .* OPENAI_API_KEY"),
+    ({"judge_url": "http://localhost:port/v1"}, "nonnumeric port"),
+    ({"judge_model": ""}, "needs --judge_model; http://127.0.0.1:[0-9]+/v1 has m, other$"),
+    ({"judge_model": "", "judge_url": "http://127.0.0.1:9/v1"}, "needs --judge_model$"),
+    ({"status": 401}, "/v1: HTTP 401 Unauthorized .*; set OPENAI_API_KEY$"),
+    ({"status": 404}, "/v1: HTTP 404 Not Found .*; .*/v1 has m, other$"),
+    ({"status": 500, "body": b"two\nlines"}, "HTTP 500 Internal Server Error two lines$"),
+    ({"delay": 60}, "no reply in time; .* --reward_timeout$"),
+    ({"body": b"\xff junk"}, "not the reply of an OpenAI-compatible endpoint"),
+    ({"body": b"{}"}, r"not the reply .*\(KeyError: 'choices'\); its address usually ends with /v1"),
+    ({"says": "Is\nright"}, r"--judge_model m ends its reply with 'Is\\nright' and not with 'SCORE: n'"),
+    ({"judge_cache": "/dev/null/x"}, "the judge's cache /dev/null/x cannot be read: "),
+    ({"judge_cache": __file__}, "the judge's cache .*test_rewards.py cannot be read: file is not a database"),
+])
+def test_a_judge_that_cannot_work_ends_in_one_line_at_the_start(judge, monkeypatch, faults, says):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-sentinel\nsk-sentinel")
+    for name, value in faults.items():
+        if name in judge.settings:
+            judge.settings[name] = value
+        else:
+            setattr(judge, name, value)
+    with pytest.raises(ValueError, match=says) as caught:
+        rewards.judge.check(timeout=1.0, **judge.settings)
+    assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
+    assert "sentinel" not in str(caught.value)
+
+
+def test_a_verifier_with_a_dead_judge_does_not_start(judge):
+    judge.settings["judge_url"] = "http://127.0.0.1:9/v1"
+    with pytest.raises(ValueError, match="^--judge_url http://127.0.0.1:9/v1: Connection refused; start"):
+        rewards.Verifier("format,judge", **judge.settings)
 
 
 def test_only_the_judges_last_line_counts_and_the_completion_cannot_forge_its_fence(judge):
@@ -487,7 +602,7 @@ def test_random_is_a_fair_coin_that_ignores_the_answer_and_is_reproducible():
     ("gsm8k:inf", "must be finite"), ("gsm8k,gsm8k:2", "named twice"),
     ("nowhere.py:f", "'nowhere.py' does not exist"), ("no_such_module:f", "No module named"),
     ("math_verify:no_such_function", "no_such_function"),
-    ("json:f:g:1", "is not a weight"), ("sys:path", "is not a function"),
+    ("json:f:g:1", "is not a weight"), ("sys:path", "is not a function"), ("my.py", "unknown reward 'my.py'"),
 ])
 def test_a_bad_spec_raises_a_one_line_error(spec, says):
     with pytest.raises(ValueError) as caught:
@@ -536,3 +651,13 @@ def test_our_reward_functions_run_unchanged_in_trls_trainer(tmp_path):
     logged = {key: value for entry in trainer.state.log_history for key, value in entry.items()}
     for name in names:
         assert -1 <= logged[f"rewards/{rewards.REWARDS[name].__name__}/mean"] <= 1
+
+
+@pytest.mark.parametrize("spec, columns", [
+    ("gsm8k", "answer"), ("countdown", "numbers target"), ("code", "tests"), ("judge", "question"),
+    ("random", ""), ("instruction", "instruction_id_list kwargs"), ("trl.rewards:think_format_reward", ""),
+    ("trl.rewards:accuracy_reward", "solution"),
+])
+def test_the_columns_that_a_reward_needs_are_those_of_its_signature(spec, columns):
+    [(name, _, function)] = rewards.parse_rewards(spec)
+    assert verifier._needed_columns(name, function) == set(columns.split())

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+START_SECONDS = 120.0  # limit of make_handler, which imports the user's files (torch from a network disk: 60)
 in_pool = False  # whether this process is a fork server or a worker of a pool: its calls can be killed
 MAX_SLOW = 32  # slow calls that may run beside the others at one time (see Pool._slow_at)
 # The CPUs of this process, read before vLLM pins its threads
@@ -68,7 +69,8 @@ class Pool:
     `make_handler(*args)` is called once, in the fork server. It returns `handle(task)`, a generator of
     `steps` values. The result is one list per task: the values that `handle` yielded, and as its last item
     Pool.TIMEOUT if a step took longer than `timeout` seconds or Pool.DIED if the worker ended. Raises
-    RuntimeError with make_handler's message.
+    ValueError with make_handler's message, RuntimeError if it takes too long or ends the process. The
+    attribute `about` is that of `handle`, for what the caller must know; None if it has none.
 
     A slow call does not delay the others: another worker is forked to go on with them. Slow calls of one job
     share one time limit, counted from the start of the first (each call gets at least half of it), so 20
@@ -243,7 +245,8 @@ class Pool:
     def _start_fork_server(self):
         root = str(Path(__file__).resolve().parents[1])
         self.control, theirs = socket.socketpair()
-        code = f"import sys; sys.path.insert(0, {root!r}); from verify import pool; pool._serve()"
+        code = (f"import os, sys; sys.path.insert(0, {root!r}); from verify import pool; pool._serve(); "
+                "sys.stdout.flush(); os._exit(0)")  # does not wait for threads of a user's file
         # One thread each and no GPU, whatever a user's reward function imports. A session of its own: Ctrl-C
         # reaches only the trainer, which then closes the pool, or exits, which the fork server reads as end
         # of file.
@@ -254,12 +257,22 @@ class Pool:
                 pass_fds=[theirs.fileno()], start_new_session=True)
         with contextlib.suppress(BrokenPipeError), self.fork_server.stdin as pipe:
             pipe.write(self.setup)
-        self.control.settimeout(300)
-        reply = self.control.recv(65536).decode()
+        self.control.settimeout(START_SECONDS)
+        try:
+            reply = self.control.recv(65536)
+        except TimeoutError:
+            os.killpg(self.fork_server.pid, signal.SIGKILL)
+            self.fork_server.wait()
+            raise RuntimeError(f"the verifier process was not ready after {START_SECONDS:g} s: does a reward "
+                               "file loop, download or wait when it is imported?") from None
         self.control.settimeout(None)
-        if reply != "ready":
-            status = self.fork_server.wait()
-            raise RuntimeError(reply or f"the verifier process ended with status {status}")
+        if not reply:
+            raise RuntimeError(f"the verifier process ended with status {self.fork_server.wait()} when it "
+                               "imported the reward functions")
+        error, self.about = pickle.loads(reply)
+        if error:
+            self.fork_server.wait()
+            raise ValueError(error)
 
 
 def _serve():
@@ -268,16 +281,21 @@ def _serve():
     in_pool, control = True, socket.socket(fileno=int(sys.argv[1]))
     sys.path[:], cpus, memory, handler, args = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function that asks for input gets end of file
+    # An import may never return, and only the loop below notices the end of the trainer.
+    die_with_parent = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: None
+    die_with_parent(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if cpus:
         os.sched_setaffinity(0, cpus)
     module, _, name = handler.partition(":")
     try:
         handle = getattr(importlib.import_module(module), name)(*args)
-    except Exception as e:
-        return control.sendall(f"{type(e).__name__}: {e}"[:2000].encode("utf-8", "replace"))
+    except Exception as e:  # it runs code of users: any type
+        error = str(e) if isinstance(e, (ValueError, RuntimeError)) else f"{type(e).__name__}: {e}"
+        return control.sendall(pickle.dumps((" ".join(error.split())[:2000], None)))
     gc.freeze()  # otherwise the garbage collector writes to every page, and each worker gets its own copy
-    control.sendall(b"ready")
+    die_with_parent(1, 0)  # a SIGKILL would keep the loop from killing what the workers started
+    control.sendall(pickle.dumps((None, getattr(handle, "about", None))))
     alive, killed = set(), set()  # a pid is not used again before waitpid: we never kill another process
 
     def kill(pid):
