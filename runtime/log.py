@@ -23,7 +23,8 @@ from runtime.folder import sync, to_json
 LOGS = ("metrics.jsonl", "rollouts.jsonl")  # one JSON object per line
 STAGES = ("rollout", "reward", "update", "sync")
 # metrics on the screen's line per step, in this order
-SHOWN = {"reward/mean": "reward {:6.3f}", "completion/length": "length {:7.1f}", "group/flat": "flat {:4.0%}",
+SHOWN = {"reward/mean": "reward {:6.3f}", "reward/no_verdict": "no verdict {:4.0%}",
+         "completion/length": "length {:7.1f}", "group/flat": "flat {:4.0%}",
          "kl": "kl {:8.5f}", "entropy": "entropy {:6.3f}", "grad_norm": "grad {:7.3f}",
          "mismatch/mean_abs": "mismatch {:.1e}", "tokens_per_second": "tok/s {:7.0f}", "mfu": "mfu {:4.1%}"}
 
@@ -122,7 +123,8 @@ class Log:
         if "eval/accuracy" in metrics:
             self.bar.write(f"step {step:4d}  {evaluation_text(metrics)}")
         if "lr" in metrics:  # the last line has only an evaluation
-            shown = [text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics]
+            shown = [text.format(metrics[name]) for name, text in SHOWN.items()
+                     if name in metrics and (metrics[name] or name != "reward/no_verdict")]
             times = shares([metrics], "{name} {seconds:.1f}s {share:.0%}")
             self.bar.write("  ".join([f"step {step:4d}", *shown, times]))
             short = [text for text in shown if text.startswith(("reward", "length", "kl", "tok/s"))]
@@ -164,6 +166,8 @@ def evaluation_text(metrics):
     m = {name.removeprefix("eval/"): x for name, x in metrics.items() if name.startswith("eval/")}
     interval = f"95 % interval {m['low']:.1%} to {m['high']:.1%}, n = {m['n']}"
     sampled = "".join(f", {name} {x:.1%}" for name, x in m.items() if "@" in name)
+    if m["no_verdict"]:
+        interval += f", no verdict {m['no_verdict']:.1%}"
     return f"held-out accuracy {m['accuracy']:6.1%} ({interval}), mean length {m['length']:.1f}{sampled}"
 
 

@@ -164,8 +164,8 @@ def test_a_column_that_a_reward_needs_and_no_row_has_is_named(tmp_path):
                           allow_unsafe_code=True) as verify:
         assert verify.needed == {"code": {"tests"}, "overlong": {"completion_ids"},
                                  "length_kimi": {"prompts"}, "mine": {"prompts", "gold"}}
-        with pytest.raises(ValueError, match="^--rewards code: it reads the column 'tests', which x.jsonl does "
-                                             r"not have \(it has question, gold\)$"):
+        with pytest.raises(ValueError, match="^--rewards code: it reads the column 'tests', which x.jsonl "
+                                             r"does not have \(it has question, gold\)$"):
             verify.check_columns([{"question": "q", "prompt_ids": [1]}, {"gold": 1}], "x.jsonl")
         verify.check_columns([{"question": "q"}, {"gold": 1, "tests": []}], "x.jsonl")
 
