@@ -5,7 +5,7 @@
     python bench/faults.py signals    SIGTERM, SIGINT and SIGUSR1 at random moments
     python bench/faults.py damage     checkpoints cut, changed, incomplete; full and read-only disks
     python bench/faults.py soak       2,000 steps: memory, open files, processes, size of the folder
-    python bench/faults.py inputs     the bad inputs of tests/bad_inputs.py: is each one clear line?
+    python bench/faults.py inputs     the bad inputs of tests/bad_inputs.py: is each refused clearly?
 
 Each writes bench/results/faults_<name>.md. Every run is the real script with vLLM and DeepSpeed, in a process
 forked from one that has imported them. "Equal" means: the same bits in all weights, AdamW moments, metrics
@@ -359,8 +359,10 @@ def inputs(out):
         part = [row for row in cases if group in ("", row[0].group)]
         passed, seconds = sum(not wrong for _, wrong, *_ in part), [row[-1] for row in part]
         slowest = max(part, key=lambda row: row[-1])[0].id
+        usage = sum(case.says is bad_inputs.USAGE for case, *_ in part)
         results.append((f"{group or 'total'}: {len(part)} bad inputs",
-                        f"{passed} in one clear line; median {sorted(seconds)[len(part) // 2]:.2f} s, "
+                        f"{passed} as wanted: {len(part) - usage} one clear line, {usage} the usage (wrong "
+                        f"type, unknown flag or choice); median {sorted(seconds)[len(part) // 2]:.2f} s, "
                         f"slowest {max(seconds):.2f} s (`{slowest}`)"))
     return results
 
