@@ -17,13 +17,16 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "models/tiny/*")
+COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "bench/faults.py",
+          "models/tiny/*")
 STAGES = (  # each runs if the one before it passed
     ["tests/test_variants.py", "tests/test_math.py", "tests/test_guard.py"],
     ["tests/test_trl.py", "-k", "not gradients_equal"],
     ["tests/test_trl.py", "-k", "gradients_equal"],
     ["tests/test_families.py", "-k", "one_sequence_at_a_time"],
-    ["tests/test_checksum.py", "-k", "not damaged"])
+    ["tests/test_checksum.py", "-k", "not damaged"],
+    ["tests/test_resume.py", "-k", "not killed and not two_ranks and not does_not_answer"])
+CHECKPOINT, FOLDER = "runtime/checkpoint.py", "runtime/folder.py"
 SCRIPT, HEAD, ATTENTION, STATS = "nano_rlvr.py", "runtime/head.py", "runtime/attention.py", "runtime/stats.py"
 FAULTS = [  # (description, file, text, what replaces it)
     ("clip: maximum instead of minimum", SCRIPT, "torch.minimum(bounded", "torch.maximum(bounded"),
@@ -129,6 +132,32 @@ FAULTS = [  # (description, file, text, what replaces it)
      "request_seed(cfg.seed, step, draw,", "request_seed(cfg.seed, step, 0,"),
     ("sampling: draws of a step overlap those of the next", SCRIPT,
      "step * (1 + cfg.resample) + draw", "step + draw"),
+    ("resume: AdamW's second moment is not restored", CHECKPOINT,
+     'KINDS = ("fp32", "exp_avg", "exp_avg_sq")', 'KINDS = ("fp32", "exp_avg")'),
+    ("resume: AdamW's step count is not restored", CHECKPOINT,
+     's["step"] * 0 + state["adamw_step"]', 's["step"]'),
+    ("resume: the weights of the forward pass are not restored", CHECKPOINT,
+     "        p.copy_(value)", "        pass"),
+    ("resume: the progress of the loop is not restored", CHECKPOINT,
+     'Progress(**state["progress"])', 'Progress(step=state["progress"]["step"])'),
+    ("resume: checksums are not compared", CHECKPOINT,
+     "if size_and_sum(folder / name)[1] != checksum:", "if False:"),
+    ("resume: sizes and checksums are not compared", CHECKPOINT,
+     "for name, (size, checksum) in manifest.items():", "for name, (size, checksum) in ():"),
+    ("resume: logs are not cut back", CHECKPOINT, 'self.log.cut_back(state["logs"])', "pass"),
+    ("resume: a failed write is not noticed", CHECKPOINT,
+     "self.pending.result() if self.pending and self.pending.done()", '"" if True'),
+    ("resume: the oldest checkpoints are kept", CHECKPOINT, "steps[:-keep]", "steps[keep:]"),
+    ("resume: the most accurate checkpoint is deleted", CHECKPOINT, "if path != keep_best", ""),
+    ("resume: other flags are accepted", FOLDER, "if texts and not cfg.resume_force", "if False"),
+    ("resume: two processes in one folder", FOLDER, "fcntl.LOCK_EX", "fcntl.LOCK_SH"),
+    ("resume: other data are accepted", FOLDER, "path.read_text() != checksum", "False"),
+    ("resume: a half line stays in a log", "runtime/log.py", "os.ftruncate(f.fileno(), size)", "pass"),
+    ("resume: a signal waits for the end of the rollout", "runtime/stop.py",
+     "in_call = in_loop", "in_call = False"),
+    ("resume: the second signal is ignored", "runtime/stop.py", "os._exit(128 + number)", "pass"),
+    ("guard: no verdict for anything goes unnoticed", "runtime/guard.py", "    if verdicts:", "    if True:"),
+    ("guard: columns of the first row only", SCRIPT, "set().union(*examples)", "examples[0].keys()"),
 ]
 
 
