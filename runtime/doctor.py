@@ -16,7 +16,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import urllib.error
 import urllib.request
 from importlib import metadata
@@ -222,7 +221,6 @@ def disk(cfg):
     from runtime.flops import ModelShape
     out = Path(cfg.out).absolute()
     folder = next(path for path in (out, *out.parents) if path.exists())
-    tempfile.TemporaryFile(dir=folder).close()  # raises OSError where nothing can be written
     free, size = shutil.disk_usage(folder).free, memory.checkpoint_bytes(cfg, ModelShape.of(cfg.model))
     found = f"{free / GIB:.1f} GiB are free in {folder}; a checkpoint takes {size / GIB:.2f}"
     if free < (cfg.keep + 2) * size:  # those kept, the most accurate one and the one being written

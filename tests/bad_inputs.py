@@ -359,7 +359,7 @@ def run(case, folder):
     (folder / "mine").mkdir()
     (folder / "mine/metrics.jsonl").write_text("{}")
     (folder / "a.jsonl").write_text(LINES)
-    (folder / "ask.jsonl").write_text('{"ask": "1+1"}\n' * 9)
+    (folder / "ask.jsonl").write_text("\n".join('{"ask": "1+%d"}' % i for i in range(9)))
     (folder / "mem.jsonl").symlink_to("/proc/self/mem")  # a file that nobody can read from its start
     (folder / "r.py").write_text(REWARD_FILE)
     argv = ["--out", str(folder / "runs"), *case.build(folder)]

@@ -47,7 +47,7 @@ def test_loss_and_gradient_are_finite_at_any_log_ratio(gate, ratio, advantage):
 @pytest.mark.numeric
 def test_the_bound_on_the_log_ratio_changes_nothing_below_20():
     logp = torch.tensor([-19.9, -1.0, 0.0, 1.0, 19.9], dtype=torch.float64, requires_grad=True)
-    cfg = make_config(clip_high=1e12, clip_low=1.0, correction="none", kl_coef=0.0)
+    cfg = make_config(clip_high=1e9, clip_low=1.0, correction="none", kl_coef=0.0)
     loss, _ = nr.policy_loss(logp, torch.zeros(5), None, single_tokens(-1.0, logp), cfg)
     loss.backward()
     torch.testing.assert_close(logp.grad, logp.detach().exp(), rtol=1e-9, atol=0)
