@@ -12,7 +12,7 @@ from runtime import cli, dist
 
 # Fields of Config in which a resumed run may differ: they change no result ...
 FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "profile",
-        "judge_url"}
+        "judge_url", "data", "eval_data"}  # the examples themselves are compared: _check_data
 # ... or only how it is rounded
 ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "offload", "vllm_memory", "memory_gb"}
 _lock = None  # the open file whose lock this process holds

@@ -99,7 +99,7 @@ def with_one_line(*kinds, cfg=None):
     except Exception as e:
         if memory.is_out_of_memory(e) and cfg:
             line = memory.advice(e, cfg)
-        elif isinstance(e, torch.distributed.DistError) or "gloo" in str(e):
+        elif isinstance(e, torch.distributed.DistError) or "/gloo/" in str(e):  # NCCL; gloo's source file
             line = "nano_rlvr: another rank has ended, or has not answered for --timeout minutes"
         elif isinstance(e, (RunError, *kinds)):
             line = f"nano_rlvr: {e}"
