@@ -73,7 +73,7 @@ def run(engine, step, dtype):
     engines.set_lr(engine, 0.0)
     for _ in range(2):
         kl = step().get("kl", 0.0)
-        if not kl <= NOISE[dtype]:
+        if not kl <= NOISE.get(dtype, NOISE["float32"]):  # also when it is NaN
             raise RunError(f"policy and reference differ before the first step (KL {kl:.2g}): the model was "
                            "loaded twice with different weights; is its checkpoint complete?")
     for state in engine.optimizer.optimizer.state.values():

@@ -25,6 +25,7 @@ from conftest import (
 )
 from runtime import checkpoint, engines, preflight
 from runtime.checkpoint import Checkpoints
+from runtime.errors import RunError
 from runtime.log import Log
 
 PROMPTS = 8
@@ -325,6 +326,14 @@ def test_config_file_has_values_commit_and_versions(run):
     assert about["config"]["lr"] == nr.MODELS["models/tiny"]["lr"]
     assert {"torch", "deepspeed", "transformers", "python"} <= about["versions"].keys()
     assert "commit" in about and (run / "curve.png").stat().st_size > 5000
+
+
+def test_a_reference_that_is_not_the_starting_model_is_noticed_before_step_0(group):
+    cfg = make_config(kl_coef=0.1, pack_tokens=500)
+    policy, ref = nr.make_policy(cfg), nr.make_reference(cfg)
+    torch.nn.init.normal_(ref.model.model.layers[0].mlp.down_proj.weight)  # as for a missing tensor
+    with pytest.raises(RunError, match="policy and reference differ before the first step"):
+        nr.rehearse(policy, ref, cfg)
 
 
 def test_a_checkpoint_holds_the_weights_of_its_step(run):
