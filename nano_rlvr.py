@@ -168,11 +168,13 @@ def parse_config(argv=None):
     Exits with the usage for an unknown flag or a wrong type. Raises ValueError with one line for a bad value.
     """
     argv, saved = saved_config(sys.argv[1:] if argv is None else argv, Config.out)
-    algo, model = cli.given(argv, "--algo", Config.algo), cli.given(argv, "--model", Config.model)
+    algo = cli.given(argv, "--algo", saved.get("algo", Config.algo))
+    model = cli.given(argv, "--model", saved.get("model", Config.model))
     if algo not in ALGOS:
         raise ValueError(f"--algo {algo}: choose one of {', '.join(ALGOS)}")
     model_row = preflight.model_row(model, MODELS)  # of a trained model: what its run used
-    defaults = {"algo": algo, "model": model} | model_row | ALGOS[algo] | saved
+    defaults = model_row | saved | {"algo": algo, "model": model}
+    defaults |= ALGOS[algo] if algo != saved.get("algo") else {}
     cfg = cli.parse(Config, argv, defaults, description=__doc__.split("\n\n")[0])
     if not saved and cfg.template != model_row.get("template", cfg.template):
         dist.print_once(f"note: --template {cfg.template}, but {model} was trained with "
@@ -686,7 +688,7 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
             with timed(metrics, "evaluate"):
                 metrics |= evaluate(llm, eval_set, verifier, cfg)
         if step == cfg.steps or cfg.save_every and step % cfg.save_every == 0:
-            checkpoints.save(metrics, final=step == cfg.steps)
+            checkpoints.save(final=step == cfg.steps)
         if step == cfg.steps:
             log.write(step, metrics)
             break
@@ -752,7 +754,7 @@ def main(argv=None):
             cfg = claim_folder(cfg, train_set + eval_set)
             log = Log(cfg, tokenizer)
             checkpoints = Checkpoints(cfg, log)
-        with stop.with_one_line(cfg=cfg):
+        with stop.with_one_line(OSError, cfg=cfg):
             memory.limit_device(cfg)
             llm = make_llm(cfg)  # before the trainer: vLLM measures how much GPU memory is free
             sleep.put_to_sleep(llm)

@@ -67,6 +67,7 @@ class Run:
             return pid
         try:
             os.setsid()
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
             log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)

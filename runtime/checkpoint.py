@@ -15,15 +15,15 @@ import math
 import os
 import shutil
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import torch
 
-from runtime import dist, lora, memory
+from runtime import curve, dist, lora, memory
 from runtime.errors import RunError
 from runtime.flops import ModelShape
-from runtime.folder import steps_on_disk, sync, to_json
+from runtime.folder import step_of, steps_on_disk, sync, to_json
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")  # per trained parameter: weights, first and second moment
 SHARD = 2**30  # bytes of a file in trainer/, unless one tensor is larger
@@ -94,22 +94,45 @@ class Checkpoints:
     """Reads and writes the checkpoints of a run. Its methods are collective.
 
     Rank 0 writes: in the background if a copy of the state fits into half of the free host memory, else
-    tensor by tensor while the loop waits. Raises ValueError if the run has checkpoints and none is whole.
+    tensor by tensor while the loop waits. Raises ValueError if the disk has no room for one checkpoint, or if
+    the run has checkpoints and all are damaged.
     """
 
     def __init__(self, cfg, log):
         self.cfg, self.log, self.folder = cfg, log, log.folder
         self.bytes = memory.checkpoint_bytes(cfg, ModelShape.of(cfg.model))
         self.executor, self.pending = ThreadPoolExecutor(1), None  # the write in progress, or the last one
-        self.newest, problem = None, ""
-        if cfg.resume and dist.rank() == 0:
-            try:
-                self.newest = newest_whole(self.folder)
-            except ValueError as e:
-                problem = str(e)
-        self.newest, problem = dist.all_gather([(self.newest, problem)])[0]
+        if dist.rank() == 0:
+            self.pending = self.executor.submit(self._prepare)
+        self.newest, problem = dist.all_gather([self._result()])[0]
+        self.pending = None
         if problem:
             raise ValueError(problem)
+
+    def _prepare(self):
+        """On rank 0 -> (newest undamaged checkpoint or None, "" or what is wrong)."""
+        for path in self.folder.glob("*.part"):  # of a run that was killed while it wrote
+            shutil.rmtree(path, ignore_errors=True)
+        try:
+            newest = newest_whole(self.folder) if self.cfg.resume else None
+        except ValueError as e:
+            return None, str(e)
+        for path in steps_on_disk(self.folder):
+            if newest and step_of(path) > step_of(newest):  # damaged: no longer one of the newest to keep
+                path.rename(path.with_name(path.name + ".damaged"))
+        return newest, self._lacks_space() if self.cfg.steps and newest is None else ""
+
+    def _lacks_space(self):
+        free = shutil.disk_usage(self.folder).free
+        return "" if free >= self.bytes else (
+            f"a checkpoint needs {self.bytes / 2**30:.2f} GiB, the disk of {self.folder} has "
+            f"{free / 2**30:.2f}: make room or choose another --out")
+
+    def _result(self):
+        """What the background task returned, on rank 0. Short collective calls, so that no rank times out."""
+        while any(dist.all_gather([bool(self.pending and not self.pending.done())])):
+            time.sleep(0.05)
+        return self.pending and self.pending.result()
 
     def restore(self, engine, ref):
         """Loads the newest checkpoint into policy, AdamW and reference, and cuts the logs back to its step.
@@ -118,9 +141,16 @@ class Checkpoints:
         """
         self.engine, self.ref, self.progress = engine, ref, Progress()
         if self.newest is None:
+            if self.cfg.resume:
+                dist.print_once(f"note: {self.folder} has no checkpoint: the run starts at step 0")
             self.log.cut_back({})
             return self.progress
         state = json.loads((self.newest / "trainer/state.json").read_text())
+        try:
+            self.progress = Progress(**state["progress"])
+            logs, adamw_step = state["logs"], state["adamw_step"]
+        except (KeyError, TypeError) as e:
+            raise RunError(f"{self.newest} was written by another version of this program ({e})") from e
         parameters, reference = trained_parameters(engine), self._reference()
         expected = {f"{kind}.{name}": getattr(p, "ds_shape", p.shape)
                     for name, p in parameters.items() for kind in KINDS}
@@ -139,27 +169,27 @@ class Checkpoints:
                 else:
                     set_tensor(parameters[name], kind, f.get_tensor(key).to(dist.device()))
         for s in adamw_states(engine):
-            s["step"] = s["step"] * 0 + state["adamw_step"]  # a tensor, or an int in DeepSpeed's CPU version
-        self.log.cut_back(state["logs"])
-        self.progress = Progress(**state["progress"])
+            s["step"] = s["step"] * 0 + adamw_step  # a tensor, or an int in DeepSpeed's CPU version
+        self.log.cut_back(logs)
         dist.print_once(f"continues from {self.newest}")
         return self.progress
 
-    def save(self, metrics=(), final=False):
+    def save(self, final=False):
         """Writes step-<progress.step>; then deletes old ones, except the newest --keep and the most accurate.
 
-        metrics: those of this step's evaluation. final: final/ gets the same weights, without trainer/. Does
-        nothing if this checkpoint is there. Raises RunError if the disk has too little space, if a weight is
-        not finite, or if the previous write failed.
+        final: final/ gets the same weights, without trainer/. A checkpoint that is there is not written
+        again. Raises RunError if the disk has too little space, if a weight is not finite, or if the previous
+        write failed.
         """
         self.wait()
         folder = self.folder / f"step-{self.progress.step}"
-        if self.progress.step == 0 or folder == self.newest and not final:
+        if self.progress.step == 0:
             return
-        free = shutil.disk_usage(self.folder).free
-        self._raise_together(free < self.bytes and (
-            f"no checkpoint of step {self.progress.step}: it needs {self.bytes / 2**30:.2f} GiB, the disk of "
-            f"{self.folder} has {free / 2**30:.2f}; older checkpoints are whole"))
+        if folder == self.newest:
+            if final and dist.rank() == 0:
+                self.pending = self.executor.submit(attempt, write_final, folder)
+            return
+        self._raise_together(self._lacks_space() if dist.rank() == 0 else "")
         weights = {}
         for name, w in named_weights(self.engine):
             if not w.isfinite().all():
@@ -167,15 +197,16 @@ class Checkpoints:
             if dist.rank() == 0:
                 weights[name] = w.to("cpu", copy=True)
         state = {"progress": dataclasses.asdict(self.progress), "logs": self.log.sizes(),
-                 "adamw_step": max(int(s["step"]) for s in adamw_states(self.engine)),
-                 "accuracy": dict(metrics).get("eval/accuracy")}
-        tensors, problem = self._tensors(), ""
+                 "adamw_step": max(int(s["step"]) for s in adamw_states(self.engine))}
+        part, tensors = self.folder / f"{folder.name}.part", self._tensors()
+        write, finish = (self._write, part, weights), (self._finish, part, folder, state, final)
+        problem = ""
         if dist.rank() == 0:
-            if psutil.virtual_memory().available > 2 * self.bytes:
-                write = self._write, folder, weights, list(tensors), state, final
-                self.pending = self.executor.submit(*write)
-            else:
-                problem = self._write(folder, weights, tensors, state, final)
+            if memory.free_host_bytes() > 2 * self.bytes:
+                tensors = list(tensors)
+                self.pending = self.executor.submit(lambda: attempt(*write, tensors) or attempt(*finish))
+            elif not (problem := attempt(*write, tensors)):
+                self.pending = self.executor.submit(attempt, *finish)
         for _ in tensors:  # a gather per tensor: also on ranks that do not write, also after a failed write
             pass
         self._raise_together(problem)
@@ -187,7 +218,7 @@ class Checkpoints:
 
     def wait(self):
         """Returns when the last checkpoint is on the disk. Raises RunError if that failed."""
-        self._raise_together(self.pending.result() if self.pending else "")
+        self._raise_together(self._result())
 
     def _raise_together(self, problem):
         problems = [p for p in dist.all_gather([problem]) if p]
@@ -206,37 +237,38 @@ class Checkpoints:
         for name, w in self._reference().items():
             yield f"reference.{name}", w.to("cpu", copy=True)
 
-    def _write(self, folder, weights, tensors, state, final):
-        """Writes a checkpoint; returns "" or, in one line, why that failed."""
-        part = folder.with_name(folder.name + ".part")
-        try:
-            shutil.rmtree(part, ignore_errors=True)
-            (part / "trainer").mkdir(parents=True)
-            self.engine.module.model.save_pretrained(part, state_dict=weights)
-            self.log.tokenizer.save_pretrained(part)
-            (part / "nano_rlvr.json").write_text(to_json({"config": dataclasses.asdict(self.cfg)}))
-            for i, shard in enumerate(shards(tensors)):
-                save_file(shard, part / f"trainer/{i:05}.safetensors")
-            (part / "trainer/state.json").write_text(json.dumps(state))
-            files = sorted(path for path in part.rglob("*") if path.is_file())
-            manifest = {str(path.relative_to(part)): size_and_sum(path) for path in files}
-            (part / "manifest.json").write_text(json.dumps(manifest, indent=1))
-            for path in (part / "manifest.json", *files, part / "trainer", part):
-                sync(path)
-            replace(part, folder)
-            if final:
-                part = self.folder / "final.part"
-                shutil.rmtree(part, ignore_errors=True)
-                no_trainer = shutil.ignore_patterns("trainer", "manifest.json")
-                shutil.copytree(folder, part, copy_function=link_or_copy, ignore=no_trainer)
-                replace(part, self.folder / "final")
-            for path in expired(self.folder, self.cfg.keep):
-                shutil.rmtree(path)
-            return ""
-        except Exception as e:  # transformers, safetensors and the file system have types of their own
-            shutil.rmtree(part, ignore_errors=True)
-            reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-            return f"the checkpoint {folder} could not be written ({reason}); older checkpoints are whole"
+    def _write(self, part, weights, tensors):
+        shutil.rmtree(part, ignore_errors=True)
+        (part / "trainer").mkdir(parents=True)
+        self.engine.module.model.save_pretrained(part, state_dict=weights)
+        self.log.tokenizer.save_pretrained(part)
+        (part / "nano_rlvr.json").write_text(to_json({"config": dataclasses.asdict(self.cfg)}))
+        for i, shard in enumerate(shards(tensors)):
+            save_file(shard, part / f"trainer/{i:05}.safetensors")
+
+    def _finish(self, part, folder, state, final):
+        (part / "trainer/state.json").write_text(json.dumps(state))
+        files = sorted(path for path in part.rglob("*") if path.is_file())
+        manifest = {str(path.relative_to(part)): size_and_sum(path) for path in files}
+        (part / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        for path in (part / "manifest.json", *files, part / "trainer", part):
+            sync(path)
+        replace(part, folder)
+        if final:
+            write_final(folder)
+        for path in expired(self.folder, self.cfg.keep):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def attempt(write, part, *args):
+    """Calls write(part, *args) -> "" or, in one line, why it failed."""
+    try:
+        write(part, *args)
+        return ""
+    except Exception as e:  # transformers, safetensors and the file system have types of their own
+        shutil.rmtree(part, ignore_errors=True) if part.suffix == ".part" else None
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        return f"{part.with_suffix('')} could not be written ({reason}); older checkpoints are whole"
 
 
 # ---- files
@@ -273,16 +305,29 @@ def size_and_sum(path):
 
 
 def replace(part, folder):
-    """Renames a complete folder."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Renames a complete folder. One that has the name already is deleted afterwards."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
     part.rename(folder)
     sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def link_or_copy(source, target):
-    """A second name for the same bytes, where the file system can do that."""
+def write_final(checkpoint):
+    """Writes final/ beside a checkpoint: the same without trainer/."""
+    part = checkpoint.with_name("final.part")
+    shutil.rmtree(part, ignore_errors=True)
+    no_trainer = shutil.ignore_patterns("trainer", "manifest.json")
+    shutil.copytree(checkpoint, part, copy_function=link_weights, ignore=no_trainer)
+    replace(part, checkpoint.with_name("final"))
+
+
+def link_weights(source, target):
+    """A copy; of weights a second name for the same bytes, where the file system can do that."""
     try:
-        os.link(source, target)
+        (os.link if source.endswith(".safetensors") else shutil.copy2)(source, target)
     except OSError:
         shutil.copy2(source, target)
 
@@ -310,21 +355,13 @@ def newest_whole(folder):
             return path
         print(f"note: {path} is damaged ({problem}); looking for an older checkpoint", file=sys.stderr)
     if steps:
-        raise ValueError(f"all checkpoints in {folder} are damaged; delete them to start from the beginning")
-
-
-def accuracy(folder):
-    """Held-out accuracy of a checkpoint; -1 if it was not evaluated."""
-    try:
-        value = json.loads((folder / "trainer/state.json").read_text())["accuracy"]
-    except (OSError, ValueError, KeyError):
-        return -1  # damaged
-    return -1 if value is None else value
+        raise ValueError(f"all checkpoints in {folder} are damaged; move them away to start from step 0")
 
 
 def expired(folder, keep):
     """The checkpoints to delete: all but the newest `keep` and the most accurate, the first of equals."""
-    steps = steps_on_disk(folder)
-    best = max(map(accuracy, steps))
-    keep_best = next((path for path in steps if accuracy(path) == best >= 0), None)
-    return [path for path in steps[:-keep] if path != keep_best]
+    metrics, steps = folder / "metrics.jsonl", steps_on_disk(folder)
+    rows = curve.read(folder) if metrics.exists() else []
+    accuracy = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
+    best = max(steps, key=lambda path: accuracy.get(step_of(path), -1))  # the first of equals
+    return [path for path in steps[:-keep] if path != best or step_of(path) not in accuracy]

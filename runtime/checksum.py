@@ -7,6 +7,7 @@ import functools
 import torch
 
 from runtime import dist
+from runtime.errors import RunError
 
 CHUNK = 2**18  # elements per sum
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> integer type for its bits
@@ -54,13 +55,13 @@ class SentWeights:
             yield name, tensor
 
     def check(self, llm):
-        """Raises RuntimeError if vLLM's weights are not the ones handed out. Each rank checks its own engine.
+        """Raises RunError if vLLM's weights are not the ones handed out. Each rank checks its own engine.
 
         Prints once how many weights it cannot see. Without tensor parallelism: every engine has all weights.
         """
         for problem in llm.apply_model(lambda model: compare(model, self.sent)):
             if problem:
-                raise RuntimeError(f"after the sync vLLM does not have the trainer's weights: {problem}. "
+                raise RunError(f"after the sync vLLM does not have the trainer's weights: {problem}. "
                                    "Do not trust this engine or what it samples.")
 
 

@@ -103,13 +103,10 @@ def device():
 
 def host_memory():
     import psutil
-    limit, memory = Path("/sys/fs/cgroup/memory.max"), psutil.virtual_memory()
-    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB are available"
-    limit = limit.read_text().strip() if limit.exists() else "max"
-    if limit != "max" and int(limit) < memory.available:  # psutil does not know it
-        return ("note", f"{found}; this container may use {int(limit) / GIB:.1f}",
-                "the memory plan does not see this limit: on a CPU use --memory_gb")
-    if memory.available < 4 * GIB:
+
+    from runtime.memory import free_host_bytes
+    found = f"{free_host_bytes() / GIB:.1f} of {psutil.virtual_memory().total / GIB:.1f} GiB are available"
+    if free_host_bytes() < 4 * GIB:
         return "note", found, "end other processes: PyTorch, vLLM and DeepSpeed alone take about 3 GiB"
     return "ok", found
 

@@ -1,10 +1,12 @@
 """The folder of a run: which one it is, one process at a time, and whether a run may continue in it."""
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from runtime import cli, dist
 
 # Fields of Config in which a resumed run may differ: they change no result ...
 FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "profile",
-        "judge_url", "data", "eval_data"}  # the examples themselves are compared: _check_data
+        "judge_url", "data", "eval_data"}  # the examples themselves are compared: _check_inputs
 # ... or only how it is rounded
 ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "offload", "vllm_memory", "memory_gb"}
 _lock = None  # the open file whose lock this process holds
@@ -32,8 +34,13 @@ def sync(path):
 
 def steps_on_disk(folder):
     """The checkpoints of a run, oldest first."""
-    paths = [path for path in Path(folder).glob("step-*") if path.name[5:].isdigit()]
-    return sorted(paths, key=lambda path: int(path.name[5:]))
+    paths = [path for path in Path(folder).glob("step-*") if re.fullmatch(r"step-[0-9]+", path.name)]
+    return sorted(paths, key=step_of)
+
+
+def step_of(path):
+    """The step of a checkpoint, from the name of its folder."""
+    return int(path.name.removeprefix("step-"))
 
 
 def saved_config(argv, out):
@@ -53,7 +60,9 @@ def saved_config(argv, out):
             dist.print_once(f"note: there is no run {Path(out) / name} yet: it starts")
             return argv, {}
         folder = Path(out) / name
-    elif target := cli.given(argv, "--resume", ""):
+    elif (target := cli.given(argv, "--resume", None)) is not None:
+        if not target:
+            raise ValueError("--resume needs the folder of a run, or --name")
         folder = next((f for f in (Path(target), Path(out) / target) if (f / "config.json").exists()), None)
         if folder is None:
             raise ValueError(f"--resume {target}: no folder of a run (it has a config.json) here or in {out}")
@@ -63,7 +72,8 @@ def saved_config(argv, out):
         return argv, {}
     try:
         saved = json.loads((folder / "config.json").read_text())["config"]
-    except (ValueError, KeyError, TypeError) as e:
+        saved = {name: value for name, value in saved.items() if name not in ("resume_force", "profile")}
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{folder / 'config.json'} cannot be read ({e})") from None
     folder = folder.resolve()
     return argv, saved | {"name": folder.name, "out": str(folder.parent), "resume": str(folder)}
@@ -75,6 +85,8 @@ def check_resumed(cfg, saved):
     cfg: of this run. saved: of the run so far, {} for a new run. Returns cfg with the folder of the run.
     """
     fields = {f.name for f in dataclasses.fields(cfg)} & saved.keys()
+    if Path(cfg.model).is_dir():
+        fields.discard("model")  # by its weights: _check_inputs
     changed = {name for name in fields - FREE if getattr(cfg, name) != saved[name]}
     if "steps" in changed and (cfg.lr_end == 1 and cfg.steps > saved["steps"]):
         changed.remove("steps")
@@ -102,18 +114,24 @@ def claim_folder(cfg, examples=()):
     if dist.rank() == 0:
         while (problem := _lock_folder(Path(cfg.out) / name, cfg.resume)) and not cfg.name and n < 100:
             name, n = f"{base}-{n}", n + 1
-        problem = problem or _check_data(Path(cfg.out) / name / "data.sha256", cfg, examples)
+        problem = problem or _check_inputs(Path(cfg.out) / name / "inputs.sha256", cfg, examples)
     name, problem = dist.all_gather([(name, problem)])[0]
     if problem:
         raise ValueError(problem)
     return dataclasses.replace(cfg, name=name)
 
 
-def _check_data(path, cfg, examples):
-    """Keeps a checksum of the examples in a file, or returns that a resumed run has others."""
-    checksum = hashlib.sha256(repr([sorted(e.items(), key=str) for e in examples]).encode()).hexdigest()
+def _check_inputs(path, cfg, examples):
+    """Keeps a checksum of examples and model in a file, or returns that a resumed run has others."""
+    checksum = hashlib.sha256(repr([sorted(e.items(), key=str) for e in examples]).encode())
+    for file in sorted(Path(cfg.model).glob("*.safetensors")):  # a sample of the starting weights
+        with file.open("rb") as f:
+            for i in range(64):
+                f.seek(i * file.stat().st_size // 64)
+                checksum.update(f.read(4096))
+    checksum = checksum.hexdigest()
     if cfg.resume and path.exists() and path.read_text() != checksum and not cfg.resume_force:
-        return (f"--resume {cfg.resume}: its data or its tokenizer have changed since it started. "
+        return (f"--resume {cfg.resume}: its data, tokenizer or --model have changed since it started. "
                 "--resume_force continues nevertheless")
     path.write_text(checksum)
     return ""
@@ -130,8 +148,10 @@ def _lock_folder(folder, resume):
     except BlockingIOError:
         return f"{folder}: another process is running there; choose another --name"
     except OSError as e:
-        return f"--out: {folder} cannot be used ({e.strerror})"
-    if (folder / "metrics.jsonl").exists() and not resume:
+        if e.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            return f"--out: {folder} cannot be used ({e.strerror})"
+        print(f"note: the file system of {folder} has no locks: start no second run there", file=sys.stderr)
+    if not resume and ((folder / "metrics.jsonl").exists() or steps_on_disk(folder)):
         return f"{folder} holds a run already; choose another --name, or continue it: --resume {folder}"
     _lock = lock
     return ""

@@ -65,17 +65,21 @@ class Log:
         path = self.folder / "config.json"
         if cfg.resume and path.exists():
             before = json.loads(path.read_text())
-            about = before | {"config": config, "resumed": [*before.get("resumed", []), start]}
-            if start["versions"] != before["versions"]:
-                print("note: other versions of libraries: from here the run is the same only up to rounding")
+            about |= before | {"config": config, "resumed": [*before.get("resumed", []), start]}
+            for name in ("versions", "world", "device"):
+                if start[name] != before.get(name):
+                    print(f"note: other {name} than before: from here the run is equal only up to rounding")
         path.with_suffix(".part").write_text(to_json(about))
         path.with_suffix(".part").rename(path)
         self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
         if cfg.wandb != "off":
             import wandb
-            self.wandb = wandb.init(
-                project="nano_rlvr", name=cfg.name, id=about["wandb_id"], resume="allow",
-                dir=str(self.folder), mode=cfg.wandb, config=config)
+            try:
+                self.wandb = wandb.init(
+                    project="nano_rlvr", name=cfg.name, id=about["wandb_id"], resume="allow",
+                    dir=str(self.folder), mode=cfg.wandb, config=config)
+            except wandb.errors.Error as e:
+                raise ValueError(f"--wandb {cfg.wandb}: {str(e).splitlines()[0]}") from e
 
     def sizes(self):
         """{file: bytes} of the logs, which are then on the disk."""
@@ -85,13 +89,15 @@ class Log:
         return {path.name: path.stat().st_size for path in paths}
 
     def cut_back(self, sizes):
-        """Sets the logs back to these sizes; {} empties them."""
+        """Sets the logs back to these sizes. Logs without a size are renamed to .old."""
         if dist.rank() > 0:
             return
         for path in map(self.folder.joinpath, LOGS):
-            if path.exists():
-                os.truncate(path, min(sizes.get(path.name, 0), path.stat().st_size))
-        if sizes:
+            if path.exists() and path.name not in sizes:
+                path.rename(path.with_suffix(".old"))
+            elif path.exists():
+                os.truncate(path, min(sizes[path.name], path.stat().st_size))
+        if (self.folder / "metrics.jsonl").exists():
             self.rows = curve.read(self.folder)
             self.bar.update(len(self.rows))
 
@@ -134,14 +140,17 @@ class Log:
     def _append(self, name, rows):
         """Adds whole lines to a file, or none. Raises RunError if the disk is full."""
         lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        with (self.folder / name).open("ab", buffering=0) as f:
-            size = os.fstat(f.fileno()).st_size
-            try:
-                while lines:  # one write may take only a part
-                    lines = lines[f.write(lines):]
-            except OSError as e:
-                os.ftruncate(f.fileno(), size)
-                raise RunError(f"{self.folder / name} cannot be written ({e.strerror})") from e
+        try:
+            with (self.folder / name).open("ab", buffering=0) as f:
+                size = os.fstat(f.fileno()).st_size
+                try:
+                    while lines:  # one write may take only a part
+                        lines = lines[f.write(lines):]
+                finally:
+                    if lines:
+                        os.ftruncate(f.fileno(), size)
+        except OSError as e:
+            raise RunError(f"{self.folder / name} cannot be written ({e.strerror})") from e
 
     def close(self):
         """At the end of a run: where its time went, and its curve."""

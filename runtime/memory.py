@@ -5,6 +5,7 @@ The plan is made and printed before weights are loaded.
 import dataclasses
 import math
 import resource
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -41,7 +42,7 @@ class Device(NamedTuple):
     def here(cls):
         """The GPU of this process, or this rank's share of the host memory; `free` is the least over the
         ranks."""
-        gpu, host = torch.cuda.is_available(), psutil.virtual_memory().available
+        gpu, host = torch.cuda.is_available(), free_host_bytes()
         free, total = torch.cuda.mem_get_info() if gpu else [host // dist.world_size()] * 2
         return cls(gpu, min(dist.all_gather([free])), total, host)
 
@@ -142,6 +143,15 @@ def kv_cache_bytes(cfg, device=None, shape=None):
         raise ValueError(f"--vllm_memory {cfg.vllm_memory} has no room for a KV cache: use at least "
                          f"{cfg.vllm_memory + missing + 0.005:.2f}, or 0 for what the plan leaves")
     return int(min(left, sequences * sequence_bytes(cfg, shape)))
+
+
+def free_host_bytes():
+    """Free bytes of host memory, also in a container with a limit, which psutil does not know."""
+    free, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
+    limit = (group / "memory.max").read_text().strip() if (group / "memory.max").exists() else "max"
+    if limit == "max":
+        return free
+    return min(free, int(limit) - int((group / "memory.current").read_text()))
 
 
 def checkpoint_bytes(cfg, shape):

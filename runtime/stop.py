@@ -1,7 +1,7 @@
 """How a run ends before its last step: after a signal with a checkpoint, after a failure with one line.
 
-Signals: Ctrl-C, SIGTERM and SIGUSR1 (SLURM's warning). The first stops the loop at a step, a second one ends
-the process at once.
+Signals: Ctrl-C, SIGTERM, SIGUSR1 (SLURM's warning) and SIGHUP (a lost terminal). The first stops the loop at
+a step. The same signal again, two seconds later or more, ends the process at once.
 """
 import contextlib
 import ctypes
@@ -16,13 +16,13 @@ import torch
 from runtime import dist, memory
 from runtime.errors import RunError
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-SAME = 2.0  # seconds in which further signals count as the first: torchrun repeats what the terminal sent
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SAME = 2.0  # seconds in which a repeated signal counts as the first: torchrun repeats what the terminal sent
 received, received_at = None, 0.0  # the first signal and its time
 in_loop, in_call = False, False  # whether there is a state to save; whether interruptible() can be left
 
 
-class Stopped(Exception):
+class Stopped(BaseException):  # no `except Exception` of vLLM may take it
     """A signal has asked the run to stop. The state is that at the start of the current step."""
 
 
@@ -31,13 +31,17 @@ def _handle(number, frame):
     if received is None:
         received, received_at = number, time.monotonic()
         name = signal.Signals(number).name
+        text = (f"nano_rlvr: {name}: the run stops at this step; the same signal again ends it at once\n"
+                if in_loop else f"nano_rlvr: {name} before the first step\n")
+        if dist.rank() == 0:
+            with contextlib.suppress(OSError):  # nobody reads
+                os.write(2, text.encode())  # a handler must not print(): it may have interrupted one
         if not in_loop:
-            raise SystemExit(f"nano_rlvr: {name} before the first step" if dist.rank() == 0 else 128 + number)
-        dist.print_once(f"{name}: the run stops at this step; a second signal ends it without a checkpoint")
+            raise SystemExit(128 + number)
         if in_call:
             in_call = False
             raise Stopped
-    elif time.monotonic() - received_at > SAME:
+    elif number == received and time.monotonic() - received_at > SAME:
         os._exit(128 + number)
 
 
@@ -48,7 +52,8 @@ def on_signals():
     received, in_loop = None, False
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    before = {number: signal.signal(number, _handle) for number in SIGNALS}
+    before = {number: signal.signal(number, _handle) for number in SIGNALS
+              if signal.getsignal(number) is not signal.SIG_IGN}  # ignored on purpose: nohup, a job with &
     try:
         yield
     finally:
@@ -107,7 +112,7 @@ def with_one_line(*kinds, cfg=None):
             raise
         if dist.rank() > 0:
             time.sleep(3)  # if rank 0 failed too, it has printed the line, and torchrun has sent a signal
-        raise SystemExit(1 if received else line) from None
+        raise SystemExit(1 if dist.rank() > 0 and received else line) from None
 
 
 def keep_printing():
@@ -116,10 +121,10 @@ def keep_printing():
         def write(self, data):
             try:
                 return super().write(data)
-            except BrokenPipeError:
+            except OSError:  # a closed pipe, a lost terminal, a full disk
                 return len(data)
 
-    if sys.stdout is sys.__stdout__:  # not replaced by a notebook or a test
+    if sys.stdout is sys.__stdout__ is not None:  # not replaced by a notebook or a test, not closed
         for name, number in (("stdout", 1), ("stderr", 2)):
             stream = io.BufferedWriter(Pipe(number, "w", closefd=False))
             setattr(sys, name, io.TextIOWrapper(stream, "utf-8", "backslashreplace", line_buffering=True))

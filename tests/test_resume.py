@@ -109,7 +109,7 @@ def test_a_restored_trainer_takes_the_same_next_steps(group, tokenizer, tmp_path
     checkpoints = make_checkpoints(policy, **changes, **where)
     updated(policy, tokenizer, cfg, 2)
     checkpoints.progress.step, checkpoints.progress.running_mean = 2, 0.25
-    checkpoints.save({"eval/accuracy": 0.5})
+    checkpoints.save()
     checkpoints.wait()
     saved = state(checkpoints)
     updated(policy, tokenizer, cfg, 2)
@@ -159,10 +159,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     policy, _ = two_steps
     run = tmp_path / "run"
     harm(run / "step-2" / name)
-    restored = make_checkpoints(policy, out=str(tmp_path), name="run", resume=str(run))
+    restored = make_checkpoints(policy, out=str(tmp_path), name="run", resume=str(run), keep=1)
     assert restored.progress.step == 1
     shown = capsys.readouterr().err
     assert "step-2 is damaged" in shown and re.search(says, shown)
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-1", "step-2.damaged"]
     harm(run / "step-1" / name)
     with pytest.raises(ValueError, match="all checkpoints in .* are damaged"):
         make_checkpoints(policy, out=str(tmp_path), name="run", resume=str(run))
@@ -179,7 +180,7 @@ def test_a_full_disk_is_noticed_before_a_checkpoint_is_written(two_steps, tmp_pa
     free = SimpleNamespace(free=checkpoints.bytes - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     checkpoints.progress.step = 3
-    with pytest.raises(RunError, match="no checkpoint of step 3: it needs 0.01 GiB"):
+    with pytest.raises(RunError, match="a checkpoint needs 0.01 GiB"):
         checkpoints.save()
     free.free += 1
     checkpoints.save()
@@ -191,7 +192,7 @@ def test_a_full_disk_is_noticed_before_a_checkpoint_is_written(two_steps, tmp_pa
 def test_a_failed_write_is_noticed_and_leaves_the_older_checkpoints(two_steps, tmp_path, monkeypatch, memory):
     _, checkpoints = two_steps
     if memory == "little":
-        monkeypatch.setattr(checkpoint.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+        monkeypatch.setattr(checkpoint.memory, "free_host_bytes", lambda: 0)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     checkpoints.progress.step = 3
     with pytest.raises(RunError, match="step-3 could not be written .*; older checkpoints are whole"):
@@ -209,9 +210,12 @@ def test_a_failed_write_is_noticed_and_leaves_the_older_checkpoints(two_steps, t
 
 def test_the_newest_and_the_most_accurate_checkpoints_are_kept(two_steps, tmp_path):
     _, checkpoints = two_steps
+    evaluation = {"eval/low": 0.0, "eval/high": 1.0, "eval/n": 4, "eval/no_verdict": 0.0, "eval/length": 1.0}
     for checkpoints.progress.step, accuracy in enumerate([0.5, 0.75, None, 0.75, 0.25, None], start=3):
-        checkpoints.save({"eval/accuracy": accuracy})
+        checkpoints.save()
         checkpoints.wait()
+        checkpoints.log.write(checkpoints.progress.step, {} if accuracy is None else evaluation | {
+            "eval/accuracy": accuracy})
     assert [path.name for path in folder.steps_on_disk(tmp_path / "run")] == ["step-4", "step-7", "step-8"]
 
 
@@ -228,6 +232,8 @@ def test_a_checkpoint_is_a_model_with_its_settings_and_final_is_the_same_without
         assert json.loads((path / "nano_rlvr.json").read_text())["config"]["template"] == "chat"
     assert not (run / "final/trainer").exists()
     assert os.stat(run / "final/model.safetensors").st_ino == os.stat(run / "step-2/model.safetensors").st_ino
+    (run / "final/config.json").write_text("{}")  # a file of its own: the checkpoint stays as it is
+    assert checkpoint.damage(run / "step-2") == ""
 
 
 # ---- logs
@@ -248,7 +254,8 @@ def test_logs_are_cut_back_to_the_checkpoint_also_after_a_broken_line(two_steps,
     for path in folder.steps_on_disk(log.folder):
         shutil.rmtree(path)
     make_checkpoints(policy, out=str(tmp_path), name="run", resume=str(log.folder))
-    assert (log.folder / "metrics.jsonl").read_text() == ""  # killed before the first checkpoint
+    assert not (log.folder / "metrics.jsonl").exists()  # killed before the first checkpoint
+    assert (log.folder / "metrics.old").read_text() == '{"step": 0, "loss": 1.0}\n'
 
 
 def test_a_full_disk_leaves_no_half_line_in_a_log(group, tokenizer, tmp_path):
@@ -281,7 +288,8 @@ def saved(tmp_path):
     ("--steps 20 --keep 5 --save_every 7 --wandb offline --timeout 1", None),
     ("--zero_stage 3 --pack_tokens 2048", None),
     ("--lr 1", "--lr 1.0 (was 0.0001)"),
-    ("--algo rloo --seed 3", "--algo rloo (was grpo); --seed 3 (was 0)"),
+    ("--seed 3 --temperature 0.5", "--seed 3 (was 0); --temperature 0.5 (was 1.0)"),
+    ("--algo rloo", "--algo rloo (was grpo); --baseline leave_one_out (was group)"),
     ("--steps 5", "--steps 5 (was 10); --steps may only grow"),
     ("--steps 20 --lr_end 0.5", "the learning rate depends on --steps unless --lr_end is 1"),
     ("--lr 1 --resume_force", None),
@@ -339,7 +347,7 @@ def test_a_run_does_not_continue_with_other_data(group, tmp_path):
     folder.claim_folder(cfg, examples)
     resumed = dataclasses.replace(cfg, resume=str(tmp_path / "run"))
     folder.claim_folder(resumed, examples)
-    with pytest.raises(ValueError, match="its data or its tokenizer have changed"):
+    with pytest.raises(ValueError, match="its data, tokenizer or --model have changed"):
         folder.claim_folder(resumed, [{"question": "1+1", "prompt_ids": [1, 3]}])
     folder.claim_folder(dataclasses.replace(resumed, resume_force=True), [])
 
@@ -355,6 +363,7 @@ def test_passwords_in_urls_are_not_written(group, tokenizer, tmp_path, monkeypat
 
 LOOP = """
 import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
 from types import SimpleNamespace
 from runtime import stop
 checkpoints = SimpleNamespace(
@@ -377,7 +386,7 @@ with stop.on_signals():
 
 
 @pytest.mark.parametrize("phase, number, code, says", [
-    ("start", signal.SIGINT, 1, ["nano_rlvr: SIGINT before the first step"]),
+    ("start", signal.SIGINT, 130, ["nano_rlvr: SIGINT before the first step"]),
     ("rollout", signal.SIGTERM, 143, ["saved", "stopped by SIGTERM at step 7; continue with: python"]),
     ("rollout", signal.SIGUSR1, 138, ["saved", "--resume runs/x"]),
     ("update", signal.SIGINT, 130, ["the update ends", "saved"]),
