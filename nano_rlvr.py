@@ -638,8 +638,7 @@ def sync_weights(policy, llm):
     weights = SentWeights(checkpoint.named_weights(policy))  # keeps a checksum of each tensor
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     weights.check(llm)
-    sleep.wake_kv_cache(llm)
-    llm.reset_prefix_cache()  # cached keys and values belong to the old weights
+    sleep.wake_kv_cache(llm)  # empty: cached keys and values belong to the old weights
 
 
 # ------------------------------------------------------------------------------------------------- the loop

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import nano_rlvr as nr
 from conftest import fixed_rollouts, make_config
-from runtime import stats
+from runtime import sleep, stats
 
 # ---- collate
 
@@ -65,6 +65,42 @@ def test_collate_equals_one_token_at_a_time_bit_for_bit(sequences, seed):
             assert got[name].dtype == x.dtype and torch.equal(got[name], x), name
         else:
             assert got[name] == x, name
+
+
+# ---- vLLM
+
+
+def test_flat_log_probs_are_those_of_the_sampled_tokens(llm, monkeypatch):
+    from vllm import LLM
+    prompts, seen, generate = [[5, 6, 7], [8, 9]], [], LLM.generate
+
+    def with_and_without(self, requests, params, use_tqdm):
+        for flat in (False, True):
+            for p in params:
+                p.flat_logprobs = flat
+            seen.append(generate(self, requests, params, use_tqdm=use_tqdm))
+        return seen[-1]
+
+    monkeypatch.setattr(LLM, "generate", with_and_without)
+    rollouts = nr.rollout(llm, prompts, 3, 1.0, 20, seeds=[11, 12])
+    samples = [s for request in seen[0] for s in request.outputs]
+    assert [r.completion for r in rollouts] == [list(s.token_ids) for s in samples]
+    assert [r.vllm_logps for r in rollouts] == [
+        [logprobs[token].logprob for logprobs, token in zip(s.logprobs, s.token_ids)] for s in samples]
+    assert len({tuple(r.vllm_logps) for r in rollouts}) > 1
+
+
+def test_after_a_sync_no_prompt_is_taken_from_the_cache(llm):
+    """On a GPU sleeping empties the cache."""
+    from vllm import SamplingParams
+    prompt, once = [{"prompt_token_ids": list(range(200))}], SamplingParams(max_tokens=1)
+    cached = []
+    for sync in (False, False, True):
+        if sync:
+            sleep.put_to_sleep(llm)
+            nr.sync_weights(nr.make_policy(make_config()), llm)
+        cached.append(llm.generate(prompt, once, use_tqdm=False)[0].num_cached_tokens)
+    assert cached[1] > 0 == cached[2]
 
 
 # ---- nothing is read back from the device before the last pack
