@@ -1,4 +1,4 @@
-"""Whose turn it is to use the GPU's memory: vLLM, the trainer or the reference. Only with CUDA."""
+"""Whose turn it is to use the GPU's memory: vLLM, the trainer or the reference. No moves without CUDA."""
 import contextlib
 
 import torch

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import nano_rlvr as nr
 from conftest import fixed_rollouts, make_config
-from runtime import sleep, stats
+from runtime import attention, sleep, stats
 
 # ---- collate
 
@@ -65,6 +65,36 @@ def test_collate_equals_one_token_at_a_time_bit_for_bit(sequences, seed):
             assert got[name].dtype == x.dtype and torch.equal(got[name], x), name
         else:
             assert got[name] == x, name
+
+
+# ---- attention on a GPU
+
+
+@pytest.mark.parametrize("has_enable_gqa", [True, False])
+def test_flash_attention_gets_repeated_keys_only_from_a_torch_that_needs_them(monkeypatch, has_enable_gqa):
+    """The stand-ins have the signatures of torch 2.13 and 2.11, the dense attention as kernel."""
+    rollouts = [nr.Rollout([1, 2, 3], [4] * n, "", False, [0.0] * n) for n in (2, 5, 5)]
+    batch = nr.collate(rollouts)
+    q = torch.randn(batch.input_ids.shape[1], 6, 8)  # (T, heads, d)
+    k, v = torch.randn(2, len(batch.kv_index), 2, 8)  # (K, kv heads, d) twice
+    heads = []
+
+    def torch_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size,
+                   enable_gqa=False):
+        heads.append(key.shape[1])
+        assert enable_gqa or key.shape[1] == query.shape[1]
+        assert window_size == (-1, 0) and (max_q, max_k) == (8, 8)
+        assert cu_seq_q is batch.cu_seqlens_q and cu_seq_k is batch.cu_seqlens_k
+        return attention.attend_in_groups(query, key, value, batch, scale)
+
+    def torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+        return torch_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale,
+                          window_size=window_size)
+
+    monkeypatch.setattr(attention, "varlen_attn", torch_2_13 if has_enable_gqa else torch_2_11)
+    got = attention.flash_attention(q, k, v, batch, 0.3)
+    assert torch.equal(got, attention.attend_in_groups(q, k, v, batch, 0.3))
+    assert heads == [2 if has_enable_gqa else 6]
 
 
 # ---- vLLM
