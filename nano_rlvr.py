@@ -690,7 +690,7 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
                 trained = assign_token_weights([r for g in groups[i::cfg.minibatches] for r in g], cfg)
                 # ranks with fewer packs add copies of the filler; pack_evenly sets their weight to 0
                 packs = pack_evenly(trained, filler=sampled[0][0], budget=cfg.pack_tokens)
-                minibatches.append([collate(p, dist.device()) for p in packs])  # 70 bytes per token
+                minibatches.append([collate(p, dist.device()) for p in packs])  # 60 bytes per token
             if cfg.ref_reset_every and step and step % cfg.ref_reset_every == 0 and ref is not None:
                 ref.model.load_state_dict(dict(checkpoint.named_weights(policy)))  # preflight: not with LoRA
             store_fixed_logps(policy, ref, sum(minibatches, []), cfg)  # 5. ref, old

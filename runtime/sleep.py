@@ -40,7 +40,11 @@ def wake_kv_cache(llm):
 
 @contextlib.contextmanager
 def on_device(model):
-    """Moves a module to the GPU for this block. Its weights in host memory stay where they are."""
+    """Moves a module to the GPU for this block. Its weights stay in host memory too, pinned from the first
+    call on: the GPU reads pinned memory several times as fast."""
+    for p in model.parameters():
+        if torch.cuda.is_available() and not p.is_pinned():
+            p.data = p.data.pin_memory()
     in_host_memory = [(p, p.data) for p in model.parameters()]
     model.to(dist.device())
     yield
