@@ -25,6 +25,7 @@ T tokens with each prompt stored once, K tokens with the prompt repeated for eac
 V vocabulary. Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import dataclasses
+import itertools
 import math
 import os
 import sys
@@ -37,7 +38,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # pack sizes vary: no fragments
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 import data
 import rewards
@@ -204,9 +207,6 @@ class Rollout:
     advantage: float = 0.0
     # stage 4, pack
     weight: float = 0.0  # of each of its tokens in the loss; 0 = not trained
-    # stage 5, log-probs; None if not needed
-    old: torch.Tensor | None = None  # pi_old: the trainer's, before the first of several steps on this batch
-    ref: torch.Tensor | None = None  # the reference's, for the KL
 
     def __len__(self):
         return len(self.prompt) + len(self.completion)
@@ -217,15 +217,15 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     from vllm import SamplingParams
     tokenizer = llm.get_tokenizer()
     turn_end = tokenizer.get_vocab().get("<|im_end|>")  # ends a ChatML turn; a base model's EOS differs
-    sampling |= dict(n=n, temperature=temperature, max_tokens=max_tokens, logprobs=0, detokenize=False,
-                     stop_token_ids=[] if turn_end is None else [turn_end])
+    sampling |= dict(n=n, temperature=temperature, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
+                     detokenize=False, stop_token_ids=[] if turn_end is None else [turn_end])
     params = [SamplingParams(seed=seed, **sampling) for seed in seeds or [None] * len(prompts)]
     requests = stop.interruptible(
         llm.generate, [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     samples = [(prompt, s) for prompt, request in zip(prompts, requests) for s in request.outputs]
     texts = tokenizer.batch_decode([list(s.token_ids) for _, s in samples], skip_special_tokens=True)
     return [Rollout(prompt, list(s.token_ids), text, s.finish_reason == "length",
-                    [logprobs[token].logprob for logprobs, token in zip(s.logprobs, s.token_ids)])
+                    s.logprobs.logprobs)  # with logprobs=0 one number per token: that of the sampled token
             for (prompt, s), text in zip(samples, texts)]
 
 
@@ -392,46 +392,40 @@ def collate(rollouts, device="cpu"):
     keys P a, then queries b with keys P b. The causal mask is aligned to the end: b sees all of P.
     Sequence i has the queries cu_seqlens_q[i]:cu_seqlens_q[i+1] of the row and the keys
     kv_index[cu_seqlens_k[i]:cu_seqlens_k[i+1]]; kv_index holds positions in the row. predictors (R,) are the
-    positions whose output predicts the completion tokens.
+    positions whose output predicts the completion tokens. old and ref are left to store_fixed_logps.
     """
-    input_ids, position_ids, kv_index, predictors = [], [], [], []
-    cu_seqlens_q, cu_seqlens_k, prompt_at = [0], [0], {}
-    for r in rollouts:
-        key = tuple(r.prompt)
-        if key not in prompt_at:  # the first completion of a prompt stores it
-            prompt_at[key] = range(len(input_ids), len(input_ids) + len(r.prompt))
-            input_ids += r.prompt
-            position_ids += range(len(r.prompt))
-        prompt = prompt_at[key]
-        completion = range(len(input_ids), len(input_ids) + len(r.completion))
-        input_ids += r.completion
-        position_ids += range(len(r.prompt), len(r))
-        kv_index += [*prompt, *completion]
-        predictors += [prompt[-1], *completion[:-1]]  # the token before each completion token predicts it
-        cu_seqlens_q.append(len(input_ids))
-        cu_seqlens_k.append(len(kv_index))
+    def concatenate(lists, dtype):  # NumPy reads a list five times faster than torch.tensor
+        return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(lists), dtype))
+
+    # All sequences with their prompts, P a P b: K tokens. The row keeps the first copy of each prompt.
+    tokens = concatenate(([*r.prompt, *r.completion] for r in rollouts), np.int64)  # (K,)
+    prompt_lengths = torch.tensor([len(r.prompt) for r in rollouts])  # (B,)
     completion_lengths = torch.tensor([len(r.completion) for r in rollouts])  # (B,)
-    sequence_ids = torch.arange(len(rollouts)).repeat_interleave(completion_lengths)  # (R,)
-
-    def repeat(name):  # one number per rollout, for each of its completion tokens
-        return torch.tensor([getattr(r, name) for r in rollouts])[sequence_ids]  # (R,)
-
-    def concatenate(name):  # one list per rollout; None if they have none
-        lists = [getattr(r, name) for r in rollouts]
-        if lists[0] is not None:
-            return torch.cat([torch.as_tensor(x, dtype=torch.float32) for x in lists])  # (R,)
-
+    lengths = prompt_lengths + completion_lengths  # (B,)
+    end = lengths.cumsum(0)  # (B,)
+    sequence = torch.arange(len(rollouts)).repeat_interleave(lengths)  # (K,) number of the sequence
+    position = torch.arange(len(tokens)) - (end - lengths)[sequence]  # (K,) in the sequence
+    is_completion = position >= prompt_lengths[sequence]  # (K,)
+    first = {}  # prompt -> the first sequence that has it
+    keeper = torch.tensor([first.setdefault(tuple(r.prompt), i) for i, r in enumerate(rollouts)])  # (B,)
+    kept_in = torch.where(is_completion, sequence, keeper[sequence])  # (K,) sequence with the copy to keep
+    kept_as = (end - lengths)[kept_in] + position  # (K,) which of the K tokens is that copy
+    kept = kept_as == torch.arange(len(tokens))  # (K,) T of them
+    kv_index = (kept.cumsum(0) - 1)[kept_as]  # (K,) position of that copy in the row
+    completion = is_completion.nonzero()[:, 0]  # (R,)
+    sequence_ids = sequence[completion]  # (R,)
     batch = dict(
-        input_ids=torch.tensor([input_ids]), position_ids=torch.tensor([position_ids]),  # (1, T), (1, T)
-        kv_index=torch.tensor(kv_index), predictors=torch.tensor(predictors),  # (K,), (R,)
-        cu_seqlens_q=torch.tensor(cu_seqlens_q).int(),  # (B+1,)
-        cu_seqlens_k=torch.tensor(cu_seqlens_k).int(),  # (B+1,)
-        targets=torch.tensor([token for r in rollouts for token in r.completion]),  # (R,)
+        input_ids=tokens[kept][None], position_ids=position[kept][None],  # (1, T), (1, T)
+        kv_index=kv_index, predictors=kv_index[completion - 1],  # (K,), (R,) the token before each one
+        cu_seqlens_q=F.pad(kv_index[end - 1] + 1, (1, 0)).int(),  # (B+1,)
+        cu_seqlens_k=F.pad(end, (1, 0)).int(),  # (B+1,)
+        targets=tokens[completion],  # (R,)
+        vllm_logps=concatenate((r.vllm_logps for r in rollouts), np.float32),  # (R,)
         sequence_ids=sequence_ids, completion_lengths=completion_lengths,  # (R,), (B,)
-        advantage=repeat("advantage"), weight=repeat("weight"),  # (R,), (R,)
-        vllm_logps=concatenate("vllm_logps"), old=concatenate("old"), ref=concatenate("ref"))  # (R,) each
-    batch = {name: x if x is None else x.to(device) for name, x in batch.items()}
-    return SimpleNamespace(**batch, max_seqlen=max(map(len, rollouts)))
+        advantage=torch.tensor([r.advantage for r in rollouts])[sequence_ids],  # (R,)
+        weight=torch.tensor([r.weight for r in rollouts])[sequence_ids])  # (R,)
+    batch = {name: x.to(device) for name, x in batch.items()}
+    return SimpleNamespace(**batch, old=None, ref=None, max_seqlen=int(lengths.max()))
 
 
 # ---------------------------------------------------------------------------------------------- 5. log-probs
@@ -458,21 +452,16 @@ class TokenLogps(torch.nn.Module):
 
 
 @torch.no_grad()
-def store_logps(model, packs, name):
-    """Stores the log-probs under `model` in the field `name` ("old" or "ref") of each rollout."""
-    for rollouts in packs:
-        logp, _ = model(collate(rollouts, dist.device()))  # (R,)
-        for r, part in zip(rollouts, logp.cpu().split([len(r.completion) for r in rollouts])):
-            setattr(r, name, part)
-
-
-def store_fixed_logps(policy, ref, packs, cfg):
-    """Log-probs that stay fixed while the policy changes: ref for the KL, old if several steps follow."""
+def store_fixed_logps(policy, ref, batches, cfg):
+    """Log-probs that stay fixed while the policy changes: batch.ref, for the KL, and batch.old, the policy's
+    before the first step, if several steps follow."""
     if ref is not None:
         with sleep.on_device(ref):
-            store_logps(ref, packs, "ref")
+            for batch in batches:
+                batch.ref, _ = ref(batch)  # (R,)
     if cfg.epochs * cfg.minibatches > 1:
-        store_logps(policy, packs, "old")
+        for batch in batches:
+            batch.old, _ = policy(batch)  # (R,)
 
 
 # --------------------------------------------------------------------------------------------------- 6. loss
@@ -603,14 +592,14 @@ def lr_at(step, cfg):
     return cfg.lr * warmup * (1 - (1 - cfg.lr_end) * step / max(1, cfg.steps))
 
 
-def update(policy, packs, cfg):
+def update(policy, batches, cfg):
     """One optimizer step: a backward pass per pack, whose gradients add up, then AdamW. Collective.
 
+    batches: the packs, each as returned by collate. Nothing is read back from the GPU before the last one.
     Returns metrics over all ranks. Raises RuntimeError before the step is taken: see guard.check_step.
     """
     sums = []  # per pack: each metric summed over its tokens
-    for rollouts in packs:
-        batch = collate(rollouts, dist.device())
+    for batch in batches:
         logp, entropy = policy(batch)  # (R,), (R,)
         loss, pack_sums = policy_loss(logp, batch.old, batch.ref, batch, cfg)  # ()
         policy.backward(loss * dist.world_size())  # ZeRO averages gradients over the ranks; we want their sum
@@ -618,8 +607,8 @@ def update(policy, packs, cfg):
         mismatch = (before - batch.vllm_logps).abs()  # (R,)
         pack_sums |= {"entropy": entropy.sum(), "mismatch/k3": k3(batch.vllm_logps, before).sum(),
                       "mismatch/mean_abs": mismatch.sum(), "mismatch/max": mismatch.max()}
-        is_filler = rollouts[0].weight == 0  # see pack_evenly: no part of the batch
-        sums.append({name: 0 * x if is_filler else x for name, x in pack_sums.items()})
+        counts = batch.weight[0] != 0  # () false for a filler: see pack_evenly
+        sums.append({name: counts * x for name, x in pack_sums.items()})
     metrics = stats.token_means(sums)  # means over tokens, the sum for loss, the maximum for mismatch/max
     guard.check_step(metrics, cfg.mismatch_bound)
     policy.step()  # DeepSpeed skips it silently when the gradient is not finite
@@ -651,8 +640,7 @@ def sync_weights(policy, llm):
     weights = SentWeights(checkpoint.named_weights(policy))  # keeps a checksum of each tensor
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     weights.check(llm)
-    sleep.wake_kv_cache(llm)
-    llm.reset_prefix_cache()  # cached keys and values belong to the old weights
+    sleep.wake_kv_cache(llm)  # empty: cached keys and values belong to the old weights
 
 
 # ------------------------------------------------------------------------------------------------- the loop
@@ -699,17 +687,18 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
             sleep.put_to_sleep(llm, policy)  # GPU memory: from vLLM to the trainer, and back in sync_weights
         progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
         with timed(metrics, "update"):
-            minibatches = []  # 4. one list of packs per optimizer step
+            minibatches = []  # 4. one list of batches per optimizer step
             for i in range(cfg.minibatches):
                 trained = assign_token_weights([r for g in groups[i::cfg.minibatches] for r in g], cfg)
                 # ranks with fewer packs add copies of the filler; pack_evenly sets their weight to 0
-                minibatches.append(pack_evenly(trained, filler=sampled[0][0], budget=cfg.pack_tokens))
+                packs = pack_evenly(trained, filler=sampled[0][0], budget=cfg.pack_tokens)
+                minibatches.append([collate(p, dist.device()) for p in packs])  # 60 bytes per token
             if cfg.ref_reset_every and step and step % cfg.ref_reset_every == 0 and ref is not None:
                 ref.model.load_state_dict(dict(checkpoint.named_weights(policy)))  # preflight: not with LoRA
-            store_fixed_logps(policy, ref, [p for packs in minibatches for p in packs], cfg)  # 5. ref, old
+            store_fixed_logps(policy, ref, sum(minibatches, []), cfg)  # 5. ref, old
             engines.set_lr(policy, lr_at(step, cfg))
-            history = [update(policy, packs, cfg)  # 5. 6. 7.
-                       for _ in range(cfg.epochs) for packs in minibatches if packs]
+            history = [update(policy, batches, cfg)  # 5. 6. 7.
+                       for _ in range(cfg.epochs) for batches in minibatches if batches]
             metrics |= stats.mean_of(history)  # empty if all groups are flat or have no verdict
             progress.skipped = guard.count_skipped(progress.skipped, step, history, groups, log.folder)
         with timed(metrics, "sync"):
@@ -727,8 +716,9 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
 def rehearse(policy, ref, cfg):
     """Updates on the largest possible pack at learning rate 0: too little memory then shows before step 0."""
     rehearsal.check_packing(policy, Rollout, collate, cfg)
-    largest = [Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion, weight=1.0)
-               for i, (prompt, completion) in enumerate(rehearsal.largest_pack(cfg))]  # no two prompts equal
+    largest = collate([Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion, weight=1.0)
+                       for i, (prompt, completion) in enumerate(rehearsal.largest_pack(cfg))],
+                      dist.device())  # no two prompts equal
     store_fixed_logps(policy, ref, [largest], cfg)
     cfg = dataclasses.replace(cfg, mismatch_bound=math.inf)  # vLLM did not sample these tokens
     rehearsal.run(policy, lambda: update(policy, [largest], cfg), cfg.dtype)

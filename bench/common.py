@@ -77,7 +77,7 @@ def memory(peak=False):
 
 
 def measure(engine, split, rollouts, cfg):
-    """Runs nano_rlvr.update on split(rollouts), a list of packs.
+    """Runs nano_rlvr.collate and update on split(rollouts), a list of packs.
 
     Returns its metrics with its seconds, its tokens, and the bytes in memory before it ("idle") and at its
     peak.
@@ -91,7 +91,7 @@ def measure(engine, split, rollouts, cfg):
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     idle, start, cpu = memory(), time.perf_counter(), time.process_time()
-    metrics = nr.update(engine, split(rollouts), cfg)
+    metrics = nr.update(engine, [nr.collate(p, nr.dist.device()) for p in split(rollouts)], cfg)
     if CUDA:
         torch.cuda.synchronize()
     return {**metrics, "seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu,

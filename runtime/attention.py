@@ -1,8 +1,10 @@
 """Attention over a pack: several sequences in one row, each prompt stored once for all its completions."""
+import inspect
 import itertools
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, batch=None,
@@ -31,21 +33,30 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     # token in fp32 and rounds once.
     k, v = (F.embedding(batch.kv_index, x.flatten(1)) for x in (k, v))  # (K, kv heads * d)
     k, v = (x.unflatten(1, key.shape[1::2]) for x in (k, v))  # (K, kv heads, d)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (K, heads, d)
-    if q.is_cuda and q.dtype is not torch.float32:  # flash attention: the last query sees the last key
-        from torch.nn.attention.varlen import varlen_attn
-        out = varlen_attn(q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen, batch.max_seqlen,
-                          scale=scaling, window_size=(-1, 0))  # (T, heads, d)
-    else:
-        out = attend_in_groups(q, k, v, batch, scaling)  # (T, heads, d)
-    return out[None], None  # (1, T, heads, d)
+    attend = flash_attention if q.is_cuda and q.dtype is not torch.float32 else attend_in_groups
+    return attend(q, k, v, batch, scaling)[None], None  # (1, T, heads, d)
+
+
+def repeat_heads(x, q):
+    """x (K, kv heads, d) -> (K, heads, d): each key or value once per query head of q that shares it."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def flash_attention(q, k, v, batch, scaling):
+    """One kernel for all sequences; the last query of each sees its last key.
+
+    q (T, heads, d), k and v (K, kv heads, d) -> (T, heads, d).
+    """
+    gqa = {"enable_gqa": True}
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
+        gqa, k, v = {}, repeat_heads(k, q), repeat_heads(v, q)  # (K, heads, d) twice
+    return varlen_attn(q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen, batch.max_seqlen,
+                       scale=scaling, window_size=(-1, 0), **gqa)  # (T, heads, d)
 
 
 def attend_in_groups(q, k, v, batch, scaling):
-    """The same with PyTorch's dense attention: one call per run of sequences with equal lengths.
-
-    q (T, heads, d), k and v (K, heads, d) -> (T, heads, d).
-    """
+    """The same with PyTorch's dense attention: one call per run of sequences with equal lengths."""
+    k, v = repeat_heads(k, q), repeat_heads(v, q)  # (K, heads, d) twice
     out, q_start, k_start = [], 0, 0
     lengths = zip(batch.cu_seqlens_q.diff().tolist(), batch.cu_seqlens_k.diff().tolist())
     for (m, n), run in itertools.groupby(lengths):  # sequences of m queries and n keys

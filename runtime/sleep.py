@@ -1,4 +1,4 @@
-"""Whose turn it is to use the GPU's memory: vLLM, the trainer or the reference. Does nothing without CUDA."""
+"""Whose turn it is to use the GPU's memory: vLLM, the trainer or the reference. No moves without CUDA."""
 import contextlib
 
 import torch
@@ -9,7 +9,7 @@ vllm_threads = 1
 
 
 def put_to_sleep(llm, engine=None):
-    """vLLM frees its GPU memory (level 1: weights go to host memory, the KV cache is dropped)."""
+    """vLLM frees its GPU memory (level 1: weights go to host memory, KV and prefix cache are dropped)."""
     global vllm_threads
     if torch.cuda.is_available():
         llm.sleep(level=1)
@@ -29,16 +29,22 @@ def wake_weights(llm, engine):
 
 
 def wake_kv_cache(llm):
-    """vLLM allocates its KV cache again and can generate."""
+    """vLLM allocates its KV cache again, which is empty, and can generate."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what the sync left; vLLM 0.26 does not do this itself
         llm.wake_up(tags=["kv_cache"])
         torch.cuda.reset_peak_memory_stats()  # memory freed for vLLM must not count in the peak
+    else:
+        llm.reset_prefix_cache()  # on a GPU llm.sleep() has done it
 
 
 @contextlib.contextmanager
 def on_device(model):
-    """Moves a module to the GPU for this block. Its weights in host memory stay where they are."""
+    """Moves a module to the GPU for this block. Its weights stay in host memory too, pinned from the first
+    call on: the GPU reads pinned memory several times as fast."""
+    for p in model.parameters():
+        if torch.cuda.is_available() and not p.is_pinned():
+            p.data = p.data.pin_memory()
     in_host_memory = [(p, p.data) for p in model.parameters()]
     model.to(dist.device())
     yield

@@ -2,6 +2,8 @@
 import math
 from statistics import fmean
 
+import torch
+
 from runtime import dist
 
 
@@ -50,12 +52,15 @@ def nan_mean_std(x, dim):
 def token_means(sums):
     """Metrics of an optimizer step, over all ranks, from sums over the tokens of each pack. Collective.
 
+    sums: per pack a dict of tensors (), on any device; they are read in one transfer.
     Means over the tokens, but `loss` stays a sum and `mismatch/max` becomes the maximum. `correction/ess` is
     the effective sample size of the importance weights as a fraction of the tokens: 1 when all are equal.
     """
-    largest = max(dist.all_gather([max(float(s.pop("mismatch/max")) for s in sums)]))
-    totals = {name: float(sum(s[name] for s in sums)) for name in sums[0]}
-    totals = dict(zip(totals, dist.all_sum(*totals.values())))
+    largest = torch.stack([s.pop("mismatch/max") for s in sums]).max()  # ()
+    totals = {name: sum(s[name] for s in sums) for name in sums[0]}
+    *values, largest = torch.stack([x.double() for x in (*totals.values(), largest)]).tolist()
+    largest = max(dist.all_gather([largest]))
+    totals = dict(zip(totals, dist.all_sum(*values)))
     tokens = totals.pop("tokens")
     metrics = {name: x if name == "loss" else x / tokens for name, x in totals.items()}
     metrics["mismatch/max"] = largest

@@ -34,12 +34,13 @@ with float64():
     if dist.world_size() == 2:
         mine = mine[12:] if dist.rank() else mine[:12]  # uneven on purpose
     packs = nr.pack_evenly(nr.assign_token_weights(mine, cfg), filler=mine[0], budget=cfg.pack_tokens)
+    batches = [nr.collate(p) for p in packs]
     if folder:
-        rehearsal.run(engine, lambda: nr.update(engine, packs, cfg), "float32")  # creates AdamW's moments
+        rehearsal.run(engine, lambda: nr.update(engine, batches, cfg), "float32")  # creates AdamW's moments
         checkpoints = make_checkpoints(engine, out=folder, name="run", resume=folder + "/run")
         engines.set_lr(engine, cfg.lr)
     for _ in range(int(steps)):
-        metrics = nr.update(engine, packs, cfg)
+        metrics = nr.update(engine, batches, cfg)
     sharded = [hasattr(p, "ds_status") and p.ds_status.name == "NOT_AVAILABLE"
                for p in engine.module.parameters()]
     assert all(sharded) if stage == "3" else not any(sharded)

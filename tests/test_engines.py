@@ -60,7 +60,7 @@ def largest_mismatch(engine, rollouts):
 def moved_policy(tokenizer, lr=1e-2):
     """An engine one AdamW step away from the bundled weights (each weight moves by about lr)."""
     engine = nr.make_policy(make_config(lr=lr))
-    nr.update(engine, [fixed_rollouts(tokenizer)], make_config(mismatch_bound=1e9, kl_coef=0.0))
+    nr.update(engine, [nr.collate(fixed_rollouts(tokenizer))], make_config(mismatch_bound=1e9, kl_coef=0.0))
     return engine
 
 
@@ -124,7 +124,7 @@ def test_a_sync_that_leaves_one_tensor_out_stops_the_run(fresh_llm, tokenizer, m
     nr.sync_weights(engine, fresh_llm)
     before = engine.module.model.model.norm.weight.detach().clone()
     with pytest.raises(RuntimeError, match="vLLM and the trainer disagree"):
-        nr.update(engine, [sample(fresh_llm, tokenizer)], make_config(kl_coef=0.0))
+        nr.update(engine, [nr.collate(sample(fresh_llm, tokenizer))], make_config(kl_coef=0.0))
     assert torch.equal(engine.module.model.model.norm.weight, before)  # the step was not taken
 
 
@@ -137,7 +137,7 @@ def test_a_sync_with_a_damaged_iterator_stops_the_run(fresh_llm, tokenizer, monk
     monkeypatch.setattr(checkpoint, "named_weights", without_a_layer)
     with pytest.raises((RuntimeError, ValueError, AssertionError)):  # vLLM itself may object
         nr.sync_weights(engine, fresh_llm)
-        nr.update(engine, [sample(fresh_llm, tokenizer)], make_config(kl_coef=0.0))
+        nr.update(engine, [nr.collate(sample(fresh_llm, tokenizer))], make_config(kl_coef=0.0))
 
 
 @pytest.mark.numeric
@@ -163,7 +163,7 @@ def test_every_engine_takes_the_step_of_plain_adamw_also_after_a_rehearsal(group
         for _ in range(2):
             for parameters in engine.optimizer.param_groups:  # as train() does at each step
                 parameters |= dict(lr=cfg.lr, eps=eps)
-            metrics = nr.update(engine, nr.pack(rollouts, 150), cfg)
+            metrics = nr.update(engine, [nr.collate(p) for p in nr.pack(rollouts, 150)], cfg)
         ours = weights_of(engine)
 
         plain = nr.TokenLogps(engines.load_model(cfg))
@@ -204,7 +204,7 @@ def test_fp32_master_weights_keep_a_step_that_bf16_weights_cannot_hold(group, to
     from deepspeed.utils import safe_get_full_fp32_param
     cfg = make_config(dtype="bfloat16", lr=1e-6, kl_coef=0.0, mismatch_bound=1e9)
     engine, start = nr.make_policy(cfg), engines.load_model(cfg).state_dict()
-    nr.update(engine, [fixed_rollouts(tokenizer)], cfg)
+    nr.update(engine, [nr.collate(fixed_rollouts(tokenizer))], cfg)
     weight = engine.module.model.model.layers[0].mlp.up_proj.weight
     before = start["model.layers.0.mlp.up_proj.weight"]
     # a step of 1e-6 is below the last bit of every bf16 weight above 5e-4: 99 % of them
@@ -224,11 +224,11 @@ def test_only_adapters_are_trained_and_vllm_gets_them_merged(fresh_llm, tokenize
     nr.rehearse(engine, ref, dataclasses.replace(cfg, pack_tokens=500))
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = cfg.lr
-    for _ in range(3):
-        nr.store_logps(ref, [rollouts], "ref")
-        metrics = nr.update(engine, [rollouts], cfg)
-    assert metrics["kl"] > 1e-3  # the policy is not the reference any more
     batch = nr.collate(rollouts)
+    for _ in range(3):
+        nr.store_fixed_logps(engine, ref, [batch], cfg)
+        metrics = nr.update(engine, [batch], cfg)
+    assert metrics["kl"] > 1e-3  # the policy is not the reference any more
     with torch.no_grad():
         within((batch.ref - plain(batch)[0]).abs().max(), PARITY)  # the reference is still the base model
     moved = {n for n, w in checkpoint.named_weights(engine) if not torch.equal(w, base[n])}
@@ -252,10 +252,10 @@ def test_only_adapters_are_trained_and_vllm_gets_them_merged(fresh_llm, tokenize
 @pytest.mark.numeric
 def test_minibatches_and_epochs_use_the_log_probs_of_the_policy_that_sampled(group, tokenizer):
     with float64():
-        cfg = make_config(kl_coef=0.0, mismatch_bound=1e9, lr=1e-3)
-        engine, rollouts = nr.make_policy(cfg), fixed_rollouts(tokenizer)
-        nr.store_logps(engine, [rollouts], "old")
-        first, second = nr.update(engine, [rollouts], cfg), nr.update(engine, [rollouts], cfg)
+        cfg = make_config(kl_coef=0.0, mismatch_bound=1e9, lr=1e-3, epochs=2)
+        engine, batch = nr.make_policy(cfg), nr.collate(fixed_rollouts(tokenizer))
+        nr.store_fixed_logps(engine, None, [batch], cfg)
+        first, second = nr.update(engine, [batch], cfg), nr.update(engine, [batch], cfg)
     close(first["ratio"], 1)
     assert abs(second["ratio"] - 1) > 1e-3
 

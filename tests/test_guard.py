@@ -60,13 +60,13 @@ def test_the_bound_on_the_log_ratio_changes_nothing_below_20():
 def test_a_step_with_a_gradient_that_is_not_finite_is_reported_and_moves_no_weight(
         group, tokenizer, zero_stage):
     cfg = make_config(kl_coef=0.0, mismatch_bound=1e9, lr=1e-3, zero_stage=zero_stage)
-    policy, rollouts = nr.make_policy(cfg), fixed_rollouts(tokenizer)
+    policy, batch = nr.make_policy(cfg), nr.collate(fixed_rollouts(tokenizer))
     before = {name: w.clone() for name, w in checkpoint.named_weights(policy)}
     handle = policy.module.model.model.norm.weight.register_hook(lambda grad: grad * math.inf)
-    assert nr.update(policy, [rollouts], cfg)["skipped"] == 1
+    assert nr.update(policy, [batch], cfg)["skipped"] == 1
     assert all(torch.equal(w, before[name]) for name, w in checkpoint.named_weights(policy))
     handle.remove()
-    assert nr.update(policy, [rollouts], cfg)["skipped"] == 0
+    assert nr.update(policy, [batch], cfg)["skipped"] == 0
     assert not all(torch.equal(w, before[name]) for name, w in checkpoint.named_weights(policy))
 
 

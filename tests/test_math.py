@@ -196,14 +196,15 @@ def test_any_split_into_packs_gives_the_same_gradient(model, tokenizer):
     cfg, grads = make_config(kl_coef=0.05, correction="token_mask"), []
     rollouts = fixed_rollouts(tokenizer)
     policy = nr.TokenLogps(model)
-    nr.store_logps(policy, [rollouts], "old")
-    nr.store_logps(policy, [rollouts], "ref")
-    for r in rollouts:  # off-policy, away from the reference
-        r.old, r.ref = r.old + 0.3 * torch.randn_like(r.old), r.ref + 0.3 * torch.randn_like(r.ref)
+    with torch.no_grad():
+        logp = {id(r): policy(nr.collate([r]))[0] for r in rollouts}
+    # off-policy, away from the reference
+    old, ref = ({key: x + 0.3 * torch.randn_like(x) for key, x in logp.items()} for _ in range(2))
     for budget in (1, 64, 200, 10**6):
         model.zero_grad()
         for members in nr.pack(rollouts, budget):
             batch = nr.collate(members)
+            batch.old, batch.ref = (torch.cat([x[id(r)] for r in members]) for x in (old, ref))  # (R,), (R,)
             nr.policy_loss(policy(batch)[0], batch.old, batch.ref, batch, cfg)[0].backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     for g in grads[1:]:

@@ -89,7 +89,7 @@ CASES = [dict(zero_stage=2), dict(zero_stage=1, dtype="bfloat16"), dict(zero_sta
 
 def updated(policy, tokenizer, cfg, times=1):
     for i in range(times):
-        nr.update(policy, [fixed_rollouts(tokenizer, seed=i)], cfg)
+        nr.update(policy, [nr.collate(fixed_rollouts(tokenizer, seed=i))], cfg)
 
 
 def state(checkpoints):

@@ -234,16 +234,28 @@ def setup(trainer, tokenizer, table):
     weights = {"now": moved(start, 3), "old": start, "ref": moved(start, 2)}
     set_weights(reference, weights["ref"])
     set_weights(trainer.ref_model, weights["ref"])
-    nr.store_logps(past, [table.rollouts], "old")
-    nr.store_logps(reference, [table.rollouts], "ref")
+    old, ref = logps(past, table.rollouts), logps(reference, table.rollouts)
     noise = torch.Generator().manual_seed(4)
     set_advantages(table.rollouts, nr.group_advantages(table.rewards, scale="none"))
-    for r in table.rollouts:
-        sampled = r.old + 0.7 * torch.randn(len(r.old), generator=noise)  # vLLM's numerics, much exaggerated
+    for r in table.rollouts:  # vLLM's numerics, much exaggerated
+        sampled = old[id(r)] + 0.7 * torch.randn(len(r.completion), generator=noise)
         r.vllm_logps = [exactly(x) for x in sampled.tolist()]
-    return SimpleNamespace(
-        trainer=trainer, tokenizer=tokenizer, table=table, policy=policy, weights=weights,
-        old={id(r): r.old for r in table.rollouts}, ref={id(r): r.ref for r in table.rollouts})
+    return SimpleNamespace(trainer=trainer, tokenizer=tokenizer, table=table, policy=policy, weights=weights,
+                           old=old, ref=ref)
+
+
+@torch.no_grad()
+def logps(model, rollouts):
+    """{id(rollout): its log-probs under the model}."""
+    parts = model(nr.collate(rollouts))[0].split([len(r.completion) for r in rollouts])
+    return {id(r): part for r, part in zip(rollouts, parts)}
+
+
+def collated(rollouts, old=None, ref=None):
+    """collate() with fixed log-probs from logps()."""
+    batch = nr.collate(rollouts)
+    batch.old, batch.ref = (x and torch.cat([x[id(r)] for r in rollouts]) for x in (old, ref))  # (R,), (R,)
+    return batch
 
 
 def set_advantages(rollouts, advantages):
@@ -288,8 +300,7 @@ def our_gradient(s, batches, loss_type, level, beta, policy, delta, correction, 
     cfg = make_config(
         ratio=level, kl_coef=beta, clip_low=LOW, clip_high=HIGH, delta=delta or 0.0, correction=correction,
         correction_cap=CAP, mask_truncated=masked, max_tokens=MAX_TOKENS, **OURS[loss_type])
-    for r in s.table.rollouts:
-        r.old, r.ref = s.old[id(r)] if policy == "off" else None, s.ref[id(r)] if beta else None
+    old, ref = s.old if policy == "off" else None, s.ref if beta else None
     parts = batches if means else [s.table.rollouts]
     trained = [nr.assign_token_weights(part, cfg) for part in parts]
     packs = [p for part in trained for p in nr.pack(part, 10**6 if micro == 1 else 100)]
@@ -298,7 +309,7 @@ def our_gradient(s, batches, loss_type, level, beta, policy, delta, correction, 
     s.policy.zero_grad()
     total = 0.0
     for members in packs:
-        batch = nr.collate(members)
+        batch = collated(members, old, ref)
         loss, _ = nr.policy_loss(s.policy(batch)[0], batch.old, batch.ref, batch, cfg)
         (loss / len(parts)).backward()
         total += loss.item() / len(parts)
@@ -327,7 +338,7 @@ def test_loss_and_gradients_equal_trls(setup, case):
 def test_the_grid_meets_every_branch(setup):
     """The tokens of the cases above are on each side of each bound, for both signs of the advantage."""
     set_weights(setup.policy, setup.weights["now"])
-    batch = nr.collate(setup.table.rollouts)
+    batch = collated(setup.table.rollouts, setup.old)
     with torch.no_grad():
         log_ratio = setup.policy(batch)[0] - batch.old  # (R,)
     for cfg, enough in ((make_config(), 10), (make_config(ratio="sequence"), 5)):
@@ -391,7 +402,7 @@ def test_cispo_bounds_at_1_plus_clip_high_where_trl_bounds_at_epsilon_high(setup
     case = PLAIN | {"loss_type": "cispo"}
     _, trls, batches = trls_gradient(setup, **case)  # epsilon_high = 1.28
     within(distance(our_gradient(setup, batches, **case)[1], trls)[0], EXACT)  # clip_high = 0.28
-    batch = nr.collate(setup.table.rollouts)
+    batch = collated(setup.table.rollouts, setup.old)
     assert ((setup.policy(batch)[0] - batch.old).exp() > 1 + HIGH).sum() >= 10
 
 
@@ -403,7 +414,7 @@ def test_trls_default_kl_is_ours_times_the_ratio(setup):
         loss, trls, batches = trls_gradient(setup, **case, bias_correction=True)
         total, ours = our_gradient(setup, batches, **case)
         assert distance(ours, trls)[0] > 0.01
-        batch = nr.collate(setup.table.rollouts)
+        batch = collated(setup.table.rollouts, setup.old if policy == "off" else None, setup.ref)
         logp = setup.policy(batch)[0]
         ratio = (logp - (logp.detach() if batch.old is None else batch.old)).exp()
         extra = 0.04 * (batch.weight * (ratio - 1) * nr.k3(logp, batch.ref)).sum()
@@ -444,16 +455,14 @@ def run_ours(table, order, per_batch, factor, cfg):
     engine, reference, log = nr.make_policy(cfg), nr.make_reference(cfg), []
     advantages = nr.group_advantages(table.rewards, cfg.baseline, cfg.scale, factor * cfg.eps)
     set_advantages(table.rollouts, factor * advantages)  # factor: see the test of the advantages
-    for r in table.rollouts:
-        r.old = r.ref = None
+    old = None
     for i, members in enumerate(order):
         packs = nr.pack(nr.assign_token_weights(members, cfg), cfg.pack_tokens)
         if per_batch > 1 and i % per_batch == 0:
-            nr.store_logps(engine, order[i:i + per_batch], "old")
-        if reference:
-            nr.store_logps(reference, packs, "ref")
+            old = logps(engine, table.rollouts)
+        ref = logps(reference, table.rollouts) if reference else None
         engines.set_lr(engine, nr.lr_at(i, cfg))
-        log.append(nr.update(engine, packs, cfg))
+        log.append(nr.update(engine, [collated(p, old, ref) for p in packs], cfg))
     return [w.clone() for name, w in checkpoint.named_weights(engine) if name != "lm_head.weight"], log
 
 

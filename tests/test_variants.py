@@ -15,6 +15,7 @@ import data
 import nano_rlvr as nr
 from conftest import EXACT, close, make_config, within
 from runtime import dist, stats
+from runtime.checkpoint import Progress
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 NAN = math.nan
@@ -228,7 +229,8 @@ class Policy:
 
 def test_update_reports_correction_over_all_packs():
     """Effective sample size as a fraction of R tokens: (sum w)^2 / (R sum w^2). Two packs, five tokens."""
-    packs = [[nr.Rollout([0], [1] * n, "", False, [0.0] * n, advantage=1.0, weight=0.1)] for n in (2, 3)]
+    packs = [nr.collate([nr.Rollout([0], [1] * n, "", False, [0.0] * n, advantage=1.0, weight=0.1)])
+             for n in (2, 3)]
     mismatch = [math.log(x) for x in (1 / 4, 2, 1, 3, 9)]
     cfg = make_config(kl_coef=0.0, mismatch_bound=1e9, correction="token_mask")
     engine = Policy(mismatch[:2], mismatch[2:])
@@ -300,7 +302,7 @@ class Sampler:
         self.seeds += [params.seed] * (j == 0)
         rng = random.Random(repr((prompt, params.seed, j)))
         tokens = [rng.randrange(256) for _ in range(rng.randint(1, 9))] + [EOS]
-        logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in tokens]
+        logprobs = SimpleNamespace(logprobs=[-1.0] * len(tokens))
         return SimpleNamespace(token_ids=tokens, finish_reason="stop", logprobs=logprobs)
 
     def get_tokenizer(self):
@@ -407,22 +409,30 @@ def loop(tmp_path, tokenizer, judge, **changes):
 
     log = SimpleNamespace(folder=tmp_path, tokenizer=tokenizer, write=write, close=lambda: None,
                           trace=lambda step: None)
+    checkpoints = SimpleNamespace(restore=lambda policy, ref: Progress(), save=lambda metrics, final: None,
+                                  check=lambda: None, wait=lambda: None)
     nr.train(cfg, Sampler(tokenizer), nr.make_policy(cfg), nr.make_reference(cfg), TRAIN[:200], TRAIN[:2],
-             judge, log)
+             judge, log, checkpoints)
     return lines[:-1]  # the last one is evaluation only
 
 
 @pytest.fixture
 def updates(monkeypatch):
-    """(rollouts, their weights, their old log-probs, metrics) of each call of update()."""
-    calls, update = [], nr.update
+    """(rollouts, their weights, old log-probs of each pack, metrics) of each call of update()."""
+    calls, update, collate, members = [], nr.update, nr.collate, {}
 
-    def recorded(engine, packs, cfg):
-        rollouts = [r for pack in packs for r in pack]
-        old = [None if r.old is None else r.old.tolist() for r in rollouts]
-        calls.append((rollouts, [r.weight for r in rollouts], old, update(engine, packs, cfg)))
+    def remembered(rollouts, device):
+        batch = collate(rollouts, device)
+        members[id(batch)] = rollouts
+        return batch
+
+    def recorded(engine, batches, cfg):
+        rollouts = [r for batch in batches for r in members[id(batch)]]
+        old = [None if batch.old is None else batch.old.tolist() for batch in batches]
+        calls.append((rollouts, [r.weight for r in rollouts], old, update(engine, batches, cfg)))
         return calls[-1][-1]
 
+    monkeypatch.setattr(nr, "collate", remembered)
     monkeypatch.setattr(nr, "update", recorded)
     return calls
 

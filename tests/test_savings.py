@@ -1,0 +1,213 @@
+"""What the training path does faster than the obvious way equals the obvious way."""
+import dataclasses
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nano_rlvr as nr
+from conftest import fixed_rollouts, make_config
+from runtime import attention, sleep, stats
+
+# ---- collate
+
+
+def naive_collate(rollouts):
+    """collate() one token at a time, as its docstring says it."""
+    input_ids, position_ids, kv_index, predictors = [], [], [], []
+    cu_seqlens_q, cu_seqlens_k, prompt_at = [0], [0], {}
+    for r in rollouts:
+        key = tuple(r.prompt)
+        if key not in prompt_at:  # the first completion of a prompt stores it
+            prompt_at[key] = range(len(input_ids), len(input_ids) + len(r.prompt))
+            input_ids += r.prompt
+            position_ids += range(len(r.prompt))
+        prompt = prompt_at[key]
+        completion = range(len(input_ids), len(input_ids) + len(r.completion))
+        input_ids += r.completion
+        position_ids += range(len(r.prompt), len(r))
+        kv_index += [*prompt, *completion]
+        predictors += [prompt[-1], *completion[:-1]]
+        cu_seqlens_q.append(len(input_ids))
+        cu_seqlens_k.append(len(kv_index))
+    completion_lengths = torch.tensor([len(r.completion) for r in rollouts])  # (B,)
+    sequence_ids = torch.arange(len(rollouts)).repeat_interleave(completion_lengths)  # (R,)
+    return dict(
+        input_ids=torch.tensor([input_ids]), position_ids=torch.tensor([position_ids]),  # (1, T), (1, T)
+        kv_index=torch.tensor(kv_index), predictors=torch.tensor(predictors),  # (K,), (R,)
+        cu_seqlens_q=torch.tensor(cu_seqlens_q).int(),  # (B+1,)
+        cu_seqlens_k=torch.tensor(cu_seqlens_k).int(),  # (B+1,)
+        targets=torch.tensor([token for r in rollouts for token in r.completion]),  # (R,)
+        sequence_ids=sequence_ids, completion_lengths=completion_lengths,  # (R,), (B,)
+        advantage=torch.tensor([r.advantage for r in rollouts])[sequence_ids],  # (R,)
+        weight=torch.tensor([r.weight for r in rollouts])[sequence_ids],  # (R,)
+        vllm_logps=torch.cat([torch.tensor(r.vllm_logps, dtype=torch.float32) for r in rollouts]),  # (R,)
+        old=None, ref=None, max_seqlen=max(map(len, rollouts)))
+
+
+PROMPTS = [[1], [1, 2], [2, 1], [1, 2, 3, 4, 5], [7] * 9]  # one is the beginning of another
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.tuples(st.sampled_from(PROMPTS), st.integers(1, 12)), min_size=1, max_size=12),
+       st.integers(0, 1000))
+def test_collate_equals_one_token_at_a_time_bit_for_bit(sequences, seed):
+    rng = random.Random(seed)
+    rollouts = [nr.Rollout(list(prompt), [rng.randrange(200_000) for _ in range(n)], "", False,
+                           [-rng.random() for _ in range(n)], advantage=rng.gauss(0, 1), weight=rng.random())
+                for prompt, n in sequences]
+    got, wanted = vars(nr.collate(rollouts)), naive_collate(rollouts)
+    assert got.keys() == wanted.keys()
+    for name, x in wanted.items():
+        if torch.is_tensor(x):
+            assert got[name].dtype == x.dtype and torch.equal(got[name], x), name
+        else:
+            assert got[name] == x, name
+
+
+# ---- attention on a GPU
+
+
+@pytest.mark.parametrize("has_enable_gqa", [True, False])
+def test_flash_attention_gets_repeated_keys_only_from_a_torch_that_needs_them(monkeypatch, has_enable_gqa):
+    """The stand-ins have the signatures of torch 2.13 and 2.11, the dense attention as kernel."""
+    rollouts = [nr.Rollout([1, 2, 3], [4] * n, "", False, [0.0] * n) for n in (2, 5, 5)]
+    batch = nr.collate(rollouts)
+    q = torch.randn(batch.input_ids.shape[1], 6, 8)  # (T, heads, d)
+    k, v = torch.randn(2, len(batch.kv_index), 2, 8)  # (K, kv heads, d) twice
+    heads = []
+
+    def torch_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size,
+                   enable_gqa=False):
+        heads.append(key.shape[1])
+        assert enable_gqa or key.shape[1] == query.shape[1]
+        assert window_size == (-1, 0) and (max_q, max_k) == (8, 8)
+        assert cu_seq_q is batch.cu_seqlens_q and cu_seq_k is batch.cu_seqlens_k
+        return attention.attend_in_groups(query, key, value, batch, scale)
+
+    def torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+        return torch_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale,
+                          window_size=window_size)
+
+    monkeypatch.setattr(attention, "varlen_attn", torch_2_13 if has_enable_gqa else torch_2_11)
+    got = attention.flash_attention(q, k, v, batch, 0.3)
+    assert torch.equal(got, attention.attend_in_groups(q, k, v, batch, 0.3))
+    assert heads == [2 if has_enable_gqa else 6]
+
+
+# ---- vLLM
+
+
+def test_flat_log_probs_are_those_of_the_sampled_tokens(llm, monkeypatch):
+    from vllm import LLM
+    prompts, seen, generate = [[5, 6, 7], [8, 9]], [], LLM.generate
+
+    def with_and_without(self, requests, params, use_tqdm):
+        for flat in (False, True):
+            for p in params:
+                p.flat_logprobs = flat
+            seen.append(generate(self, requests, params, use_tqdm=use_tqdm))
+        return seen[-1]
+
+    monkeypatch.setattr(LLM, "generate", with_and_without)
+    rollouts = nr.rollout(llm, prompts, 3, 1.0, 20, seeds=[11, 12])
+    samples = [s for request in seen[0] for s in request.outputs]
+    assert [r.completion for r in rollouts] == [list(s.token_ids) for s in samples]
+    assert [r.vllm_logps for r in rollouts] == [
+        [logprobs[token].logprob for logprobs, token in zip(s.logprobs, s.token_ids)] for s in samples]
+    assert len({tuple(r.vllm_logps) for r in rollouts}) > 1
+
+
+def test_after_a_sync_no_prompt_is_taken_from_the_cache(llm):
+    """On a GPU sleeping empties the cache."""
+    from vllm import SamplingParams
+    prompt, once = [{"prompt_token_ids": list(range(200))}], SamplingParams(max_tokens=1)
+    cached = []
+    for sync in (False, False, True):
+        if sync:
+            sleep.put_to_sleep(llm)
+            nr.sync_weights(nr.make_policy(make_config()), llm)
+        cached.append(llm.generate(prompt, once, use_tqdm=False)[0].num_cached_tokens)
+    assert cached[1] > 0 == cached[2]
+
+
+# ---- nothing is read back from the device before the last pack
+
+
+class Engine:
+    """Stands in for DeepSpeed, whose own work is not looked at."""
+
+    def __init__(self, module):
+        self.module, self.batches = module, 0
+
+    def __call__(self, batch):
+        return self.module(batch)
+
+    def backward(self, loss):
+        self.batches += 1
+        loss.backward()
+
+
+class LastPack(Exception):
+    """All packs have run and update() wants to read the metrics."""
+
+
+@pytest.mark.parametrize("changes", [
+    dict(), dict(ratio="sequence", correction="token_mask", gate="detach"), dict(delta=2.0),
+    dict(ratio="product", correction="sequence_mask", gate="soft"), dict(correction="none")])
+def test_no_value_is_read_between_the_first_forward_and_the_last_backward(
+        model, tokenizer, monkeypatch, changes):
+    """On the device "meta" tensors have no values: .item(), .tolist(), .cpu(), bool() and shapes that depend
+    on values raise an error."""
+    def stop(sums):
+        raise LastPack(sums)
+
+    monkeypatch.setattr(stats, "token_means", stop)
+    packs, batches = nr.pack(fixed_rollouts(tokenizer), 200), []
+    for rollouts in packs:
+        batch, on_cpu = nr.collate(rollouts, "meta"), nr.collate(rollouts)
+        batch.old = batch.ref = batch.vllm_logps
+        # read only where attention runs on a CPU
+        batch.cu_seqlens_q, batch.cu_seqlens_k = on_cpu.cu_seqlens_q, on_cpu.cu_seqlens_k
+        batches.append(batch)
+    engine = Engine(nr.TokenLogps(model.to("meta")))
+    with pytest.raises(LastPack) as stopped:
+        nr.update(engine, batches, make_config(**changes))
+    assert engine.batches == len(packs) > 1
+    assert all(x.is_meta for sums in stopped.value.args[0] for x in sums.values())
+
+
+def test_metrics_of_a_step_equal_python_sums_over_the_packs_bit_for_bit():
+    torch.manual_seed(0)
+    names = ("loss", "ratio", "correction/w", "correction/w2", "mismatch/max")
+    counts = [{"clipped": torch.tensor(i), "tokens": torch.tensor(7 + i)} for i in range(5)]
+    sums = [dict(zip(names, torch.rand(len(names)))) | count for count in counts]
+    wanted = {name: float(sum(s[name] for s in sums)) for name in sums[0]}
+    largest = max(float(s["mismatch/max"]) for s in sums)
+    metrics = stats.token_means(sums)
+    assert wanted["tokens"] == 7 + 8 + 9 + 10 + 11
+    assert metrics == {
+        "loss": wanted["loss"], "ratio": wanted["ratio"] / 45, "correction/w": wanted["correction/w"] / 45,
+        "clipped": 10 / 45, "mismatch/max": largest,
+        "correction/ess": (wanted["correction/w"] / 45) ** 2 / (wanted["correction/w2"] / 45)}
+
+
+def test_a_filler_changes_no_metric(model, tokenizer):
+    rollouts, cfg = fixed_rollouts(tokenizer), make_config(kl_coef=0.0, mismatch_bound=1e9)
+
+    class Steps(Engine):
+        def step(self):
+            self.module.zero_grad()
+
+        def get_global_grad_norm(self):
+            return 0.0
+
+        def was_step_applied(self):
+            return True
+
+    (filler,) = nr.pack_evenly([dataclasses.replace(rollouts[0], weight=0.0)], rollouts[0], 400)
+    alone, both = (nr.update(Steps(nr.TokenLogps(model)), [nr.collate(p) for p in packs], cfg)
+                   for packs in ([rollouts], [rollouts, filler]))
+    assert alone == both
