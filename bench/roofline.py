@@ -122,6 +122,7 @@ def stages(cfg, shape, groups, device):
     packs = math.ceil(T / cfg.pack_tokens)
     trained = memory.trained_parameters(cfg, shape)
     kv, model = shape.kv_cache * b, shape.parameters * b  # bytes: per token; of all weights
+    moved = model if device.link < math.inf else 0  # a CPU moves no weights
 
     # ---- rollout
     def logits(n):  # the LM head writes n rows of logits, and one pass reads them
@@ -166,7 +167,7 @@ def stages(cfg, shape, groups, device):
         adamw = Op(link=(4 + b) * trained)
     update = {
         # the frozen model is in host memory while it is not used; with LoRA it is the policy itself
-        "reference": [Op(link=0 if frozen else model), *forward] if cfg.kl_coef else [],
+        "reference": [Op(link=0 if frozen else moved), *forward] if cfg.kl_coef else [],
         "old log-probs": forward if cfg.epochs * cfg.minibatches > 1 else [],
         "forward": forward * cfg.epochs,
         "recomputation": body_forward * cfg.epochs if cfg.checkpointing == "on" else [],
@@ -175,14 +176,14 @@ def stages(cfg, shape, groups, device):
     }
 
     # ---- sync
-    sync = {"sleep, wake": [Op(link=2 * model)],  # level 1: vLLM's weights go to host memory and back
+    sync = {"sleep, wake": [Op(link=2 * moved)],  # level 1: vLLM's weights go to host memory and back
             "weights": [Op(bytes=4 * model)]}  # read ours, write vLLM's; a checksum reads both
     return {"rollout": {"prefill": prefill, "decode": decode}, "update": update, "sync": sync}
 
 
 def bounds(cfg, shape, groups, device):
-    """{stage: {part: seconds}}, without the parts that this run does not have."""
-    return {stage: {part: seconds(ops, device) for part, ops in parts.items() if ops}
+    """{stage: {part: seconds}}, without the parts in which nothing is to be done."""
+    return {stage: {part: seconds(ops, device) for part, ops in parts.items() if any(map(any, ops))}
             for stage, parts in stages(cfg, shape, groups, device).items()}
 
 

@@ -84,7 +84,7 @@ def test_offloaded_adamw_and_sleep_cost_the_link_only():
     [adamw], [sleep] = offloaded["optimizer"], offloaded["sleep, wake"]
     assert adamw.seconds(H200) == 6 * SMALL.parameters / 64e9
     assert sleep.seconds(H200) == 2 * 2 * SMALL.parameters / 64e9
-    assert sleep.seconds(H200._replace(link=math.inf)) == 0  # a CPU
+    assert not any(parts(device=H200._replace(link=math.inf))["sleep, wake"][0])  # a CPU
 
 
 def test_adapters_need_no_gradients_of_the_frozen_weights():
@@ -112,5 +112,5 @@ def test_the_bundled_model_has_no_part_that_takes_no_time():
     cfg = nr.Config(dtype="float32", checkpointing="off", pack_tokens=4096)
     bounds = roofline.bounds(cfg, shape, [(20, [16] * 16)] * 32, cpu)
     times = {part: x for stage in bounds.values() for part, x in stage.items()}
-    assert times.pop("sleep, wake") == 0 and min(times.values()) > 0
+    assert "sleep, wake" not in times and "optimizer" in times and min(times.values()) > 0
     assert roofline.total(bounds) == pytest.approx(sum(times.values()))
