@@ -1,17 +1,19 @@
 """Where does a training step go? The seconds of each stage of a real run, against their bound.
 
-    python bench/step.py                      the bundled model: a minute; writes bench/results/step.md, .json
-    python bench/step.py --random_model small 128 --prompts 16 --samples 8 --max_tokens 1024 --out step_small
-                                              random weights, 128 tokens per completion on average
-    python bench/step.py --shape 256 2 151936 128 --prompts 8 --max_tokens 512 --out step_vocab
-                                              hidden size, layers, vocabulary, mean tokens per completion
-    python bench/step.py --runs runs/a runs/b --out gpu       finished runs: bench/gpu.sh calls this
+    python bench/step.py                        the bundled model: a minute on 2 idle cores
+    python bench/step.py --random_model small 128 --prompts 16 --samples 8 --max_tokens 1024 --out step_long
+                                                random weights, 128 tokens per completion on average
+    python bench/step.py --shape 128 2 151936 64 --prompts 8 --max_tokens 512 --out step_vocabulary
+                                                hidden size, layers, vocabulary, mean tokens per completion
+    python bench/step.py --runs runs/a runs/b --out gpu
+                                                finished runs: bench/gpu.sh calls this
 
-Flags that are not listed below are nano_rlvr.py's. Finished runs need --keep_rollouts of at least prompts *
-samples: the bound is computed from the lengths of all completions of a step. The rates of this machine
-(matrix product, memory bandwidth, link) are measured before and after the run, and the better ones are used;
-bench/roofline.py has the formulas. Figures are medians over the steps after the first. On a CPU, another
-process on the same cores makes the stages slower than they are: the load before and after is reported.
+Writes bench/results/<out>.md and .json. Flags that are not listed below are nano_rlvr.py's. Finished runs
+need --keep_rollouts of at least prompts * samples: the bound is computed from the lengths of all completions
+of a step. The rates of this machine (matrix product, memory bandwidth, link) are measured before and after
+the run, and the better ones are used; bench/roofline.py has the formulas. Figures are medians over the steps
+after the first. On a CPU, another process on the same cores makes the stages slower than they are: the load
+before and after is reported.
 """
 import argparse
 import json
@@ -25,11 +27,14 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-import common  # puts the repository on sys.path
-import nano_rlvr as nr
-from bench import random_model, roofline
-from runtime import curve, log
-from runtime.flops import ModelShape
+ROOT = Path(__file__).resolve().parents[1]
+# the repository in place of this folder: both have a rewards.py
+sys.path = [p for p in sys.path if Path(p).resolve() != ROOT / "bench"] + [str(ROOT)]
+
+import nano_rlvr as nr  # noqa: E402
+from bench import common, random_model, roofline  # noqa: E402
+from runtime import curve, log  # noqa: E402
+from runtime.flops import ModelShape  # noqa: E402
 
 SUMMARY = ("run", "rollout", "reward", "update", "sync", "step", "bound", "step / bound", "tokens/s",
            "MFU of the update", "peak GiB", "mean tokens")
@@ -38,7 +43,7 @@ COLUMNS = ("stage", "seconds", "bound", "share", "TFLOP", "GB", "GB over the lin
 
 def measured_device():
     """The rates of this machine, measured in a process of its own, which then leaves the memory free."""
-    return roofline.Device(*common.run_apart(common.ROOT / "bench/roofline.py", "--measure"))
+    return roofline.Device(*common.run_apart(ROOT / "bench/roofline.py", "--measure"))
 
 
 def make_model(folder, args):
@@ -55,7 +60,8 @@ def make_model(folder, args):
         return []
     shape, mean = args.random_model
     random_model.make(folder, shape, int(mean))
-    return ["--model", folder, "--data", f"{folder}/questions.jsonl", "--task", "gsm8k", "--template", "none"]
+    return ["--model", folder, "--data", f"{folder}/questions.jsonl", "--task", "gsm8k",
+            "--template", "none"]
 
 
 def groups_by_step(folder, samples):
@@ -87,8 +93,8 @@ def analyse(folder, device):
     for row in steps:
         lengths = groups.get(row["step"], [])
         if sum(sum(tokens) for _, tokens in lengths) != row["tokens"]:
-            raise ValueError(f"{folder}: rollouts.jsonl does not have all completions of step {row['step']}: "
-                             "run with --keep_rollouts of at least prompts * samples")
+            raise ValueError(f"{folder}: rollouts.jsonl has not all completions of step {row['step']}: "
+                             "use --keep_rollouts of at least prompts * samples")
         bounds.append(roofline.bounds(cfg, shape, lengths, device))
         work.append({stage: {part: [sum(column) for column in zip(*ops)] for part, ops in parts.items()}
                      for stage, parts in roofline.stages(cfg, shape, lengths, device).items()})
@@ -142,20 +148,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     add = parser.add_argument
     add("--random_model", nargs=2, metavar=("SHAPE", "MEAN"), help="a shape of bench/random_model.py")
-    add("--shape", nargs=4, type=int, metavar=("HIDDEN", "LAYERS", "VOCAB", "MEAN"), help="any Qwen2 shape")
+    add("--shape", nargs=4, type=int, metavar=("HIDDEN", "LAYERS", "VOCAB", "MEAN"),
+        help="a Qwen2 of any size; the hidden size is a multiple of 128")
     add("--runs", nargs="+", type=Path, help="folders of finished runs: nothing is trained")
-    add("--failed", nargs="*", default=[], help="with --runs: names to report as failed")
     add("--out", default="step", help="name of the two files in bench/results, or a path without suffix")
     args, flags = parser.parse_known_args()
     if args.runs and flags:
         parser.error(f"{' '.join(flags)}: --runs trains nothing")
-    load, device, runs, failed = os.getloadavg()[0], measured_device(), [], list(args.failed)
+    load, device, runs, failed = os.getloadavg()[0], measured_device(), [], []
     with tempfile.TemporaryDirectory() as folder:
         if not args.runs:
-            command = [sys.executable, common.ROOT / "nano_rlvr.py", *make_model(f"{folder}/model", args),
-                       "--steps", "5", "--save_every", "0", "--eval_every", "1000000000", "--eval_size", "1",
-                       "--keep_rollouts", "1000000000", "--out", folder, "--name", "run", *flags]
-            if subprocess.run(command, cwd=common.ROOT).returncode:
+            command = [sys.executable, ROOT / "nano_rlvr.py", *make_model(f"{folder}/model", args),
+                       "--steps", "5", "--save_every", "0", "--eval_every", "1000000000",
+                       "--eval_size", "1", "--keep_rollouts", "1000000000", "--out", folder,
+                       "--name", "run", *flags]
+            if subprocess.run(command, cwd=ROOT).returncode:
                 sys.exit("bench/step.py: the run failed, see above")
         again = measured_device()
         device = device._replace(**{name: max(getattr(device, name), getattr(again, name))
@@ -181,8 +188,8 @@ def main():
         summary(runs), *[f"**{run['run']}**: {run['step']['tokens']:,.0f} completion tokens per step, "
                          f"{run['steps']} steps\n\n{table(run)}" for run in runs],
         *[f"**Failed: {', '.join(failed)}**"] * bool(failed),
-        "Seconds of one step, medians over the steps after the first. share: bound / seconds; 100% is as fast "
-        f"as this machine can be. Measured rates: {device.matmul / 1e9:,.0f} GFLOP/s in matrix products, "
+        "Medians over the steps after the first. share: bound / seconds; at 100% no program could be faster "
+        f"on this machine. Measured rates: {device.matmul / 1e9:,.0f} GFLOP/s in matrix products, "
         f"{device.memory / 1e9:,.1f} GB/s memory, {link}.",
         f"{model}, {config['prompts']} prompts x {config['samples']} completions of at most "
         f"{config['max_tokens']} tokens; commit {commits}, {about['device']}, {device.name}, load {load:.1f} "

@@ -1,11 +1,12 @@
-"""The roofline model of bench/roofline.py, against figures derived by hand."""
+"""The roofline model of bench/roofline.py against figures derived by hand, and bench/step.py's use of it."""
 import dataclasses
+import json
 import math
 
 import pytest
 
 import nano_rlvr as nr
-from bench import roofline
+from bench import roofline, step
 from bench.plan import SHAPES
 from runtime.flops import ModelShape
 
@@ -13,6 +14,7 @@ SMALL = SHAPES["Qwen2.5-1.5B"]  # tied embeddings
 WEIGHTS = 28 * (2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960)  # q and o, k and v, the MLP
 HEAD = 151936 * 1536
 H200 = roofline.DEVICES[0]
+CPU = roofline.Device("CPU", 1e11, 1e10, math.inf, 2**34)
 BF16 = nr.Config(dtype="bfloat16", kl_coef=0.0, checkpointing="off", pack_tokens=32768)
 GROUPS = [(100, [700] * 8) for _ in range(64)]
 TOKENS, COMPLETION_TOKENS = 64 * (100 + 8 * 700), 64 * 8 * 700
@@ -108,9 +110,42 @@ def test_the_measured_rates_of_this_machine_are_positive_and_a_cpu_has_no_link()
 
 def test_the_bundled_model_has_no_part_that_takes_no_time():
     shape = ModelShape.of("models/tiny")
-    cpu = roofline.Device("CPU", 1e11, 1e10, math.inf, 2**34)
     cfg = nr.Config(dtype="float32", checkpointing="off", pack_tokens=4096)
-    bounds = roofline.bounds(cfg, shape, [(20, [16] * 16)] * 32, cpu)
+    bounds = roofline.bounds(cfg, shape, [(20, [16] * 16)] * 32, CPU)
     times = {part: x for stage in bounds.values() for part, x in stage.items()}
     assert "sleep, wake" not in times and "optimizer" in times and min(times.values()) > 0
     assert roofline.total(bounds) == pytest.approx(sum(times.values()))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run of 2 steps of 1 prompt with 2 completions: 3 and 5 tokens in step 1."""
+    cfg = nr.Config(model="models/tiny", dtype="float32", checkpointing="off", pack_tokens=4096, prompts=1,
+                    samples=2)
+    seconds = {"seconds/rollout": 2.0, "seconds/reward": 0.5, "seconds/update": 1.0, "seconds/sync": 0.1}
+    metrics = seconds | {"mfu": 0.5, "tokens": 8, "tokens_per_second": 2.0, "memory/update": 1.0,
+                         "completion/length": 4}
+    about = {"config": dataclasses.asdict(cfg), "world": 1, "commit": "", "versions": {}}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    (tmp_path / "metrics.jsonl").write_text("".join(
+        json.dumps({"step": i} | metrics) + "\n" for i in (0, 1)))
+    (tmp_path / "rollouts.jsonl").write_text("".join(
+        json.dumps({"step": i, "prompt_tokens": 7, "tokens": n}) + "\n" for i, n in ((0, 9), (1, 3), (1, 5))))
+    return tmp_path
+
+
+def test_a_run_is_compared_with_the_bound_of_its_own_lengths(run):
+    result = step.analyse(run, CPU)
+    cfg = nr.Config(**result["about"]["config"])
+    assert result["steps"] == 1
+    assert result["bounds"] == roofline.bounds(cfg, ModelShape.of("models/tiny"), [(7, [3, 5])], CPU)
+    [total] = [line for line in step.table(result).splitlines() if line.startswith("| **step**")]
+    bound = roofline.total(result["bounds"])
+    assert total.split(" | ")[1:4] == ["3.600", f"{bound:.3f}", f"{bound / 3.6:.0%}"]
+
+
+def test_a_run_without_all_its_rollouts_has_no_bound(run):
+    lines = (run / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    (run / "rollouts.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(ValueError, match="--keep_rollouts"):
+        step.analyse(run, CPU)
