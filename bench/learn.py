@@ -28,7 +28,8 @@ def main():
     for i, flags in enumerate(RUNS.values()):
         folders.append(out / str(i))
         command = [sys.executable, ROOT / "nano_rlvr.py", "--out", out, "--name", str(i)]
-        subprocess.run([*command, "--eval_n", "8", "--eval_every", "25", *flags], check=True)
+        command += ["--eval_n", "8", "--eval_every", "25", "--save_every", "0", *flags]
+        subprocess.run(command, check=True)
     report(folders)
 
 

@@ -58,7 +58,7 @@ def run(lr, stale, folder):
     with contextlib.redirect_stdout(sys.stderr):
         nr.main(["--lr", lr, "--lr_end", "1", "--steps", str(STEPS), "--prompts", "16", "--samples", "8",
                  "--eval_every", "1000", "--eval_size", "1", "--mismatch_bound", "1e9",
-                 "--out", folder, "--name", f"{lr}-{stale}"])
+                 "--save_every", "0", "--out", folder, "--name", f"{lr}-{stale}"])
     print(json.dumps(noticed))
 
 

@@ -111,7 +111,8 @@ def ours(argv, micro, folder):
                 "length": metrics["completion/length"], "mismatch": metrics["mismatch/mean_abs"]})
 
     nr.train, Log.write = timed_train, timed_write
-    nr.main([*argv, "--out", folder, "--name", "run", "--eval_every", "1000000000", "--eval_size", "1"])
+    nr.main([*argv, "--out", folder, "--name", "run", "--eval_every", "1000000000", "--eval_size", "1",
+             "--save_every", "0"])
     return marks.start(), rows
 
 

@@ -1,0 +1,258 @@
+"""The least seconds that one training step can take: the roofline model, stage by stage.
+
+    python bench/roofline.py             on paper: Qwen2.5-1.5B and 7B on H200, H100, A100 and RTX 4090
+    python bench/roofline.py --measure   the rates of this machine, a GPU or a CPU
+
+An operation takes at least as long as the slowest of three: its FLOPs at the rate of a large matrix
+product, its bytes at the bandwidth of the device's memory, its bytes over the link between host and
+device. Operations run one after the other: the bound of a stage is the sum over its operations. Every pass
+over memory is counted once, as if it were fused; Python, kernel launches and reward functions take no time.
+A CPU reads its caches faster than its memory: the bound of a model as small as the bundled one can be too
+high.
+
+bench/step.py compares real runs with this bound.
+"""
+import dataclasses
+import itertools
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+# the repository in place of this folder: both have a rewards.py
+sys.path = [p for p in sys.path if Path(p).resolve() != ROOT / "bench"] + [str(ROOT)]
+
+import psutil  # noqa: E402
+import torch  # noqa: E402
+
+import nano_rlvr as nr  # noqa: E402
+from bench.plan import SHAPES  # noqa: E402
+from runtime import dist, memory  # noqa: E402
+from runtime.flops import DATA_SHEET  # noqa: E402
+
+
+class Device(NamedTuple):
+    name: str
+    matmul: float  # FLOP/s of a large matrix product
+    memory: float  # bytes per second, reads and writes together
+    link: float  # bytes per second from host to device; inf = there is none
+    size: float  # bytes of memory
+
+
+# NVIDIA's data sheets. FLOP/s: dense bf16, summed in fp32. Link: PCIe x16 of generation 5 (64 GB/s) or 4,
+# one direction.
+DEVICES = [
+    Device("H200", DATA_SHEET["H200"], 4.8e12, 64e9, 141e9),  # SXM
+    Device("H100", DATA_SHEET["H100"], 3.35e12, 64e9, 80e9),  # SXM
+    Device("A100", DATA_SHEET["A100"], 2.039e12, 32e9, 80e9),  # SXM, 80 GB
+    Device("RTX 4090", DATA_SHEET["RTX 4090"], 1.008e12, 32e9, 24e9),
+]
+
+
+def measure_device():
+    """The rates of this machine, bf16 on a GPU and fp32 on a CPU, each the best of several trials."""
+    cuda = torch.cuda.is_available()
+    torch.set_num_threads(dist.CORES)
+    place = dict(device=dist.device(), dtype=torch.bfloat16 if cuda else torch.float32)
+
+    def seconds(work):
+        def once():
+            start = time.perf_counter()
+            work()
+            if cuda:
+                torch.cuda.synchronize()
+            return time.perf_counter() - start
+        return min(once() for _ in range(6))  # the first one is a warm-up
+
+    n = 8192 if cuda else 2048
+    a, b = torch.randn(n, n, **place), torch.randn(n, n, **place)
+    matmul = 2 * n**3 / seconds(lambda: torch.mm(a, b))
+    numbers = 2**30 if cuda else 2**26  # far more than any cache
+    x, y = torch.ones(numbers, **place), torch.ones(numbers, **place)
+    bandwidth = max(2 * x.nbytes / seconds(lambda: y.copy_(x)), x.nbytes / seconds(x.sum))
+    if not cuda:
+        name = f"CPU, {dist.CORES} core{'s' * (dist.CORES > 1)}"
+        return Device(name, matmul, bandwidth, math.inf, psutil.virtual_memory().total)
+    host = torch.empty(numbers // 4, dtype=place["dtype"], pin_memory=True)
+    link = host.nbytes / seconds(lambda: x[:len(host)].copy_(host))
+    return Device(torch.cuda.get_device_name(), matmul, bandwidth, link, torch.cuda.mem_get_info()[1])
+
+
+class Op(NamedTuple):
+    flops: float = 0.0  # of matrix products
+    bytes: float = 0.0  # of the device's memory, read and written
+    link: float = 0.0  # bytes over the link
+
+    def seconds(self, device):
+        return max(self.flops / device.matmul, self.bytes / device.memory, self.link / device.link)
+
+
+def seconds(ops, device):
+    return sum(op.seconds(device) for op in ops)
+
+
+def body_weights(shape):
+    """Numbers in the matrices of all layers: q and o, k and v, the MLP's three (Llama, Qwen)."""
+    keys_and_values = shape.kv_cache // shape.layers
+    return shape.layers * shape.hidden * (2 * shape.attention + keys_and_values + 3 * shape.mlp)
+
+
+def pairs(groups):
+    """Pairs of a query and a key in causal attention: of the prompts (each once), of the completions."""
+    return (sum(p * (p + 1) / 2 for p, _ in groups),
+            sum(p * c + c * (c + 1) / 2 for p, completions in groups for c in completions))
+
+
+def stages(cfg, shape, groups, device):
+    """{stage: {part: [Op]}} of one step; the stages are those of metrics.jsonl.
+
+    cfg: nano_rlvr.Config. shape: runtime.flops.ModelShape. groups: list of (prompt tokens, [tokens of each
+    completion]). device: its size decides how many sequences vLLM can decode at once.
+    """
+    b = memory.bytes_per_number(cfg)
+    body, head = body_weights(shape), shape.vocab * shape.hidden
+    completions = [c for _, lengths in groups for c in lengths]
+    P, R = sum(p for p, _ in groups), sum(completions)  # tokens: prompts, completions
+    T = P + R  # tokens of all packs
+    K = R + sum(p * len(lengths) for p, lengths in groups)  # keys of all sequences
+    prompt_pairs, completion_pairs = pairs(groups)
+    packs = math.ceil(T / cfg.pack_tokens)
+    trained = memory.trained_parameters(cfg, shape)
+    kv, model = shape.kv_cache * b, shape.parameters * b  # bytes: per token; of all weights
+    moved = model if device.link < math.inf else 0  # a CPU moves no weights
+
+    # ---- rollout
+    def logits(n):  # the LM head writes n rows of logits, and one pass reads them
+        return Op(bytes=2 * b * shape.vocab * n)
+
+    weights = (body + head) * b  # read once per token step
+    longest = max(completions)
+    # running sequences per token step; the KV caches of all of them may need more memory than there is
+    running = [sum(c >= t for c in completions) for t in range(1, longest + 1)]
+    steps = math.ceil(kv * completion_pairs / (device.size - weights))
+    if steps > longest:
+        running = [R / steps] * steps
+    decode = [Op(2 * (body + head) * n, weights) for n in running]  # 2: multiply and add
+    decode += [Op(4 * shape.layers * shape.attention * completion_pairs,  # queries keys, softmax values
+                  kv * completion_pairs),  # each new token reads the keys and values of those before it
+               logits(R)]
+    prefill = [Op(2 * body * P, body * b),  # a cached prompt is computed once for all its completions
+               Op(4 * shape.layers * shape.attention * prompt_pairs, kv * P)]
+
+    # ---- update: a decoder layer's numbers per token, each pass over them fused
+    H, A, M, KV = shape.hidden, shape.attention, shape.mlp, shape.kv_cache / shape.layers
+    # two norms with the residual sum: read 2, write 2; rotary: q, k; SiLU(gate) * up: read 2, write 1
+    forward_passes = 2 * 4 * H + 2 * (A + KV / 2) + 3 * M
+    # norms: read x and two gradients, write one; SiLU: read gate, up, gradient, write two
+    backward_passes = 2 * 4 * H + 2 * (A + KV / 2) + 5 * M
+    attention = Op(4 * shape.layers * A * (prompt_pairs + completion_pairs),
+                   b * (shape.layers * 2 * A * T + shape.kv_cache * K))  # flash: q, k, v, output once
+    body_forward = [Op(2 * body * T, body * b * packs), attention,
+                    Op(bytes=forward_passes * shape.layers * T * b)]
+    forward = [*body_forward, Op(2 * head * R, head * b * packs), logits(R)]
+    frozen = bool(cfg.lora_rank)  # no gradients of these matrices; the adapters' products are small
+    backward = [
+        Op(2 * body * T * (2 - frozen), 2 * body * b * packs),  # gradients of inputs and of weights
+        Op(2.5 * attention.flops, 2 * attention.bytes),  # 5 products, 2 in the forward pass
+        Op(bytes=backward_passes * shape.layers * T * b),
+        Op(2 * head * R * (3 - frozen), 2 * head * b * packs),  # with the logits again: runtime/head.py
+        Op(bytes=3 * b * shape.vocab * R),  # write logits, read them, write their gradient in place
+        Op(bytes=(2 * b + 8) * trained * packs)]  # per pack: write a gradient, add it to the fp32 sum
+    # the norm reads the gradient; AdamW reads gradient, weight, 2 moments, writes 3, in fp32; cast to b
+    adamw = Op(bytes=(4 + 16 + 12 + b * (b < 4)) * trained)
+    if cfg.offload == "optimizer":  # AdamW runs in host memory: gradients go there, weights come back
+        adamw = Op(link=(4 + b) * trained)
+    update = {
+        # the frozen model is in host memory while it is not used; with LoRA it is the policy itself
+        "reference": [Op(link=0 if frozen else moved), *forward] if cfg.kl_coef else [],
+        "old log-probs": forward if cfg.epochs * cfg.minibatches > 1 else [],
+        "forward": forward * cfg.epochs,
+        "recomputation": body_forward * cfg.epochs if cfg.checkpointing == "on" else [],
+        "backward": backward * cfg.epochs,
+        "optimizer": [adamw] * cfg.epochs * cfg.minibatches,
+    }
+
+    # ---- sync
+    sync = {"sleep, wake": [Op(link=2 * moved)],  # level 1: vLLM's weights go to host memory and back
+            "weights": [Op(bytes=4 * model)]}  # read ours, write vLLM's; a checksum reads both
+    return {"rollout": {"prefill": prefill, "decode": decode}, "update": update, "sync": sync}
+
+
+def bounds(cfg, shape, groups, device):
+    """{stage: {part: seconds}}, without the parts in which nothing is to be done."""
+    return {stage: {part: seconds(ops, device) for part, ops in parts.items() if any(map(any, ops))}
+            for stage, parts in stages(cfg, shape, groups, device).items()}
+
+
+def total(bounds):
+    return sum(sum(parts.values()) for parts in bounds.values())
+
+
+def equal(n, tokens):
+    return [tokens] * n
+
+
+def geometric(n, mean, longest=3000):
+    """n completion lengths if each token is the last one with probability 1 / mean, as in gpu.sh."""
+    quantiles = [(i + 0.5) / n for i in range(n)]
+    return [min(longest, math.ceil(math.log1p(-q) / math.log1p(-1 / mean))) for q in quantiles]
+
+
+# ------------------------------------------------------------------------------------------------- on paper
+
+COLUMNS = ("device", "model", "rollout", "reference", "forward + backward", "recomputation",
+           "optimizer", "sync", "step, no reference", "with reference", "and recomputation", "memory plan")
+
+
+def planned(cfg, shape, device):
+    """cfg with what runtime/memory.py chooses for this device; adapters where nothing else fits."""
+    for rank in (0, 32):
+        for c in memory.candidates(dataclasses.replace(cfg, lora_rank=rank), gpu=True):
+            if memory.peak_bytes(c, shape, gpu=True) <= memory.USABLE * device.size:
+                return c
+
+
+def paper(lengths):
+    """The table for one distribution of lengths: lengths(completions, mean) -> list of tokens."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    tokens = lengths(512, 700)
+    groups = [(100, tokens[i::64]) for i in range(64)]
+    for (name, shape), device in itertools.product(SHAPES.items(), DEVICES):
+        plan = planned(nr.Config(model=name, dtype="bfloat16"), shape, device)
+        cfg = dataclasses.replace(plan, checkpointing="on", pack_tokens=memory.largest_pack(gpu=True))
+        seconds = bounds(cfg, shape, groups, device)
+        update = seconds["update"]
+        reference, recomputation = update["reference"], update["recomputation"]
+        with_both = total(seconds)
+        with_reference = with_both - recomputation
+        cells = [sum(seconds["rollout"].values()), reference, update["forward"] + update["backward"],
+                 recomputation, update["optimizer"], sum(seconds["sync"].values()),
+                 with_reference - reference, with_reference, with_both]
+        flags = " ".join(["offload"] * (plan.offload == "optimizer")
+                         + ["recomputation"] * (plan.checkpointing == "on")
+                         + [f"LoRA {plan.lora_rank}"] * bool(plan.lora_rank))
+        name = name.removeprefix("Qwen2.5-")
+        cells = [device.name, name, *(f"{x:.2f}" for x in cells), flags or "-"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main():
+    if "--measure" in sys.argv:
+        return print(json.dumps(measure_device()))
+    print(f"""Bound in seconds of one step: 64 prompts of 100 tokens, 8 completions each, bf16.
+
+512 completions of 700 tokens:
+
+{paper(equal)}
+
+The same with geometric lengths, mean 700 and at most 3,000, as random weights sample them:
+
+{paper(geometric)}""")
+
+
+if __name__ == "__main__":
+    main()
