@@ -108,7 +108,7 @@ def main(folder, model, dtype, *policies):
         policy = nr.make_policy(run)
         results[f"{name}, as loaded"] = outcome(policy, llm)
         before = {n: w.clone() for n, w in checkpoint.named_weights(policy)}
-        nr.update(policy, [rollouts], run)
+        nr.update(policy, [nr.collate(rollouts)], run)
         results[f"{name}, after a step"] = outcome(policy, llm)
 
     row = before[KEY].shape[1]

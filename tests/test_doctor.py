@@ -245,7 +245,7 @@ def test_without_any_package_it_still_reports_and_exits_with_1():
     command = [sys.executable, "-S", "-c", code]  # -S: without the folder of the packages
     run = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
     assert run.returncode == 1 and run.stderr == ""
-    assert "FAIL  flags          No module named 'torch'" in run.stdout
+    assert "FAIL  flags          No module named '" in run.stdout
     assert "torch is missing, pinned 2" in run.stdout and "verdict: not ready" in run.stdout
 
 

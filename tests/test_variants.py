@@ -409,7 +409,7 @@ def loop(tmp_path, tokenizer, judge, **changes):
 
     log = SimpleNamespace(folder=tmp_path, tokenizer=tokenizer, write=write, close=lambda: None,
                           trace=lambda step: None)
-    checkpoints = SimpleNamespace(restore=lambda policy, ref: Progress(), save=lambda metrics, final: None,
+    checkpoints = SimpleNamespace(restore=lambda policy, ref: Progress(), save=lambda final: None,
                                   check=lambda: None, wait=lambda: None)
     nr.train(cfg, Sampler(tokenizer), nr.make_policy(cfg), nr.make_reference(cfg), TRAIN[:200], TRAIN[:2],
              judge, log, checkpoints)
