@@ -343,7 +343,8 @@ def soak(out):
     folders = sorted(path.name for path in (out / "soak").iterdir())
     early, late = ([s for step, s in samples.items() if low <= step < high]
                    for low, high in ((400, 1000), (1400, 2000)))
-    results = [("exit code", "0" if code == 0 else str(code)), ("files at the end", ", ".join(folders))]
+    results = [("flags after the others", f"`{' '.join(flags)}`"), ("exit code", str(code)),
+               ("files at the end", ", ".join(folders))]
     for name in early[0]:
         a, b = (sum(s[name] for s in part) / len(part) for part in (early, late))
         results.append((f"{name}, steps 400-1000 and 1400-2000", f"{a:.1f} and {b:.1f} ({b / a - 1:+.1%})"))
