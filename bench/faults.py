@@ -236,10 +236,11 @@ def signals(out):
         moment = at_stage(run, stage, rng)
         run.signal(number)
         [code], log = run.wait(), Path(f"{folder}.log").read_text()
-        last = log.strip().splitlines()[-1]
+        lines = (f"nano_rlvr: stopped by {number.name} at step", f"nano_rlvr: {number.name} before the first step")
+        said = [line for line in log.splitlines() if line.startswith(lines)]
         result = outcome(whole, folder, ["--resume", "--save_every", 1])
-        if code != 128 + number or "Traceback" in log or "continue with: python" not in last:
-            result = f"exit code {code}, last line {last}"
+        if code != 128 + number or "Traceback" in log or len(said) != 1:
+            result = f"exit code {code}, said {said}, then {result}"
         results.append((f"{number.name}, {moment}", result))
         print(i, *results[-1], flush=True)
     return results
