@@ -236,7 +236,8 @@ def signals(out):
         moment = at_stage(run, stage, rng)
         run.signal(number)
         [code], log = run.wait(), Path(f"{folder}.log").read_text()
-        lines = (f"nano_rlvr: stopped by {number.name} at step", f"nano_rlvr: {number.name} before the first step")
+        lines = tuple(f"nano_rlvr: {text}" for text in (
+            f"stopped by {number.name} at step", f"{number.name} before the first step"))
         said = [line for line in log.splitlines() if line.startswith(lines)]
         result = outcome(whole, folder, ["--resume", "--save_every", 1])
         if code != 128 + number or "Traceback" in log or len(said) != 1:
