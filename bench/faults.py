@@ -240,7 +240,9 @@ def signals(out):
             f"stopped by {number.name} at step", f"{number.name} before the first step"))
         said = [line for line in log.splitlines() if line.startswith(lines)]
         result = outcome(whole, folder, ["--resume", "--save_every", 1])
-        if code != 128 + number or "Traceback" in log or len(said) != 1:
+        if code == 0 and result == "equal":
+            result = "equal: it came after the last rollout, and the run ended"
+        elif code != 128 + number or "Traceback" in log or len(said) != 1:
             result = f"exit code {code}, said {said}, then {result}"
         results.append((f"{number.name}, {moment}", result))
         print(i, *results[-1], flush=True)

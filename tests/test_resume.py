@@ -381,7 +381,7 @@ with stop.on_signals():
             time.sleep(float(sys.argv[2]))
         else:
             print("ready", flush=True)
-        stop.interruptible(time.sleep, 60)
+        stop.interruptible(lambda: [time.sleep(20), print("the rollout ends")])
 """
 
 
@@ -397,11 +397,12 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_a_line(phase, number, code,
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     output = finish(process, code)
-    assert all(text in output for text in says) and "Traceback" not in output
+    assert all(text in output for text in says)
+    assert "the rollout ends" not in output and "Traceback" not in output
 
 
 def test_a_second_signal_ends_the_run_at_once():
-    process = subprocess.Popen([sys.executable, "-c", LOOP, "update", "600"], **PIPES)
+    process = subprocess.Popen([sys.executable, "-c", LOOP, "update", "20"], **PIPES)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     while "the update ends" not in process.stdout.readline():
