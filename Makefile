@@ -11,7 +11,7 @@ test: $(READY)
 	.venv/bin/ruff check .
 	.venv/bin/python -m pytest tests -q --durations=10
 
-# plant 58 faults, one at a time, and see which test notices
+# plant 76 faults, one at a time, and see which test notices
 mutations: $(READY)
 	.venv/bin/python tests/mutations.py
 

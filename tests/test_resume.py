@@ -379,9 +379,7 @@ with stop.on_signals():
                 time.sleep(0.01)
             print("the update ends", flush=True)
             time.sleep(float(sys.argv[2]))
-        else:
-            print("ready", flush=True)
-        stop.interruptible(lambda: [time.sleep(20), print("the rollout ends")])
+        stop.interruptible(lambda: [print("ready", flush=True), time.sleep(20), print("the rollout ends")])
 """
 
 
