@@ -596,7 +596,7 @@ def update(policy, batches, cfg):
     """One optimizer step: a backward pass per pack, whose gradients add up, then AdamW. Collective.
 
     batches: the packs, each as returned by collate. Nothing is read back from the GPU before the last one.
-    Returns metrics over all ranks. Raises RuntimeError before the step is taken: see guard.check_step.
+    Returns metrics over all ranks. Raises RunError before the step is taken: see guard.check_step.
     """
     sums = []  # per pack: each metric summed over its tokens
     for batch in batches:
@@ -607,8 +607,8 @@ def update(policy, batches, cfg):
         mismatch = (before - batch.vllm_logps).abs()  # (R,)
         pack_sums |= {"entropy": entropy.sum(), "mismatch/k3": k3(batch.vllm_logps, before).sum(),
                       "mismatch/mean_abs": mismatch.sum(), "mismatch/max": mismatch.max()}
-        counts = batch.weight[0] != 0  # () false for a filler: see pack_evenly
-        sums.append({name: counts * x for name, x in pack_sums.items()})
+        is_trained = batch.weight[0] != 0  # () false for a filler: see pack_evenly
+        sums.append({name: is_trained * x for name, x in pack_sums.items()})
     metrics = stats.token_means(sums)  # means over tokens, the sum for loss, the maximum for mismatch/max
     guard.check_step(metrics, cfg.mismatch_bound)
     policy.step()  # DeepSpeed skips it silently when the gradient is not finite
@@ -634,7 +634,7 @@ def make_llm(cfg):
 
 
 def sync_weights(policy, llm):
-    """Copies the policy's weights into vLLM, in place. Raises RuntimeError if one bit differs afterwards."""
+    """Copies the policy's weights into vLLM, in place. Raises RunError if one bit differs afterwards."""
     sleep.wake_weights(llm, policy)
     # Without an iterator, reload_weights reads the old checkpoint from disk again, without a message.
     weights = SentWeights(checkpoint.named_weights(policy))  # keeps a checksum of each tensor
@@ -716,9 +716,9 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
 def rehearse(policy, ref, cfg):
     """Updates on the largest possible pack at learning rate 0: too little memory then shows before step 0."""
     rehearsal.check_packing(policy, Rollout, collate, cfg)
-    largest = collate([Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion, weight=1.0)
-                       for i, (prompt, completion) in enumerate(rehearsal.largest_pack(cfg))],
-                      dist.device())  # no two prompts equal
+    rollouts = [Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion, weight=1.0)
+                for i, (prompt, completion) in enumerate(rehearsal.largest_pack(cfg))]  # no two prompts equal
+    largest = collate(rollouts, dist.device())
     store_fixed_logps(policy, ref, [largest], cfg)
     cfg = dataclasses.replace(cfg, mismatch_bound=math.inf)  # vLLM did not sample these tokens
     rehearsal.run(policy, lambda: update(policy, [largest], cfg), cfg.dtype)

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from runtime import curve, dist, lora, memory
+from runtime import curve, dist, engines, lora, memory
 from runtime.errors import RunError
 from runtime.flops import ModelShape
 from runtime.folder import step_of, steps_on_disk, sync, to_json
@@ -83,11 +83,6 @@ def set_tensor(p, kind, value):
     # DeepSpeed updates the weights of the forward pass only in a step
     with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=sharded):
         p.copy_(value)
-
-
-def adamw_states(engine):
-    """AdamW's dicts of state, one per group of shards."""
-    return engine.optimizer.optimizer.state.values()
 
 
 class Checkpoints:
@@ -168,7 +163,7 @@ class Checkpoints:
                     reference[name].copy_(f.get_tensor(key))
                 else:
                     set_tensor(parameters[name], kind, f.get_tensor(key).to(dist.device()))
-        for s in adamw_states(engine):
+        for s in engines.adamw_states(engine):
             s["step"] = s["step"] * 0 + adamw_step  # a tensor, or an int in DeepSpeed's CPU version
         self.log.cut_back(logs)
         dist.print_once(f"continues from {self.newest}")
@@ -183,11 +178,12 @@ class Checkpoints:
         """
         self.wait()
         folder = self.folder / f"step-{self.progress.step}"
+        last = [(write_final, self.folder / "final.part", folder)] if final else []
         if self.progress.step == 0:
             return
         if folder == self.newest:
-            if final and dist.rank() == 0:
-                self.pending = self.executor.submit(attempt, write_final, folder)
+            if dist.rank() == 0:
+                self.pending = self.executor.submit(attempt, *last)
             return
         self._raise_together(self._lacks_space() if dist.rank() == 0 else "")
         weights = {}
@@ -197,16 +193,16 @@ class Checkpoints:
             if dist.rank() == 0:
                 weights[name] = w.to("cpu", copy=True)
         state = {"progress": dataclasses.asdict(self.progress), "logs": self.log.sizes(),
-                 "adamw_step": max(int(s["step"]) for s in adamw_states(self.engine))}
+                 "adamw_step": max(int(s["step"]) for s in engines.adamw_states(self.engine))}
         part, tensors = self.folder / f"{folder.name}.part", self._tensors()
-        write, finish = (self._write, part, weights), (self._finish, part, folder, state, final)
-        problem = ""
+        finish, problem = (self._finish, part, folder, state), ""
         if dist.rank() == 0:
             if memory.free_host_bytes() > 2 * self.bytes:
                 tensors = list(tensors)
-                self.pending = self.executor.submit(lambda: attempt(*write, tensors) or attempt(*finish))
-            elif not (problem := attempt(*write, tensors)):
-                self.pending = self.executor.submit(attempt, *finish)
+                self.pending = self.executor.submit(
+                    attempt, (self._write, part, weights, tensors), finish, *last)
+            elif not (problem := attempt((self._write, part, weights, tensors))):
+                self.pending = self.executor.submit(attempt, finish, *last)
         for _ in tensors:  # a gather per tensor: also on ranks that do not write, also after a failed write
             pass
         self._raise_together(problem)
@@ -246,7 +242,7 @@ class Checkpoints:
         for i, shard in enumerate(shards(tensors)):
             save_file(shard, part / f"trainer/{i:05}.safetensors")
 
-    def _finish(self, part, folder, state, final):
+    def _finish(self, part, folder, state):
         (part / "trainer/state.json").write_text(json.dumps(state))
         files = sorted(path for path in part.rglob("*") if path.is_file())
         manifest = {str(path.relative_to(part)): size_and_sum(path) for path in files}
@@ -254,21 +250,21 @@ class Checkpoints:
         for path in (part / "manifest.json", *files, part / "trainer", part):
             sync(path)
         replace(part, folder)
-        if final:
-            write_final(folder)
         for path in expired(self.folder, self.cfg.keep):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def attempt(write, part, *args):
-    """Calls write(part, *args) -> "" or, in one line, why it failed."""
-    try:
-        write(part, *args)
-        return ""
-    except Exception as e:  # transformers, safetensors and the file system have types of their own
-        shutil.rmtree(part, ignore_errors=True) if part.suffix == ".part" else None
-        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-        return f"{part.with_suffix('')} could not be written ({reason}); older checkpoints are whole"
+def attempt(*writes):
+    """Calls each (function, part, arguments ...) -> "" or, in one line, why one failed. `part`: what it writes
+    to, a folder that is renamed at the end."""
+    for function, part, *arguments in writes:
+        try:
+            function(part, *arguments)
+        except Exception as e:  # transformers, safetensors and the file system have types of their own
+            shutil.rmtree(part, ignore_errors=True)
+            reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+            return f"{part.with_suffix('')} could not be written ({reason}); older checkpoints are whole"
+    return ""
 
 
 # ---- files
@@ -315,13 +311,12 @@ def replace(part, folder):
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_final(checkpoint):
-    """Writes final/ beside a checkpoint: the same without trainer/."""
-    part = checkpoint.with_name("final.part")
+def write_final(part, checkpoint):
+    """Writes final/: a checkpoint without trainer/."""
     shutil.rmtree(part, ignore_errors=True)
     no_trainer = shutil.ignore_patterns("trainer", "manifest.json")
     shutil.copytree(checkpoint, part, copy_function=link_weights, ignore=no_trainer)
-    replace(part, checkpoint.with_name("final"))
+    replace(part, part.with_suffix(""))
 
 
 def link_weights(source, target):

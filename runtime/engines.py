@@ -48,6 +48,11 @@ def start_deepspeed(module, adamw, config):
     return deepspeed.initialize(model=module, optimizer=optimizer(trained, **adamw), config=config)[0]
 
 
+def adamw_states(engine):
+    """AdamW's dicts of state, one per group of shards."""
+    return engine.optimizer.optimizer.state.values()
+
+
 def set_lr(engine, lr):
     """Sets the learning rate of the next step()."""
     for group in engine.optimizer.param_groups:

@@ -50,26 +50,24 @@ def saved_config(argv, out):
     starts it: the same command works for the first start and after every interruption. Without --resume: {}.
     Raises ValueError with one line.
     """
-    out, name = cli.given(argv, "--out", out), cli.given(argv, "--name", "")
-    argv = list(argv)
-    if "--resume" in argv and (argv[argv.index("--resume") + 1:] or ["--"])[0].startswith("--"):
+    out, name, argv = cli.given(argv, "--out", out), cli.given(argv, "--name", ""), list(argv)
+    alone = "--resume" in argv and (argv[argv.index("--resume") + 1:] or ["--"])[0].startswith("--")
+    if alone:
         argv.remove("--resume")
-        if not name:
-            raise ValueError("--resume needs the folder of a run, or --name")
-        if not (Path(out) / name / "config.json").exists():
-            dist.print_once(f"note: there is no run {Path(out) / name} yet: it starts")
-            return argv, {}
-        folder = Path(out) / name
-    elif (target := cli.given(argv, "--resume", None)) is not None:
-        if not target:
-            raise ValueError("--resume needs the folder of a run, or --name")
-        folder = next((f for f in (Path(target), Path(out) / target) if (f / "config.json").exists()), None)
-        if folder is None:
-            raise ValueError(f"--resume {target}: no folder of a run (it has a config.json) here or in {out}")
-        if name and name != folder.resolve().name:
-            raise ValueError(f"--name {name} and --resume {target} are two runs; leave --name out")
-    else:
+    target = name if alone else cli.given(argv, "--resume", None)
+    if target is None:
         return argv, {}
+    if not target:
+        raise ValueError("--resume needs the folder of a run, or --name")
+    places = [Path(out) / target] if alone else [Path(target), Path(out) / target]
+    folder = next((place for place in places if (place / "config.json").exists()), None)
+    if folder is None and alone:
+        dist.print_once(f"note: there is no run {places[0]} yet: it starts")
+        return argv, {}
+    if folder is None:
+        raise ValueError(f"--resume {target}: no folder of a run (it has a config.json) here or in {out}")
+    if name and name != folder.resolve().name:
+        raise ValueError(f"--name {name} and --resume {target} are two runs; leave --name out")
     try:
         saved = json.loads((folder / "config.json").read_text())["config"]
         saved = {name: value for name, value in saved.items() if name not in ("resume_force", "profile")}

@@ -76,6 +76,6 @@ def run(engine, step, dtype):
         if not kl <= NOISE.get(dtype, NOISE["float32"]):  # also when it is NaN
             raise RunError(f"policy and reference differ before the first step (KL {kl:.2g}): the model was "
                            "loaded twice with different weights; is its checkpoint complete?")
-    for state in engine.optimizer.optimizer.state.values():
+    for state in engines.adamw_states(engine):
         for name in state:
             state[name] *= 0  # in place for tensors; DeepSpeed's CPU AdamW counts its steps in an int
