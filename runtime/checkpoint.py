@@ -255,8 +255,10 @@ class Checkpoints:
 
 
 def attempt(*writes):
-    """Calls each (function, part, arguments ...) -> "" or, in one line, why one failed. `part`: what it writes
-    to, a folder that is renamed at the end."""
+    """Calls each (function, part, arguments ...) -> "" or, in one line, why one failed.
+
+    part: the folder that it writes to, and renames at the end.
+    """
     for function, part, *arguments in writes:
         try:
             function(part, *arguments)
