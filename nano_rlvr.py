@@ -464,7 +464,7 @@ def collate(rollouts, device="cpu"):
         cu_seqlens_q=F.pad(kv_index[end - 1] + 1, (1, 0)).int(),  # (B+1,)
         cu_seqlens_k=F.pad(end, (1, 0)).int(),  # (B+1,)
         targets=tokens[completion],  # (R,)
-        vllm_logps=concatenate((r.vllm_logps for r in rollouts), np.float32)[sampled],  # (R,)
+        vllm_logps=concatenate((r.vllm_logps for r in rollouts), np.float64)[sampled].to(weight),  # (R,)
         advantage=concatenate((r.advantages for r in rollouts), np.float64)[sampled].to(weight),  # (R,)
         weight=weight, sequence_ids=sequence_ids,  # (R,), (R,)
         lengths=sequence_ids.bincount(minlength=len(rollouts)))  # (B,) sampled tokens
