@@ -205,9 +205,12 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
             answer_key = answer_key or next((k for k in ANSWER_KEYS if k in row), ANSWER_KEYS[0])
         empty = {key: row.get(key) is None or not str(row[key]).strip()
                  for key in (question_key, answer_key, "reward")}
-        if empty["reward"]:
-            row = {**row, "reward": None} if "reward" in row else row
-        no_answer = answer_key == "none" or empty[answer_key] and isinstance(row.get("reward"), str)
+        if "reward" in row and empty["reward"]:
+            row = {**row, "reward": None}
+        if not isinstance(row.get("reward"), (str, type(None))):
+            kind = type(row["reward"]).__name__
+            raise ValueError(f"{location}: 'reward' must be text, the --rewards of this row, this is {kind}")
+        no_answer = answer_key == "none" or empty[answer_key] and row.get("reward")
         for key, flag in ((question_key, "--question_key"), (answer_key, "--answer_key")):
             if empty[key] and not (no_answer and flag == "--answer_key"):
                 columns = ", ".join(map(str, row))
@@ -333,6 +336,11 @@ def batch_at(dataset, step, size, seed=0, rank=0, world=1):
 
 
 # ------------------------------------------------------------------------------------------ the sets of a run
+
+def row_specs(examples):
+    """The specs of all rows that name their own rewards: a set."""
+    return {example["reward"] for example in examples if example.get("reward")}
+
 
 def load_eval_sets(cfg, **keys):
     """The examples of the sets in --eval_data, --eval_size of each. keys: columns of files and hub sets.

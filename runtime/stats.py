@@ -93,18 +93,10 @@ def is_right(rollout):
     return first_part(rollout) == 1
 
 
-def greedy_metrics(rollouts):
-    """Accuracy of this rank's greedy completions with its 95 % interval, over all ranks. Collective.
-
-    eval/no_verdict is the share without a verdict of the first reward function; they count as wrong.
-    """
-    outcomes = dist.all_gather([(is_right(r), first_part(r) is None, r.length, r.truncated)
-                                for r in rollouts])
-    n = len(outcomes)
-    right, no_verdict, tokens, truncated = (sum(column) for column in zip(*outcomes))
-    low, high = wilson_interval(right, n)
-    return {"eval/accuracy": right / n, "eval/low": low, "eval/high": high, "eval/n": n,
-            "eval/no_verdict": no_verdict / n, "eval/length": tokens / n, "eval/truncated": truncated / n}
+def greedy_values(rollout):
+    """{metric: value} of a greedy completion. Without a verdict of the first reward function it is wrong."""
+    return {"accuracy": is_right(rollout), "no_verdict": first_part(rollout) is None,
+            "length": rollout.length, "truncated": rollout.truncated}
 
 
 def best_is_right(group, scores):
