@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import data
 import rewards
+from conftest import ROOT
 from verify import verifier
 
 # -------------------------------------------------------------------------------- the reward `steps`
@@ -65,7 +66,7 @@ def worked_out(question, change=None):
     return f"<think>{chr(10).join(lines)}</think><answer>{totals[-1]}</answer>"
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_steps_gives_1_to_every_step_of_a_right_derivation_and_0_to_the_one_that_is_changed(rng):
     question = data.arithmetic(rng)["question"]
@@ -81,7 +82,7 @@ PIECES = st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "=", "
                           "\n", ".", "None", "٣", "½", "\ud800", "\0", "answer is", "9" * 30])
 
 
-@settings(max_examples=200)
+@settings(max_examples=100, deadline=None)
 @given(st.one_of(st.text(max_size=50), st.lists(PIECES, max_size=20).map("".join)))
 def test_steps_of_any_text_are_steps_and_only_as_many_are_right_as_the_sum_has(text):
     (value,) = rewards.steps_reward([text], question="1+2+3")
@@ -215,6 +216,15 @@ def test_the_reason_says_what_a_step_is(value, says):
     assert isinstance(text, str) and re.search(says, text.splitlines()[-1])
 
 
+def test_the_example_in_the_docs_gives_the_steps_that_they_name(tmp_path):
+    page = (ROOT / "docs/data_and_rewards.md").read_text()
+    (code,) = re.findall(r"```python\n(# my_steps.py.*?)```", page, re.S)
+    (tmp_path / "my_steps.py").write_text(code)
+    text = "It is 6*12.\n" + "x" * 61 + "\n#### 72"
+    with rewards.Verifier(f"gsm8k:1,{tmp_path}/my_steps.py:short_lines:0.1", workers=1) as verify:
+        assert verify([text, ""], answer=["72"] * 2)[0] == [[(12, 0.1), (74, 0.0), (81, 0.1 + 1)], 0.0]
+
+
 def test_ends_count_the_characters_of_the_text_also_in_a_message(my):
     with rewards.Verifier(f"{my}:kinds,{my}:one", workers=1, messages=True) as verify:
         values, _, metrics = verify(["whole text", "long text"])
@@ -321,8 +331,8 @@ def test_columns_are_checked_in_the_rows_that_a_function_judges():
 def test_unreadable_gold_answers_are_counted_in_the_rows_that_a_function_judges():
     said = []
     rows = [{"answer": "7" if i % 4 else "none", "reward": None} for i in range(8)]
-    rows += [{"answer": "north", "reward": "format"}] * 8 + [{"answer": "x", "reward": "math"}] * 8
-    with rewards.Verifier("gsm8k", row_specs=["format", "math"]) as verify:
+    rows += [{"answer": "north", "reward": "format"}] * 8
+    with rewards.Verifier("gsm8k", row_specs=["format"]) as verify:
         verify.count_unreadable(rows, notify=said.append)
         verify.count_unreadable(rows, notify=said.append, at_most=4)
         with pytest.raises(ValueError, match="^reward gsm8k: none of 8 answers can be read"):
