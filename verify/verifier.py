@@ -350,24 +350,22 @@ def _checked(value, completion):
     return steps or None
 
 
-@functools.cache
-def _run_file(path):
-    """The module in a user's file. Cached: a function that several specs name must be the same one."""
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # the file may import its neighbours
-    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
+@functools.cache  # a file named by several specs gives the same function
 def load(module, name):
     """The function `name` of "my_file.py" or "installed.module"; a one-line ValueError if there is none."""
     path = Path(module).resolve() if module.endswith(".py") else None
     if path and not path.is_file():
         raise ValueError(f"reward file {module!r} does not exist")
     try:
-        function = getattr(_run_file(path) if path else importlib.import_module(module), name)
+        if path:
+            if str(path.parent) not in sys.path:
+                sys.path.append(str(path.parent))  # the file may import its neighbours
+            spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+            found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(found)
+        else:
+            found = importlib.import_module(module)
+        function = getattr(found, name)
     except (Exception, SystemExit) as e:  # a user's file: any type
         frames = traceback.extract_tb(e.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
