@@ -141,6 +141,11 @@ def test_bad_values_are_refused_in_one_line(argv, says, tmp_path):
     assert says.replace("{dir}", str(tmp_path)) in str(e.value) and "\n" not in str(e.value)
 
 
+def test_a_selector_without_samples_is_named(capsys):
+    nr.parse_config(["--eval_select", "steps"])
+    assert "note: --eval_select steps has no effect without --eval_n" in capsys.readouterr().err
+
+
 def test_a_budget_needs_room_for_the_opener_and_an_answer(tokenizer):
     fits = make_config(eval_budget="8,78", max_tokens=96)  # 78 + 2 tokens of the opener + 16
     data.load_splits(fits, tokenizer, notify=lambda _: None)
