@@ -8,7 +8,7 @@ import pytest
 import data
 import nano_rlvr as nr
 import rewards
-from conftest import close, fixed_rollouts, make_config, within
+from conftest import close, make_config, within
 from runtime import evaluation, log, preflight, stats
 from runtime.log import Log
 
@@ -118,6 +118,7 @@ def test_a_run_keeps_the_text_of_its_template_and_a_trained_model_brings_it(tmp_
         nr.parse_config([*resume, "--template", str(path)])
     (tmp_path / preflight.RECORD).write_text(json.dumps({"config": vars(cfg)}))
     path.unlink()
+    capsys.readouterr()
     assert nr.parse_config(["--model", str(tmp_path)]).template == cfg.template
     nr.parse_config(["--model", str(tmp_path), "--template", "r1"])
     assert "note: --template r1, but" in (note := capsys.readouterr().err) and note.count("\n") == 1
@@ -208,10 +209,8 @@ def test_a_selector_that_reads_the_gold_answer_is_refused(spec, column):
 # ---- budgets
 
 def test_a_completion_is_cut_at_the_budget_and_an_earlier_end_stays(tokenizer):
-    rollouts = fixed_rollouts(tokenizer, groups=2, n=1)
-    lengths = sorted(len(r.completion) for r in rollouts)
-    assert lengths[0] + 4 < lengths[1]
-    cfg = make_config(eval_budget=f"4,{lengths[0]}", max_tokens=96)
+    rollouts = [nr.Rollout([1, 2], list(range(65, 65 + n)), "", False, [0.0] * n) for n in (6, 20)]
+    cfg = make_config(eval_budget="6,4", max_tokens=96)
     calls = []
 
     def answer(prompts, n, temperature, max_tokens):
@@ -219,10 +218,9 @@ def test_a_completion_is_cut_at_the_budget_and_an_earlier_end_stays(tokenizer):
         return [nr.Rollout(p, tokenizer.encode("7</answer>"), "7", False, [0.0] * 2) for p in prompts]
     opened = evaluation.open_answers(rollouts, cfg, tokenizer, "</think><answer>", answer)
     opener = tokenizer.encode("</think><answer>")
-    long = max(range(2), key=lambda i: len(rollouts[i].completion))
-    assert list(opened) == [(4, 0), (4, 1), (lengths[0], long)]  # the other one is not longer than the budget
+    assert list(opened) == [(4, 0), (4, 1), (6, 1)]  # the other one is not longer than the budget
     [(prompts, *arguments)] = calls
-    assert arguments == [1, 0.0, 96 - lengths[0] - len(opener)]
+    assert arguments == [1, 0.0, 96 - 6 - len(opener)]
     for ((budget, i), r), prompt in zip(opened.items(), prompts):
         cut = rollouts[i].completion[:budget] + opener
         assert len(cut) == budget + 2 and prompt == rollouts[i].prompt + cut
