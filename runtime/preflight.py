@@ -9,12 +9,14 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from runtime import dist, evaluation
+from runtime import cli, dist, evaluation
 from runtime.flops import empty_model
+from runtime.folder import check_resumed, saved_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "smollm": "HuggingFaceTB", "deepseek": "deepseek-ai",
@@ -109,6 +111,27 @@ def model_row(model, rows):
     except (ValueError, TypeError, KeyError) as e:
         raise ValueError(f"--model {model}: {path} is damaged ({type(e).__name__}: {e}); without this file, "
                          "the defaults are used") from e
+
+
+def parse(config, algos, models, argv, check, description):
+    """argv -> check(config(...)). Defaults: those of `config`, the row of --model in `models`, the run that
+    --resume continues, the row of --algo in `algos`; the later one counts.
+
+    Raises ValueError with one line for a bad value; exits with the usage for an unknown flag.
+    """
+    argv, saved = saved_config(argv, config.out)
+    algo = cli.given(argv, "--algo", saved.get("algo", config.algo))
+    model = cli.given(argv, "--model", saved.get("model", config.model))
+    if algo not in algos:
+        raise ValueError(f"--algo {algo}: choose one of {', '.join(algos)}")
+    row = model_row(model, models)  # of a trained model: what its run used
+    defaults = row | saved | {"algo": algo, "model": model}
+    defaults |= algos[algo] if algo != saved.get("algo") else {}
+    cfg = check(cli.parse(config, argv, defaults, description))
+    if not saved and cfg.template != row.get("template", cfg.template):
+        dist.print_once(f"note: --template {shorten(cfg.template, 200)}, but {model} was trained with "
+                        f"--template {shorten(row['template'], 200)}", file=sys.stderr)
+    return check_resumed(cfg, saved)
 
 
 def check(cfg, tasks, parse_spec):
