@@ -130,6 +130,7 @@ class Config:
     checkpointing: Literal["auto", "on", "off"] = "auto"  # recompute activations: less memory, more compute
     offload: Literal["auto", "none", "optimizer"] = "auto"  # keep optimizer and fp32 weights in host memory
     vllm_memory: float = 0.0  # share of the GPU for vLLM while it generates; 0 = what is left
+    compile: Literal["on", "off"] = "off"  # fuse element-wise work in layers and head with torch.compile
     zero_stage: Literal[1, 2, 3] = 2  # ZeRO shards over the ranks: 1 optimizer, 2 + gradients, 3 + weights
     timeout: float = 10.0  # minutes after which a rank that does not answer ends the run
     mismatch_bound: float = 0.0  # stop above this mean |trainer - vLLM log-prob|; 0 = 1e-3 fp32, 0.15 bf16
@@ -461,9 +462,9 @@ class TokenLogps(torch.nn.Module):
     forward(batch of collate) -> logp (R,), entropy (R,) in fp32.
     """
 
-    def __init__(self, model, temperature=1.0, chunk=CHUNK):
+    def __init__(self, model, temperature=1.0, chunk=CHUNK, fuse=False):
         super().__init__()
-        self.model, self.temperature, self.chunk = model, temperature, chunk
+        self.model, self.temperature, self.chunk, self.fuse = model, temperature, chunk, fuse
 
     def forward(self, batch):
         # use_cache=False: with a KV cache, transformers would silently treat the row as one sequence.
@@ -473,7 +474,8 @@ class TokenLogps(torch.nn.Module):
         hidden = output.last_hidden_state[0, batch.predictors]  # (R, H)
         head = self.model.get_output_embeddings().weight  # (V, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, in chunks of the vocabulary
-        return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # (R,), (R,)
+        return HeadLogps.apply(  # (R,), (R,)
+            hidden, head, batch.targets, self.temperature, self.chunk, self.fuse)
 
 
 @torch.no_grad()
@@ -613,7 +615,7 @@ def make_policy(cfg):
     if cfg.offload == "optimizer":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return engines.start_deepspeed(
-        TokenLogps(model, cfg.temperature),
+        TokenLogps(model, cfg.temperature, fuse=cfg.compile == "on"),
         adamw=dict(lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay),
         config={
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
@@ -631,7 +633,8 @@ def make_reference(cfg, policy=None):
         return None
     if cfg.lora_rank:
         return WithoutAdapters(policy.module)  # the policy itself: no second copy
-    return TokenLogps(engines.load_model(cfg).eval().requires_grad_(False), cfg.temperature)
+    model = engines.load_model(cfg).eval().requires_grad_(False)
+    return TokenLogps(model, cfg.temperature, fuse=cfg.compile == "on")
 
 
 def lr_at(step, cfg):

@@ -160,6 +160,8 @@ def check(cfg, tasks, parse_spec):
          f"--task {cfg.task}: choose one of {', '.join(tasks)} (use --data for a file or a hub dataset)"),
         (cfg.lora_rank and cfg.zero_stage == 3,
          "--lora_rank needs --zero_stage 1 or 2: each rank merges the adapters on its own"),
+        (cfg.compile == "on" and cfg.zero_stage == 3,
+         "--compile on needs --zero_stage 1 or 2: stage 3 replaces the weights of a layer at each call"),
         (cfg.lora_rank and cfg.ref_reset_every,
          "--ref_reset_every needs a separate reference; with --lora_rank it is the model without adapters"),
         (cut_sampling and (cfg.correction, cfg.temperature) != ("none", 1.0),
