@@ -28,8 +28,8 @@ SEEDS = [data.request_seed(i) for i in range(6)]
 @pytest.fixture(scope="module")
 def prompts(tokenizer):
     """Token ids of 6 questions of 3 terms, all of the same length."""
-    questions = [e for e in data.load("arithmetic", "test", 500) if e["terms"] == 3 and len(e["question"]) == 8]
-    return [data.encode(e, tokenizer, "chat") for e in questions[:6]]
+    short = [e for e in data.load("arithmetic", "test", 500) if e["terms"] == 3]
+    return [data.encode(e, tokenizer, "chat") for e in short if len(e["question"]) == 8][:6]
 
 
 @pytest.fixture
