@@ -16,12 +16,14 @@ sys.path.insert(0, str(ROOT))
 from runtime import curve, log  # noqa: E402
 
 FLAGS = """--template chat --rollout examples/python_tool.py:python_rollout
-    --rewards gsm8k,examples/python_tool.py:tool_calls:0 --steps 16 --prompts 16 --samples 16 --max_prompt 32
-    --max_tokens 64 --lr 3e-4 --kl_coef 0 --eval_every 4 --eval_size 128 --save_every 0""".split()
+    --rewards gsm8k,examples/python_tool.py:tool_calls:0 --steps 16 --prompts 16 --samples 16
+    --max_prompt 32 --max_tokens 64 --lr 3e-4 --kl_coef 0 --eval_every 4 --eval_size 128
+    --save_every 0""".split()
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", default="runs/tools")
     args = parser.parse_args()
@@ -38,7 +40,7 @@ def main():
 
 def report(folders):
     """Writes the table and the curve of finished runs to bench/results/."""
-    steps, lines = None, []
+    lines = []
     for folder in folders:
         rows, about = curve.read(folder), json.loads((folder / "config.json").read_text())
         evals = [row for row in rows if "eval/accuracy" in row]

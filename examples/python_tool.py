@@ -78,10 +78,10 @@ def python_rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampl
         # One request per rollout, also if there is none: with several ranks, each makes the same calls.
         contexts = [rollouts[i].prompt + rollouts[i].completion for i in rooms]
         turn_seeds = seeds and [request_seed(seeds[i // n], i % n, turn) for i in rooms]
-        room = max(rooms.values(), default=1)
-        turns = rollout(llm, contexts, 1, temperature, room, turn_seeds, **sampling)
+        most = max(rooms.values(), default=1)
+        turns = rollout(llm, contexts, 1, temperature, most, turn_seeds, **sampling)
         programs = {}
-        for (i, room), new in zip(rooms.items(), turns):  # `new` may be longer than its own room
+        for (i, room), new in zip(rooms.items(), turns):  # a turn may be longer than its own room
             r = rollouts[i]
             r.completion += new.completion[:room]
             r.sampled += new.sampled[:room]

@@ -47,7 +47,7 @@ def main():
     raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--out", default="runs/tool")
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--layers", type=int, default=2)

@@ -6,7 +6,7 @@ the markers "<think>" and "=", each `=` is a call of the program before it, and 
 import json
 import sys
 from collections import Counter
-from itertools import groupby
+from itertools import cycle, groupby
 
 import pytest
 import torch
@@ -198,12 +198,12 @@ def test_a_call_is_the_text_between_the_last_opening_marker_and_the_closing_one(
 def test_programs_that_hang_or_print_megabytes_or_do_not_compile_are_read_by_the_model(
         llm, prompts, monkeypatch):
     monkeypatch.setattr(python_tool, "CLOSE", "=")
-    programs = ["while True: pass", "print('x' * 3_000_000)", "14+2="]
-    monkeypatch.setattr(python_tool, "SECONDS", 2.0)
-    monkeypatch.setattr(python_tool, "CHARACTERS", 50)
+    programs = cycle(["while True: pass", "print('x' * 3_000_000)", "14+2="])
+    for name, value in {"SECONDS": 3.0, "CHARACTERS": 50, "CALLS": 1}.items():
+        monkeypatch.setattr(python_tool, name, value)
     called = python_tool.called_program
     monkeypatch.setattr(python_tool, "called_program",
-                        lambda text: called(text) and programs[len(called(text)) % 3])
+                        lambda turn: None if called(turn) is None else next(programs))
     rollouts = python_tool.python_rollout(llm, prompts, 4, 1.0, 2 * MAX_TOKENS, SEEDS)
     text = "".join(r.text for r in rollouts)
     for output in (python_tool.NO_RESULT, "x" * 50 + "</output>", "SyntaxError"):
