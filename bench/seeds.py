@@ -22,6 +22,7 @@ therefore gives no figures: it has runs of its own (race-<label>-<seed>) and onl
 has to be run again with other seeds (--first_seed).
 """
 import argparse
+import functools
 import json
 import math
 import re
@@ -42,12 +43,14 @@ from runtime import curve, log  # noqa: E402
 SCRIPT = [sys.executable, str(ROOT / "nano_rlvr.py")]
 README_COMMAND = [*SCRIPT, *"--eval_n 8 --eval_every 25 --save_every 0".split()]
 README_SETTINGS = ["default=", "control: random rewards=--rewards gsm8k:0,random:1"]
+POLL = 1.0  # seconds between looks at the running processes
 PANELS = {"held-out accuracy": "eval/accuracy", "reward of the training samples": "reward/mean",
           "tokens per completion": "completion/length"}
 
 
 # ---- statistics
 
+@functools.cache
 def t_quantile(df, level=0.95):
     """t with P(|T| <= t) = level for Student's t distribution with df degrees of freedom.
 
@@ -129,7 +132,7 @@ def run_all(settings, seeds, out, jobs=1, race=False):
                 print(f"{time.strftime('%H:%M:%S')}  {folder.name}", flush=True)
                 with open(f"{folder}.log", "a") as file:
                     running[folder] = subprocess.Popen(command, stdout=file, stderr=file)
-        time.sleep(1)
+        time.sleep(POLL)
         for folder, process in list(running.items()):
             if race and process.poll() is None and is_out(folder, everyone):
                 process.terminate()  # the run writes a checkpoint; a second signal would end it without one
