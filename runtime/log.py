@@ -122,7 +122,8 @@ class Log:
         prompts = self.tokenizer.batch_decode([r.prompt for r in rollouts])
         self._append("rollouts.jsonl", [
             {"step": step, "prompt": prompt, "completion": r.text, "reward": r.reward, "parts": r.parts,
-             "advantage": r.advantage, "prompt_tokens": len(r.prompt), "tokens": len(r.completion),
+             "advantage": r.advantages[0], "steps": r.steps, "prompt_tokens": len(r.prompt),
+             "tokens": len(r.completion),
              "finish": "length" if r.truncated else "stop"} for r, prompt in zip(rollouts, prompts)])
         if self.wandb:
             self.wandb.log(metrics, step=step)
@@ -218,7 +219,7 @@ def summary(cfg, trained_groups, sampled_groups, metrics):
 
     Rewards and lengths are those of all sampled groups, the FLOPs in `mfu` those of the trained rollouts.
     """
-    own = [(r.reward, len(r.completion), r.truncated, r.parts) for group in sampled_groups for r in group]
+    own = [(r.reward, r.length, r.truncated, r.parts) for group in sampled_groups for r in group]
     rewards, lengths, truncated, parts = zip(*dist.all_gather(own))
 
     def without_none(values):

@@ -23,7 +23,7 @@ ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "smollm": "HuggingFaceTB
 # (interval, flags, reason). "(" and ")" exclude an end. All intervals are finite: inf and nan are in none.
 RANGES = (
     ("[0, 1e9]", "steps warmup ref_reset_every top_k save_every keep_rollouts pack_tokens kl_coef clip_high "
-                 "delta weight_decay max_grad_norm memory_gb mismatch_bound", ""),
+                 "squared_tau delta weight_decay max_grad_norm memory_gb mismatch_bound", ""),
     ("[1, 1e9]", "max_prompt max_tokens eval_every correction_cap keep", ""),
     ("(0, 1e6]", "soft_tau_pos soft_tau_neg reward_timeout timeout", ""),
     ("[1, 65536]", "prompts minibatches", ""),
@@ -46,10 +46,13 @@ RANGES = (
 NEEDS = (
     ("question_key answer_key", lambda cfg, _: cfg.data or cfg.eval_data, "--data or --eval_data"),
     ("delta clip_low", lambda cfg, _: cfg.gate == "clip", "--gate clip"),
-    ("clip_high", lambda cfg, _: cfg.gate != "soft", "--gate clip or detach"),
+    ("clip_high", lambda cfg, _: cfg.gate in ("clip", "detach"), "--gate clip or detach"),
+    ("squared_tau", lambda cfg, _: cfg.gate == "squared", "--gate squared"),
+    ("kl_in", lambda cfg, _: cfg.kl_coef, "--kl_coef above 0"),
+    ("overlong", lambda cfg, _: cfg.overlong_buffer, "--overlong_buffer"),
     ("soft_tau_pos soft_tau_neg", lambda cfg, _: cfg.gate == "soft", "--gate soft"),
     ("ref_reset_every", lambda cfg, _: cfg.kl_coef, "a reference model: --kl_coef above 0"),
-    ("eps", lambda cfg, _: cfg.scale != "none" or cfg.decorrelate_length, "--scale group or batch"),
+    ("eps", lambda cfg, _: cfg.scale != "none" or cfg.decorrelate_length, "--scale group, batch or mean"),
     ("correction_cap", lambda cfg, _: cfg.correction != "none", "a --correction"),
     ("judge_url judge_model", lambda _, names: "judge" in names, "--rewards judge"),
     ("allow_unsafe_code", lambda _, names: "code" in names, "--rewards code"),

@@ -8,8 +8,9 @@ from runtime import dist
 
 
 def is_flat(group):
-    """Whether all rewards of a group of rollouts are the same (None not counted): nothing to learn from."""
-    return len({r.reward for r in group} - {None}) <= 1
+    """Whether all rewards of a group of rollouts (of all steps, if steps have rewards) are the same, None not
+    counted: nothing to learn from."""
+    return len({reward for r in group for _, reward in r.steps or [(0, r.reward)]} - {None}) <= 1
 
 
 def wilson_interval(hits, n):
@@ -97,7 +98,7 @@ def greedy_metrics(rollouts):
 
     eval/no_verdict is the share without a verdict of the first reward function; they count as wrong.
     """
-    outcomes = dist.all_gather([(is_right(r), first_part(r) is None, len(r.completion), r.truncated)
+    outcomes = dist.all_gather([(is_right(r), first_part(r) is None, r.length, r.truncated)
                                 for r in rollouts])
     n = len(outcomes)
     right, no_verdict, tokens, truncated = (sum(column) for column in zip(*outcomes))

@@ -260,7 +260,7 @@ def collated(rollouts, old=None, ref=None):
 
 def set_advantages(rollouts, advantages):
     for r, advantage in zip(rollouts, advantages.flatten().tolist(), strict=True):
-        r.advantage = advantage
+        r.advantages = [advantage] * len(r.completion)
 
 
 def trls_gradient(s, loss_type, level, beta, policy, delta, correction, masked, micro,
@@ -328,7 +328,7 @@ def test_loss_and_gradients_equal_trls(setup, case):
     test_bnpo_in_several_micro_batches_is_a_mean_of_means_in_trl."""
     loss, gradients, batches = trls_gradient(setup, **case)
     total, ours = our_gradient(setup, batches, **case, means=case["loss_type"] == "bnpo")
-    size = sum(abs(r.advantage) for r in setup.table.rollouts) / 16  # the terms of the loss cancel
+    size = sum(abs(r.advantages[0]) for r in setup.table.rollouts) / 16  # the terms of the loss cancel
     within(abs(total - loss), EXACT * max(abs(loss), size))
     together, largest = distance(ours, gradients)
     within(together, EXACT)
@@ -391,7 +391,7 @@ def test_dapo_in_several_optimizer_steps_divides_by_the_mean_tokens_of_a_step_in
 def test_a_completion_without_verdict_stays_in_trls_denominator(setup, with_nan):
     """Its advantage is 0 on both sides. TRL counts it as a sequence, ours does not: 10 verdicts of 16."""
     _, trls, batches = trls_gradient(setup, **PLAIN)
-    kept = torch.tensor([r.advantage for r in setup.table.rollouts])
+    kept = torch.tensor([r.advantages[0] for r in setup.table.rollouts])
     set_advantages(setup.table.rollouts, nr.group_advantages(with_nan, scale="none"))
     ours = our_gradient(setup, batches, **PLAIN)[1]
     set_advantages(setup.table.rollouts, kept)

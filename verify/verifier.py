@@ -95,6 +95,10 @@ class Verifier:
         collect = functools.partial(self._collect, jobs, completions, columns)
         return SimpleNamespace(result=functools.cache(collect))
 
+    def weights_of(self, spec=None):
+        """{name: weight} of the reward functions that judge a row."""
+        return self.weights
+
     def check_columns(self, examples, source):
         """Raises ValueError if a reward function needs a column that none of `examples` (dicts) has. `source`
         is their name."""
@@ -232,6 +236,7 @@ def _call(function, completions, columns):
         return traceback.format_exc(limit=-5)
 
 
+@functools.cache
 def load(module, name):
     """The function `name` of "my_file.py" or "installed.module"; a one-line ValueError if there is none."""
     path = Path(module).resolve() if module.endswith(".py") else None
