@@ -119,7 +119,7 @@ def run_all(settings, seeds, out, jobs=1, race=False):
     folders, waiting, running, failed = {}, [], {}, []
     for seed in seeds:  # all settings of a seed before the next seed: a part of the table is there early
         for label, command in settings.items():
-            name = ("race-" if race else "") + re.sub(r"\W+", "-", label) + f"-{seed}"
+            name = ("race-" if race else "") + re.sub(r"\W+", "-", label).strip("-") + f"-{seed}"
             folders.setdefault(label, []).append(out / name)
             command = [*command, "--seed", str(seed), "--out", str(out), "--name", name, "--resume"]
             if not finished(out / name, command):
