@@ -106,7 +106,7 @@ def test_a_run_that_fails_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(seeds, "POLL", 0.05)
     (tmp_path / "fail.py").write_text("raise SystemExit(3)")
     with pytest.raises(ValueError, match="run-0, run-1 failed; look at .*run-0.log"):
-        seeds.run_all({"run": [sys.executable, str(tmp_path / "fail.py")]}, [0, 1], tmp_path, jobs=2)
+        seeds.run_all({"+ run": [sys.executable, str(tmp_path / "fail.py")]}, [0, 1], tmp_path, jobs=2)
 
 
 def test_the_report_has_means_intervals_and_a_picture(tmp_path):
