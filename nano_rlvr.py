@@ -25,11 +25,13 @@ T tokens with each prompt stored once, K tokens with the prompt repeated for eac
 V vocabulary. Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import dataclasses
+import functools
 import itertools
 import math
 import os
 import sys
 from dataclasses import dataclass, field
+from textwrap import shorten
 from types import SimpleNamespace
 from typing import Literal
 
@@ -51,6 +53,7 @@ from runtime import (
     credit,
     dist,
     engines,
+    evaluation,
     guard,
     memory,
     preflight,
@@ -80,10 +83,10 @@ class Config:
     algo: str = "grpo"  # a row of ALGOS; any flag below overrides a value of the row
     task: str = "gsm8k"  # arithmetic, countdown, gsm8k, math, math500, aime24, amc23
     data: str = ""  # train on this file (jsonl, json, csv, parquet) or hub set instead of the task's own
-    eval_data: str = ""  # evaluate on this one; with --data alone, up to a tenth of it is held out
+    eval_data: str = ""  # evaluate on these, as a,b; with --data alone, up to a tenth of it is held out
     question_key: str = ""  # column of the question ("" = the first of question, problem, prompt)
     answer_key: str = ""  # column of the answer ("" = answer, solution or ground_truth; "none" = no column)
-    template: Literal["chat", "none", "r1", "qwen_math"] = "qwen_math"  # how a question becomes a prompt
+    template: str = "qwen_math"  # of the prompt: chat, none, r1, qwen_math, or a file with {question}
     rewards: str = ""  # name:weight,... or my_file.py:my_reward ("" = the task's); evaluation uses the first
     reward_timeout: float = 5.0  # seconds a reward function has per completion; after that, no verdict
     allow_unsafe_code: bool = False  # --rewards code: run the model's programs even without isolation
@@ -146,8 +149,10 @@ class Config:
     mismatch_bound: float = 0.0  # stop above this mean |trainer - vLLM log-prob|; 0 = 1e-3 fp32, 0.15 bf16
     # evaluation and files
     eval_every: int = 20  # steps between evaluations; also before the first and after the last update
-    eval_size: int = 512  # held-out examples, 0 = all
-    eval_n: int = 0  # also draw this many samples per example: mean@n, pass@k, maj@n
+    eval_size: int = 512  # held-out examples per set, 0 = all
+    eval_n: int = 0  # also draw this many samples per example: mean@n, pass@k, maj@n, best@n
+    eval_select: str = ""  # a spec like --rewards: best@n by its values; it sees no column but the question
+    eval_budget: str = ""  # as 64,256: tokens after which a greedy completion is cut and has to answer
     name: str = ""  # name of the run ("" = model-task-algo-time); its files are in <out>/<name>/
     out: str = "runs"  # folder of the runs
     save_every: int = 20  # steps between checkpoints; 0 = one at the end and one when the run is stopped
@@ -197,15 +202,16 @@ def parse_config(argv=None):
     model_row = preflight.model_row(model, MODELS)  # of a trained model: what its run used
     defaults = model_row | saved | {"algo": algo, "model": model}
     defaults |= ALGOS[algo] if algo != saved.get("algo") else {}
-    cfg = cli.parse(Config, argv, defaults, description=__doc__.split("\n\n")[0])
+    cfg = check_config(cli.parse(Config, argv, defaults, description=__doc__.split("\n\n")[0]))
     if not saved and cfg.template != model_row.get("template", cfg.template):
-        dist.print_once(f"note: --template {cfg.template}, but {model} was trained with "
-                        f"--template {model_row['template']}", file=sys.stderr)
-    return check_resumed(check_config(cfg), saved)
+        dist.print_once(f"note: --template {shorten(cfg.template, 200)}, but {model} was trained with "
+                        f"--template {shorten(model_row['template'], 200)}", file=sys.stderr)
+    return check_resumed(cfg, saved)
 
 
 def check_config(cfg):
     """Fills what depends on the task and the machine. Raises ValueError with one line for a bad value."""
+    cfg = dataclasses.replace(cfg, template=data.read_template(cfg.template))
     return preflight.check(cfg, data.TASKS, rewards.parse_spec)
 
 
@@ -464,7 +470,7 @@ def collate(rollouts, device="cpu"):
         cu_seqlens_q=F.pad(kv_index[end - 1] + 1, (1, 0)).int(),  # (B+1,)
         cu_seqlens_k=F.pad(end, (1, 0)).int(),  # (B+1,)
         targets=tokens[completion],  # (R,)
-        vllm_logps=concatenate((r.vllm_logps for r in rollouts), np.float32)[sampled],  # (R,)
+        vllm_logps=concatenate((r.vllm_logps for r in rollouts), np.float64)[sampled].to(weight),  # (R,)
         advantage=concatenate((r.advantages for r in rollouts), np.float64)[sampled].to(weight),  # (R,)
         weight=weight, sequence_ids=sequence_ids,  # (R,), (R,)
         lengths=sequence_ids.bincount(minlength=len(rollouts)))  # (B,) sampled tokens
@@ -712,41 +718,31 @@ def sync_weights(policy, llm):
 
 # ------------------------------------------------------------------------------------------------- the loop
 
-def evaluate(llm, examples, verifier, cfg):
-    """Accuracy of greedy completions, and of eval_n samples per example: mean@n, pass@k, maj@n."""
-    indices = range(dist.rank(), len(examples), dist.world_size())
-    mine = [examples[i] for i in indices]
+def evaluate(llm, examples, verifier, cfg, selector=None):
+    """Metrics of the held-out examples, and a dict per greedy completion for eval.jsonl: see evaluation.run.
 
-    def sample(n, temperature, seeds=None):
-        prompts = [e["prompt_ids"] for e in mine]
-        rollouts = sampler(cfg.rollout)(llm, prompts, n, temperature, cfg.max_tokens, seeds)
-        counts = score(rollouts, mine, verifier)
-        stats.add_counts(metrics, counts, "eval")
-        return [rollouts[i:i + n] for i in range(0, len(rollouts), n)]
-
-    metrics = {}
-    greedy = [group[0] for group in sample(n=1, temperature=0.0)]
-    guard.check_verdicts("eval", [stats.first_part(r) for r in greedy], metrics, verifier)
-    metrics |= stats.greedy_metrics(greedy)
-    if cfg.eval_n:
-        seeds = [data.request_seed(cfg.seed, "eval", i) for i in indices]  # the same at every evaluation
-        metrics |= stats.sample_metrics(sample(cfg.eval_n, cfg.temperature, seeds), rewards.final_answer)
-    return metrics
+    Greedy accuracy; with --eval_n mean@n, pass@k, maj@n, best@n; with --eval_budget the accuracy per budget.
+    """
+    seeds = [data.request_seed(cfg.seed, "eval", i) for i in range(len(examples))]  # in every evaluation
+    _, opener = data.split_template(cfg.template)
+    return evaluation.run(cfg, llm, examples, sampler(cfg.rollout), score, verifier, selector, seeds, opener,
+                          rewards.final_answer)
 
 
-def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints):
+def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints, selector=None):
     """The loop. It runs steps + 1 times, so that the final weights are evaluated too."""
     progress = checkpoints.restore(policy, ref)  # of the run so far, with --resume
     sync_weights(policy, llm)
     for step in range(progress.step, cfg.steps + 1):
-        metrics, progress.step = {}, step
+        metrics, answers, progress.step = {}, [], step
         if step % cfg.eval_every == 0 or step == cfg.steps:
             with timed(metrics, "evaluate"):
-                metrics |= evaluate(llm, eval_set, verifier, cfg)
+                found, answers = evaluate(llm, eval_set, verifier, cfg, selector)
+            metrics |= found
         if step == cfg.steps or cfg.save_every and step % cfg.save_every == 0:
             checkpoints.save(final=step == cfg.steps)
         if step == cfg.steps:
-            log.write(step, metrics)
+            log.write(step, metrics, answers=answers)
             break
 
         groups, sampled = collect_rollouts(cfg, llm, train_set, verifier, step, metrics)  # 1. 2.
@@ -775,7 +771,7 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
             sync_weights(policy, llm)  # 8.
 
         metrics |= {"lr": lr_at(step, cfg)} | summary(cfg, groups, sampled, metrics)
-        log.write(step, metrics, sampled)
+        log.write(step, metrics, sampled, answers)
         checkpoints.check()
     checkpoints.wait()
     log.close()
@@ -804,12 +800,13 @@ def main(argv=None):
             tokenizer = preflight.load_tokenizer(cfg)
             train_set, eval_set = data.load_splits(cfg, tokenizer, dist.world_size(), notify=dist.print_once)
             cfg = memory.plan(cfg)
-            verifier = Verifier(
-                cfg.rewards, timeout=cfg.reward_timeout, messages=cfg.template == "chat",
+            make_verifier = functools.partial(
+                Verifier, timeout=cfg.reward_timeout, messages=cfg.template == "chat",
                 allow_unsafe_code=cfg.allow_unsafe_code, random_seed=cfg.seed, max_tokens=cfg.max_tokens,
                 overlong_buffer=math.ceil(cfg.overlong_buffer * cfg.max_tokens) or None,
-                overlong=cfg.overlong, judge_url=cfg.judge_url, judge_model=cfg.judge_model,
-                row_specs={e["reward"] for e in train_set + eval_set if isinstance(e.get("reward"), str)})
+                overlong=cfg.overlong, judge_url=cfg.judge_url, judge_model=cfg.judge_model)
+            verifier = make_verifier(cfg.rewards, row_specs=data.row_specs(train_set + eval_set))
+            selector = evaluation.make_selector(cfg, make_verifier)
             verifier.check_columns(train_set, cfg.data or cfg.task)
             verifier.check_columns(eval_set, cfg.eval_data or cfg.data or cfg.task)
             verifier.count_unreadable(train_set, dist.print_once)
@@ -825,8 +822,9 @@ def main(argv=None):
             if cfg.steps:  # --steps 0 only evaluates
                 rehearse(policy, ref, cfg)
             with stop.with_checkpoint(checkpoints):
-                train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints)
-        verifier.close()
+                train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints, selector)
+        for opened in filter(None, (verifier, selector)):
+            opened.close()
     # The process group is left to vLLM, which closes it at exit.
 
 

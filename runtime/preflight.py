@@ -13,7 +13,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from runtime import dist
+from runtime import dist, evaluation
 from runtime.flops import empty_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -56,6 +56,7 @@ NEEDS = (
     ("correction_cap", lambda cfg, _: cfg.correction != "none", "a --correction"),
     ("judge_url judge_model", lambda _, names: "judge" in names, "--rewards judge"),
     ("allow_unsafe_code", lambda _, names: "code" in names, "--rewards code"),
+    ("eval_select", lambda cfg, _: cfg.eval_n, "--eval_n, whose samples it selects from"),
     ("vllm_memory", lambda *_: torch.cuda.is_available(), "a GPU"),
 )
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
@@ -154,6 +155,8 @@ def check(cfg, tasks, parse_spec):
     rewards = [name for name, *_ in parse_spec(spec)]
     if cfg.overlong_buffer and "overlong" not in rewards:
         spec += ",overlong:1"
+    rewards += [name for name, *_ in parse_spec(cfg.eval_select)] if cfg.eval_select else []
+    evaluation.token_budgets(cfg.eval_budget)
     cuda = torch.cuda.is_available()
     if not cuda or cfg.offload == "optimizer":
         need_compiler()

@@ -21,12 +21,16 @@ COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "be
           "models/tiny/*")
 STAGES = (  # each runs if the one before it passed
     ["tests/test_variants.py", "tests/test_math.py", "tests/test_guard.py"],
+    ["tests/test_process_rewards.py"],
     ["tests/test_trl.py", "-k", "not gradients_equal"],
     ["tests/test_trl.py", "-k", "gradients_equal"],
     ["tests/test_families.py", "-k", "one_sequence_at_a_time"],
     ["tests/test_checksum.py", "-k", "not damaged"],
+    ["tests/test_evaluation.py", "-k", "not vllm"],
     ["tests/test_resume.py", "-k", "not killed and not two_ranks and not does_not_answer"])
+EVALUATION = "runtime/evaluation.py"
 CHECKPOINT, FOLDER = "runtime/checkpoint.py", "runtime/folder.py"
+VERIFIER = "verify/verifier.py"
 SCRIPT, HEAD, ATTENTION, STATS = "nano_rlvr.py", "runtime/head.py", "runtime/attention.py", "runtime/stats.py"
 FAULTS = [  # (description, file, text, what replaces it)
     ("clip: maximum instead of minimum", SCRIPT, "torch.minimum(bounded", "torch.maximum(bounded"),
@@ -158,7 +162,30 @@ FAULTS = [  # (description, file, text, what replaces it)
     ("resume: a signal waits for the end of the rollout", "runtime/stop.py",
      "in_call = in_loop", "in_call = False"),
     ("resume: the second signal is ignored", "runtime/stop.py", "os._exit(128 + number)", "pass"),
+    ("evaluation: the selector sees the gold answer", EVALUATION, "prompts=questions,",
+     'prompts=questions, answer=[e.get("answer") for e, g in zip(examples, groups) for _ in g],'),
+    ("evaluation: a completion is not cut at the budget", EVALUATION,
+     "r.completion[:budget] + opener", "r.completion + opener"),
+    ("evaluation: a task's set is judged by the rewards of the run", "data.py",
+     'if spec != cfg.rewards and not example.get("reward")', "if False"),
+    ("evaluation: a tool's output counts in the log-prob of a sample", STATS,
+     "zip(r.vllm_logps, r.sampled) if sampled", "zip(r.vllm_logps, r.sampled)"),
+    ("evaluation: the interval of several sets is not divided by their number", STATS,
+     'for m in sets)) / len(sets)', 'for m in sets))'),
     ("guard: no verdict for anything goes unnoticed", "runtime/guard.py", "    if verdicts:", "    if True:"),
+    ("process_rewards: the weight is not applied to steps", VERIFIER,
+     "steps.get(end, 0.0) + weight * x", "steps.get(end, 0.0) + x"),
+    ("process_rewards: of steps that end at one place the last one counts", VERIFIER,
+     "steps.get(end, 0.0) + weight * x", "weight * x"),
+    ("process_rewards: a number is a step at the first character", VERIFIER,
+     "[(len(text_of(completion)), value)]", "[(1, value)]"),
+    ("process_rewards: a step without weight is a step", VERIFIER,
+     "in value if weight else ():", "in value:"),
+    ("process_rewards: ends that do not rise are accepted", VERIFIER, "all(a < b for", "all(a <= b for"),
+    ("process_rewards: the spec of a row is ignored", VERIFIER,
+     'spec = self.spec if spec in (None, "") else spec', "spec = self.spec"),
+    ("process_rewards: a running total may be right twice", "rewards.py",
+     'match[1] == next(wanted, "")', 'match[1] in map(str, totals)'),
     ("guard: columns of the first row only", SCRIPT, "set().union(*examples)", "examples[0].keys()"),
 ]
 

@@ -128,7 +128,7 @@ def test_an_evaluation_without_a_verdict_of_the_first_reward_ends_the_run(group,
 
 def test_an_evaluation_reports_the_share_without_a_verdict_which_counts_as_wrong(group, sampled):
     cfg = make_config(samples=2)
-    metrics = nr.evaluate(None, EXAMPLES, verifier_of(1.0, None, 0.0, 1.0, timeouts=1), cfg)
+    metrics, _ = nr.evaluate(None, EXAMPLES, verifier_of(1.0, None, 0.0, 1.0, timeouts=1), cfg)
     assert metrics["eval/accuracy"] == 0.5 and metrics["eval/no_verdict"] == 0.25
     assert (metrics["eval/timeouts"], metrics["eval/crashes"], metrics["eval/n"]) == (1, 0, 4)
 

@@ -41,7 +41,7 @@ class Table:
                     continue
                 completion, reward = body + [self.eos] * (not truncated), exactly(rng.gauss(0, 1))
                 rows.append(nr.Rollout(tokenizer(text)["input_ids"], completion, text, truncated,
-                                       [0.0] * len(completion), reward))
+                                       [0.0] * len(completion), reward=reward))
             self.rollouts += rows
         self.find = {(r.text, self.body(r.completion)): r for r in self.rollouts}
         self.rewards = torch.tensor([r.reward for r in self.rollouts]).view(groups, n)  # (G, n)
@@ -460,7 +460,13 @@ def run_ours(table, order, per_batch, factor, cfg):
         packs = nr.pack(nr.assign_token_weights(members, cfg), cfg.pack_tokens)
         if per_batch > 1 and i % per_batch == 0:
             old = logps(engine, table.rollouts)
-        ref = logps(reference, table.rollouts) if reference else None
+        if cfg.kl_in == "reward":
+            batch = table.rollouts[i * 16:][:16]
+            for r, logp in zip(batch, map(logps(engine, batch).get, map(id, batch))):
+                r.vllm_logps = logp.tolist()
+            nr.store_kl(reference, batch, batch[0], cfg)
+            nr.assign_advantages([batch[j:j + 4] for j in range(0, 16, 4)], cfg, math.nan)
+        ref = logps(reference, table.rollouts) if reference and cfg.kl_in == "loss" else None
         engines.set_lr(engine, nr.lr_at(i, cfg))
         log.append(nr.update(engine, [collated(p, old, ref) for p in packs], cfg))
     return [w.clone() for name, w in checkpoint.named_weights(engine) if name != "lm_head.weight"], log
@@ -480,6 +486,8 @@ RUNS = {  # name -> algorithm, optimizer steps per rollout batch, max_grad_norm,
         "GRPO", 2, 10.0, dict(steps_per_generation=4, importance_sampling_level="sequence"),
         dict(ratio="sequence")),
     "rloo": ("RLOO", 1, 250.0, {}, nr.ALGOS["rloo"]),
+    "rloo, KL in the reward": (
+        "RLOO", 1, 250.0, dict(beta=0.01), nr.ALGOS["rloo"] | dict(kl_coef=0.01, kl_in="reward")),
     "rloo, two epochs": ("RLOO", 2, 250.0, dict(num_iterations=2), nr.ALGOS["rloo"]),
 }
 
