@@ -337,11 +337,6 @@ def batch_at(dataset, step, size, seed=0, rank=0, world=1):
 
 # ------------------------------------------------------------------------------------------ the sets of a run
 
-def row_specs(examples):
-    """The specs of all rows that name their own rewards: a set."""
-    return {example["reward"] for example in examples if example.get("reward")}
-
-
 def load_eval_sets(cfg, **keys):
     """The examples of the sets in --eval_data, --eval_size of each. keys: columns of files and hub sets.
 

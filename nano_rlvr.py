@@ -25,13 +25,11 @@ T tokens with each prompt stored once, K tokens with the prompt repeated for eac
 V vocabulary. Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import dataclasses
-import functools
 import itertools
 import math
 import os
 import sys
 from dataclasses import dataclass, field
-from textwrap import shorten
 from types import SimpleNamespace
 from typing import Literal
 
@@ -46,25 +44,13 @@ import torch.nn.functional as F
 
 import data
 import rewards
-from rewards import Verifier
-from runtime import (
-    checkpoint,
-    cli,
-    credit,
-    dist,
-    engines,
-    evaluation,
-    guard,
-    memory,
-    preflight,
-    rehearsal,
-    sleep,
-    stats,
-    stop,
-)
+from runtime import checkpoint, credit, dist, engines, evaluation, guard, memory, preflight, rehearsal
+
+# isort: split
+from runtime import sleep, stats, stop
 from runtime.checkpoint import Checkpoints
 from runtime.checksum import SentWeights
-from runtime.folder import check_resumed, claim_folder, saved_config
+from runtime.folder import claim_folder
 from runtime.head import CHUNK, HeadLogps
 from runtime.log import Log, summary, timed
 from runtime.lora import WithoutAdapters
@@ -144,6 +130,7 @@ class Config:
     checkpointing: Literal["auto", "on", "off"] = "auto"  # recompute activations: less memory, more compute
     offload: Literal["auto", "none", "optimizer"] = "auto"  # keep optimizer and fp32 weights in host memory
     vllm_memory: float = 0.0  # share of the GPU for vLLM while it generates; 0 = what is left
+    compile: Literal["on", "off"] = "off"  # fuse element-wise work in layers and head with torch.compile
     zero_stage: Literal[1, 2, 3] = 2  # ZeRO shards over the ranks: 1 optimizer, 2 + gradients, 3 + weights
     timeout: float = 10.0  # minutes after which a rank that does not answer ends the run
     mismatch_bound: float = 0.0  # stop above this mean |trainer - vLLM log-prob|; 0 = 1e-3 fp32, 0.15 bf16
@@ -194,19 +181,8 @@ def parse_config(argv=None):
 
     Exits with the usage for an unknown flag or a wrong type. Raises ValueError with one line for a bad value.
     """
-    argv, saved = saved_config(sys.argv[1:] if argv is None else argv, Config.out)
-    algo = cli.given(argv, "--algo", saved.get("algo", Config.algo))
-    model = cli.given(argv, "--model", saved.get("model", Config.model))
-    if algo not in ALGOS:
-        raise ValueError(f"--algo {algo}: choose one of {', '.join(ALGOS)}")
-    model_row = preflight.model_row(model, MODELS)  # of a trained model: what its run used
-    defaults = model_row | saved | {"algo": algo, "model": model}
-    defaults |= ALGOS[algo] if algo != saved.get("algo") else {}
-    cfg = check_config(cli.parse(Config, argv, defaults, description=__doc__.split("\n\n")[0]))
-    if not saved and cfg.template != model_row.get("template", cfg.template):
-        dist.print_once(f"note: --template {shorten(cfg.template, 200)}, but {model} was trained with "
-                        f"--template {shorten(model_row['template'], 200)}", file=sys.stderr)
-    return check_resumed(cfg, saved)
+    argv = sys.argv[1:] if argv is None else argv
+    return preflight.parse(Config, ALGOS, MODELS, argv, check_config, description=__doc__.split("\n\n")[0])
 
 
 def check_config(cfg):
@@ -486,9 +462,9 @@ class TokenLogps(torch.nn.Module):
     forward(batch of collate) -> logp (R,), entropy (R,) in fp32.
     """
 
-    def __init__(self, model, temperature=1.0, chunk=CHUNK):
+    def __init__(self, model, temperature=1.0, chunk=CHUNK, fuse=False):
         super().__init__()
-        self.model, self.temperature, self.chunk = model, temperature, chunk
+        self.model, self.temperature, self.chunk, self.fuse = model, temperature, chunk, fuse
 
     def forward(self, batch):
         # use_cache=False: with a KV cache, transformers would silently treat the row as one sequence.
@@ -498,7 +474,8 @@ class TokenLogps(torch.nn.Module):
         hidden = output.last_hidden_state[0, batch.predictors]  # (R, H)
         head = self.model.get_output_embeddings().weight  # (V, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, in chunks of the vocabulary
-        return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # (R,), (R,)
+        return HeadLogps.apply(  # (R,), (R,)
+            hidden, head, batch.targets, self.temperature, self.chunk, self.fuse)
 
 
 @torch.no_grad()
@@ -638,7 +615,7 @@ def make_policy(cfg):
     if cfg.offload == "optimizer":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return engines.start_deepspeed(
-        TokenLogps(model, cfg.temperature),
+        TokenLogps(model, cfg.temperature, fuse=cfg.compile == "on"),
         adamw=dict(lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay),
         config={
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
@@ -656,7 +633,8 @@ def make_reference(cfg, policy=None):
         return None
     if cfg.lora_rank:
         return WithoutAdapters(policy.module)  # the policy itself: no second copy
-    return TokenLogps(engines.load_model(cfg).eval().requires_grad_(False), cfg.temperature)
+    model = engines.load_model(cfg).eval().requires_grad_(False)
+    return TokenLogps(model, cfg.temperature, fuse=cfg.compile == "on")
 
 
 def lr_at(step, cfg):
@@ -800,16 +778,7 @@ def main(argv=None):
             tokenizer = preflight.load_tokenizer(cfg)
             train_set, eval_set = data.load_splits(cfg, tokenizer, dist.world_size(), notify=dist.print_once)
             cfg = memory.plan(cfg)
-            make_verifier = functools.partial(
-                Verifier, timeout=cfg.reward_timeout, messages=cfg.template == "chat",
-                allow_unsafe_code=cfg.allow_unsafe_code, random_seed=cfg.seed, max_tokens=cfg.max_tokens,
-                overlong_buffer=math.ceil(cfg.overlong_buffer * cfg.max_tokens) or None,
-                overlong=cfg.overlong, judge_url=cfg.judge_url, judge_model=cfg.judge_model)
-            verifier = make_verifier(cfg.rewards, row_specs=data.row_specs(train_set + eval_set))
-            selector = evaluation.make_selector(cfg, make_verifier)
-            verifier.check_columns(train_set, cfg.data or cfg.task)
-            verifier.check_columns(eval_set, cfg.eval_data or cfg.data or cfg.task)
-            verifier.count_unreadable(train_set, dist.print_once)
+            verifier, selector = evaluation.start_verifiers(cfg, rewards.Verifier, train_set, eval_set)
             cfg = claim_folder(cfg, train_set + eval_set)
             log = Log(cfg, tokenizer)
             checkpoints = Checkpoints(cfg, log)

@@ -1,4 +1,4 @@
-"""Shared by update.py and scale.py: a random Qwen2 of any size, ragged rollouts, a measured update."""
+"""Shared by update.py and scale.py: ragged rollouts, a measured update."""
 import ctypes
 import dataclasses
 import gc
@@ -18,24 +18,9 @@ sys.path = [p for p in sys.path if Path(p).resolve() != ROOT / "bench"] + [str(R
 import torch  # noqa: E402
 
 import nano_rlvr as nr  # noqa: E402
-from bench.random_model import random_qwen2  # noqa: E402
 from runtime.log import provenance  # noqa: E402
 
 CUDA = torch.cuda.is_available()
-
-
-def make_model(folder, hidden, layers, vocab):
-    """Writes a Qwen2 with random weights and tied embeddings to a folder.
-
-    Hidden 1536, layers 28 and vocab 151936 give the exact shape of Qwen2.5-1.5B.
-    """
-    head_size = 128 if hidden >= 1536 else 64
-    model = random_qwen2(
-        torch.bfloat16 if CUDA else torch.float32, vocab_size=vocab, hidden_size=hidden,
-        intermediate_size=hidden * 35 // 6, num_hidden_layers=layers, num_attention_heads=hidden // head_size,
-        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    model.save_pretrained(folder)
 
 
 def make_config(model, **changes):

@@ -10,6 +10,7 @@
 #
 #     whole        all of the memory, no reference model
 #     whole-kl     all of the memory, with a reference and recomputed activations
+#     compile      as whole, with --compile on
 #     40, 24       as on a card of that many GiB
 #     24-lora      24 GiB, adapters of rank 32
 #     trl          the same step with TRL, if it is installed (bench/vs_trl.py)
@@ -31,11 +32,11 @@ print(re.sub(r"\W+", "-", torch.cuda.get_device_name()).lower() if torch.cuda.is
     { echo "bench/gpu.sh: $PYTHON has no PyTorch: run make setup, or set PYTHON"; exit 1; }
 if [ "$SHAPE" = tiny ]; then
     MEAN=16 SIZE="--prompts 4 --samples 4 --max_tokens 64 --max_prompt 256"
-    ROWS="whole 4 trl" OUT=$WORK/gpu-tiny
+    ROWS="whole compile 4 trl" OUT=$WORK/gpu-tiny
 else
     [ -n "$DEVICE" ] || { echo "bench/gpu.sh: no CUDA GPU; without one: bash bench/gpu.sh tiny"; exit 1; }
     MEAN=700 SIZE="--prompts 128 --samples 8 --max_tokens 3000 --max_prompt 256"
-    ROWS="whole whole-kl 40 24 24-lora trl" OUT=$PWD/bench/results/gpu-$DEVICE
+    ROWS="whole whole-kl compile 40 24 24-lora trl" OUT=$PWD/bench/results/gpu-$DEVICE
 fi
 MODEL=$WORK/$SHAPE
 FAILED=() RUNS=()
@@ -67,6 +68,7 @@ for name in ${ONLY:-$ROWS}; do
     case $name in
         whole) run whole --kl_coef 0 ;;
         whole-kl) run whole-kl --kl_coef 0.001 --checkpointing on ;;
+        compile) run compile --kl_coef 0 --compile on ;;
         24-lora) run 24-lora --kl_coef 0.001 --memory_gb 24 --lora_rank 32 ;;
         trl) row trl $PYTHON bench/vs_trl.py --random_model "$SHAPE" $MEAN $SIZE --micro 16 8 --steps 3 \
                  --out "$WORK/vs_trl" || true ;;

@@ -36,19 +36,24 @@ SHAPES = {
 }
 
 
-def random_qwen2(dtype, **config):
-    """A Qwen2 of these sizes with random weights: the same weights at every call."""
-    logging.disable_progress_bar()
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return AutoModelForCausalLM.from_config(Qwen2Config(**config), dtype=dtype)
+def sizes(hidden, layers, vocab):
+    """A shape with the proportions of Qwen2.5-1.5B, which it is for 1536, 28, 151936. hidden: 128 or more."""
+    head_size = 128 if hidden >= 1536 else 64
+    return dict(hidden_size=hidden, intermediate_size=hidden * 35 // 6, num_hidden_layers=layers,
+                num_attention_heads=hidden // head_size, num_key_value_heads=2, vocab_size=vocab,
+                tie_word_embeddings=True)
 
 
 def make(folder, shape="qwen2.5-1.5b", mean=700, seed=0):
-    """Writes the model into `folder` in bf16 (small, tiny: fp32)."""
-    size, folder = SHAPES[shape], Path(folder)
-    dtype = torch.float32 if shape in ("small", "tiny") else torch.bfloat16
-    model = random_qwen2(dtype, **size, max_position_embeddings=8192)
+    """Writes the model into `folder`: in bf16 from a hidden size of 1536 on, below in fp32. shape: a name in
+    SHAPES, or a dict like those. The same weights at every call."""
+    size, folder = SHAPES[shape] if isinstance(shape, str) else shape, Path(folder)
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(
+            Qwen2Config(**size, max_position_embeddings=32768),
+            dtype=torch.bfloat16 if size["hidden_size"] >= 1536 else torch.float32)
     tokenizer = json.loads((TINY / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     used = {*vocab.values(), *(t["id"] for t in tokenizer["added_tokens"])}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import common  # puts the repository on sys.path
 import nano_rlvr as nr
+from bench import random_model
 from runtime import dist
 
 if common.CUDA:
@@ -93,7 +94,8 @@ def main():
                 point = BASE | change
                 model = Path(folder) / f"{point['vocab']}-{point['layers']}"
                 if not model.exists():
-                    common.make_model(model, point["hidden"], point["layers"], point["vocab"])
+                    size = random_model.sizes(point["hidden"], point["layers"], point["vocab"])
+                    random_model.make(model, size)
                 row = point | common.run_apart(__file__, "--point", json.dumps(point | {"model": str(model)}))
                 row |= {"gib": (row["peak"] - row["idle"]) / 2**30, "x": row[X.get(axis, "tokens")]}
                 rows.append(row)

@@ -49,13 +49,8 @@ def measured_device():
 def make_model(folder, args):
     """Writes the model that the flags name; returns nano_rlvr.py's flags for it."""
     if args.shape:
-        hidden, layers, vocab, mean = args.shape
-        head_size = 128 if hidden >= 1536 else 64
-        random_model.SHAPES["custom"] = dict(
-            hidden_size=hidden, intermediate_size=hidden * 35 // 6, num_hidden_layers=layers,
-            num_attention_heads=hidden // head_size, num_key_value_heads=2, vocab_size=vocab,
-            tie_word_embeddings=True)
-        args.random_model = "custom", mean
+        *size, mean = args.shape
+        args.random_model = random_model.sizes(*size), mean
     if not args.random_model:
         return []
     shape, mean = args.random_model

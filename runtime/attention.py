@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 
+@torch.compiler.disable  # --compile: the layers are compiled up to here and from here on
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, batch=None,
                      **kwargs):
     """Causal attention inside each sequence of a pack. Registered with transformers as "packed".

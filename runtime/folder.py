@@ -17,7 +17,8 @@ from runtime import cli, dist
 FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "profile",
         "judge_url", "data", "eval_data"}  # the examples themselves are compared: _check_inputs
 # ... or only how it is rounded
-ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "offload", "vllm_memory", "memory_gb"}
+ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "compile", "offload", "vllm_memory",
+            "memory_gb"}
 _lock = None  # the open file whose lock this process holds
 
 

@@ -65,14 +65,18 @@ def has_bf16_optimizer(cfg):
     return cfg.zero_stage == 1 and cfg.dtype == "bfloat16" and cfg.offload != "optimizer"
 
 
-def step_bytes(cfg, shape, gpu):
+def step_bytes(cfg, shape, gpu, reference_stays=False):
     """Bytes of each part of the trainer in each phase: {name: Phases}. vLLM's own memory is not included.
+
+    reference_stays: on a GPU, the reference stays there in all phases.
 
     Counted from what the code keeps:
         DeepSpeed 0.19   the fp32 sum of gradients stays on the device, also with offload
         HeadLogps        two fp32 chunks of logits; its backward pass also holds the gradients of the head
                          and, in fp32, of its input
-        decoder layer    per token 5 hidden, 8 attention (14 with query and key norms) and 4 MLP activations
+        decoder layer    per token 5 hidden, 8 attention (14 with query and key norms) and 4 MLP activations;
+                         with --compile 4, 5 (7) and 3: the backward pass recomputes norms, rotary embedding
+                         and SiLU from them
     tests/test_memory.py compares this with a simulation of the real code at 1.5B parameters.
     """
     offload = gpu and cfg.offload == "optimizer"
@@ -91,8 +95,9 @@ def step_bytes(cfg, shape, gpu):
     gradients = 4 * trained if bf16_optimizer else 4 * trained / dist.world_size()
     asleep = VLLM_ASLEEP if gpu else 0
 
-    attention_activations = (14 if shape.qk_norms else 8) * shape.attention
-    layer = tokens * size * (5 * shape.hidden + attention_activations + 4 * shape.mlp)
+    hidden, attention, mlp = (4, 7 if shape.qk_norms else 5, 3) if cfg.compile == "on" else (
+        5, 14 if shape.qk_norms else 8, 4)
+    layer = tokens * size * (hidden * shape.hidden + attention * shape.attention + mlp * shape.mlp)
     layer_gradients = tokens * size * (3 * shape.mlp + 4 * shape.qk_norms * shape.attention)
     if cfg.checkpointing == "on":  # keep each layer's input, compute the layer again in the backward pass
         kept = tokens * size * (shape.layers + 4) * shape.hidden
@@ -109,7 +114,8 @@ def step_bytes(cfg, shape, gpu):
         "gradients in fp32": Phases(*[gradients * bf16_optimizer] * 2, gradients),
         "offload buffer": Phases(offload_buffer, offload_buffer, offload_buffer),
         "gradient buckets": Phases(0, 0, buckets),
-        "reference": Phases(0, reference, 0) if gpu else Phases(reference, reference, reference),
+        "reference": Phases(*[0 if gpu and not reference_stays else reference] * 3)._replace(
+            reference=reference),
         "activations kept": Phases(0, 0, kept),
         "a layer or the head": Phases(0, max(layer, head), max(layer_backward, head_backward)),
         "PyTorch, CUDA, kernels": Phases(CUDA_CONTEXT, CUDA_CONTEXT, CUDA_CONTEXT),
@@ -127,6 +133,11 @@ def sequence_bytes(cfg, shape):
     return (cfg.max_prompt + cfg.max_tokens) * bytes_per_number(cfg) * shape.kv_cache
 
 
+def most_sequences(cfg):
+    """The most sequences that one call to vLLM can have on a rank."""
+    return max(cfg.prompts * cfg.samples, cfg.eval_size * max(cfg.eval_n, 1)) // dist.world_size() + 1
+
+
 def kv_cache_bytes(cfg, device=None, shape=None):
     """Bytes of vLLM's KV cache on a GPU: what its share leaves, at most what all sequences of a step need.
 
@@ -137,12 +148,11 @@ def kv_cache_bytes(cfg, device=None, shape=None):
     if not device.gpu:
         return None
     left = cfg.vllm_memory * device.total - shape.parameters * bytes_per_number(cfg) - VLLM_ACTIVATIONS
-    sequences = max(cfg.prompts * cfg.samples, cfg.eval_size * max(cfg.eval_n, 1)) // dist.world_size() + 1
     if left < sequence_bytes(cfg, shape):
         missing = (sequence_bytes(cfg, shape) - left) / device.total
         raise ValueError(f"--vllm_memory {cfg.vllm_memory} has no room for a KV cache: use at least "
                          f"{cfg.vllm_memory + missing + 0.005:.2f}, or 0 for what the plan leaves")
-    return int(min(left, sequences * sequence_bytes(cfg, shape)))
+    return int(min(left, most_sequences(cfg) * sequence_bytes(cfg, shape)))
 
 
 def free_host_bytes():
@@ -161,12 +171,13 @@ def checkpoint_bytes(cfg, shape):
     return weights * (1 + bool(cfg.ref_reset_every)) + 12 * trained_parameters(cfg, shape)
 
 
-def peak_bytes(cfg, shape, gpu):
-    """The most that any phase needs, with the least that vLLM can run in on a GPU."""
-    generate, reference, update = totals(step_bytes(cfg, shape, gpu))
+def peak_bytes(cfg, shape, gpu, reference_stays=False):
+    """The most that any phase needs. On a GPU with the least that vLLM can run in; if the reference stays,
+    with a KV cache for all sequences at half of the largest length: no sequence waits for its sake."""
+    generate, reference, update = totals(step_bytes(cfg, shape, gpu, reference_stays))
     if gpu:
         generate += shape.parameters * bytes_per_number(cfg) + VLLM_ACTIVATIONS
-        generate += 2 * sequence_bytes(cfg, shape)
+        generate += (most_sequences(cfg) / 2 if reference_stays else 2) * sequence_bytes(cfg, shape)
     return max(generate, reference, update)
 
 
@@ -190,11 +201,17 @@ def candidates(cfg, gpu):
                                           pack_tokens=cfg.pack_tokens or min(tokens, largest_pack(gpu)))
 
 
-def host_bytes(cfg, shape):
-    """Bytes of host memory that --offload optimizer needs."""
-    # trained: fp32 weights, gradients, bf16 weights (pinned: up to twice their size) and AdamW's moments;
-    # all: the reference, and vLLM's weights while it sleeps
-    return 24 * trained_parameters(cfg, shape) + 2 * bytes_per_number(cfg) * shape.parameters
+def host_bytes(cfg, shape, reference_stays=False):
+    """Bytes of host memory that a run on a GPU needs. PyTorch rounds each pinned tensor up to a power of two:
+    the plan takes twice its size."""
+    # trained: fp32 weights, gradients, bf16 weights (pinned) and AdamW's moments
+    optimizer = 24 * trained_parameters(cfg, shape) * (cfg.offload == "optimizer")
+    # pinned: vLLM's weights while it sleeps, and the reference
+    copies = 1 + bool(cfg.kl_coef and not cfg.lora_rank and not reference_stays)
+    return optimizer + copies * 2 * bytes_per_number(cfg) * shape.parameters
+
+
+reference_stays = False  # of the plan for this process: the reference model is not moved to host memory
 
 
 def plan(cfg, device=None, shape=None):
@@ -203,14 +220,16 @@ def plan(cfg, device=None, shape=None):
 
     Everything must fit into nine tenths of the device's memory, or of --memory_gb. Takes the first of
     candidates() that fits, then the largest packs that fit. While vLLM generates, it may use all the memory
-    that the trainer does not hold. Raises ValueError, with one line, when nothing fits. device, shape: those
-    of this process and of cfg.model, or other ones to see their plan.
+    that the trainer does not hold. The reference model stays on the GPU if all of this is possible beside it,
+    see peak_bytes; else it waits in host memory. Raises ValueError, with one line, when nothing fits.
+    device, shape: those of this process and of cfg.model, or other ones to see their plan.
     """
-    device, shape = device or Device.here(), shape or ModelShape.of(cfg.model)
+    global reference_stays
+    device, shape, is_here = device or Device.here(), shape or ModelShape.of(cfg.model), device is None
     budget = USABLE * min(device.free, cfg.memory_gb * GIB or device.free)
 
-    def fits(c):
-        return peak_bytes(c, shape, device.gpu) <= budget
+    def fits(c, stays=False):
+        return peak_bytes(c, shape, device.gpu, stays) <= budget
 
     tried = list(candidates(cfg, device.gpu))
     best = next(filter(fits, tried), None)
@@ -219,30 +238,35 @@ def plan(cfg, device=None, shape=None):
         raise ValueError(f"{cfg.model} needs about {needed / GIB:.1f} GiB at --max_tokens {cfg.max_tokens}, "
                          f"this run may use {budget / GIB:.1f} (nine tenths of the memory): "
                          f"try {' '.join(smaller(tried[-1], device.gpu))} or a smaller model")
+    stays = device.gpu and not cfg.vllm_memory and fits(best, stays=True)
+    if is_here:
+        reference_stays = stays
     if best.offload == "optimizer":
         need_compiler()
-        needed = host_bytes(best, shape)
-        if needed > device.host:
-            raise ValueError(f"--offload optimizer needs about {needed / GIB:.0f} GiB of host memory, "
-                             f"{device.host / GIB:.0f} are free")
+    needed = host_bytes(best, shape, stays)
+    if device.gpu and needed > device.host:
+        raise ValueError(f"--offload {best.offload} needs about {needed / GIB:.0f} GiB of host memory, "
+                         f"{device.host / GIB:.0f} are free")
     if not cfg.pack_tokens:
         sizes = range(largest_pack(device.gpu), best.pack_tokens, -1024)
-        best = next(filter(fits, (dataclasses.replace(best, pack_tokens=n) for n in sizes)), best)
+        larger = (dataclasses.replace(best, pack_tokens=n) for n in sizes)
+        best = next((c for c in larger if fits(c, stays)), best)
+    parts = step_bytes(best, shape, device.gpu, stays)
     if device.gpu and not cfg.vllm_memory:
-        left = budget - totals(step_bytes(best, shape, device.gpu)).generate
+        left = budget - totals(parts).generate
         best = dataclasses.replace(best, vllm_memory=round(left / device.total, 3))
     kv_cache_bytes(best, device, shape)  # raises ValueError
 
-    parts = step_bytes(best, shape, device.gpu)
     vllm = shape.parameters * bytes_per_number(cfg) + VLLM_ACTIVATIONS
     if device.gpu:
         vllm = best.vllm_memory * device.total
     parts["vLLM: weights, KV cache"] = Phases(vllm, 0, 0)
-    dist.print_once(describe(best, shape, parts, budget / USABLE, device.gpu))
+    host = host_bytes(best, shape, stays) if device.gpu else 0
+    dist.print_once(describe(best, shape, parts, budget / USABLE, device.gpu, host))
     return best
 
 
-def describe(cfg, shape, parts, available, gpu):
+def describe(cfg, shape, parts, available, gpu, host):
     """The plan as text: the chosen flags, and a table of the parts in GiB per phase."""
     flags = f"--offload {cfg.offload} --checkpointing {cfg.checkpointing} --pack_tokens {cfg.pack_tokens}"
     if gpu:
@@ -252,8 +276,8 @@ def describe(cfg, shape, parts, available, gpu):
              f"  {'GiB per phase':24}" + "".join(f"{phase:>10}" for phase in Phases._fields)]
     for name, phases in {**parts, "total": totals(parts)}.items():
         lines.append(f"  {name:24}" + "".join(f"{size / GIB:10.2f}" for size in phases))
-    if cfg.offload == "optimizer":
-        lines.append(f"  host memory for --offload optimizer: {host_bytes(cfg, shape) / GIB:.0f} GiB")
+    if gpu:
+        lines.append(f"  host memory: {host / GIB:.0f} GiB")
     return "\n".join(lines)
 
 

@@ -9,12 +9,14 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from runtime import dist, evaluation
+from runtime import cli, dist, evaluation
 from runtime.flops import empty_model
+from runtime.folder import check_resumed, saved_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "smollm": "HuggingFaceTB", "deepseek": "deepseek-ai",
@@ -111,6 +113,27 @@ def model_row(model, rows):
                          "the defaults are used") from e
 
 
+def parse(config, algos, models, argv, check, description):
+    """argv -> check(config(...)). Defaults: those of `config`, the row of --model in `models`, the run that
+    --resume continues, the row of --algo in `algos`; the later one counts.
+
+    Raises ValueError with one line for a bad value; exits with the usage for an unknown flag.
+    """
+    argv, saved = saved_config(argv, config.out)
+    algo = cli.given(argv, "--algo", saved.get("algo", config.algo))
+    model = cli.given(argv, "--model", saved.get("model", config.model))
+    if algo not in algos:
+        raise ValueError(f"--algo {algo}: choose one of {', '.join(algos)}")
+    row = model_row(model, models)  # of a trained model: what its run used
+    defaults = row | saved | {"algo": algo, "model": model}
+    defaults |= algos[algo] if algo != saved.get("algo") else {}
+    cfg = check(cli.parse(config, argv, defaults, description))
+    if not saved and cfg.template != row.get("template", cfg.template):
+        dist.print_once(f"note: --template {shorten(cfg.template, 200)}, but {model} was trained with "
+                        f"--template {shorten(row['template'], 200)}", file=sys.stderr)
+    return check_resumed(cfg, saved)
+
+
 def check(cfg, tasks, parse_spec):
     """Checks a Config, resolves its model, and fills in dtype, rewards and mismatch_bound if empty.
 
@@ -137,6 +160,8 @@ def check(cfg, tasks, parse_spec):
          f"--task {cfg.task}: choose one of {', '.join(tasks)} (use --data for a file or a hub dataset)"),
         (cfg.lora_rank and cfg.zero_stage == 3,
          "--lora_rank needs --zero_stage 1 or 2: each rank merges the adapters on its own"),
+        (cfg.compile == "on" and cfg.zero_stage == 3,
+         "--compile on needs --zero_stage 1 or 2: stage 3 replaces the weights of a layer at each call"),
         (cfg.lora_rank and cfg.ref_reset_every,
          "--ref_reset_every needs a separate reference; with --lora_rank it is the model without adapters"),
         (cut_sampling and (cfg.correction, cfg.temperature) != ("none", 1.0),

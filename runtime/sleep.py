@@ -3,7 +3,7 @@ import contextlib
 
 import torch
 
-from runtime import dist, lora
+from runtime import dist, lora, memory
 
 vllm_threads = 1
 
@@ -40,8 +40,12 @@ def wake_kv_cache(llm):
 
 @contextlib.contextmanager
 def on_device(model):
-    """Moves a module to the GPU for this block. Its weights stay in host memory too, pinned from the first
-    call on: the GPU reads pinned memory several times as fast."""
+    """Moves a module to the GPU, for this block or, if the memory plan has room, for good. For a block, its
+    weights stay in host memory too, pinned: the GPU reads pinned memory several times as fast."""
+    if memory.reference_stays:
+        model.to(dist.device())
+        yield
+        return
     for p in model.parameters():
         if torch.cuda.is_available() and not p.is_pinned():
             p.data = p.data.pin_memory()

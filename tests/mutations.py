@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "bench/faults.py",
           "models/tiny/*")
 STAGES = (  # each runs if the one before it passed
-    ["tests/test_variants.py", "tests/test_math.py", "tests/test_guard.py"],
+    ["tests/test_credit.py", "tests/test_variants.py", "tests/test_math.py", "tests/test_guard.py"],
     ["tests/test_process_rewards.py"],
     ["tests/test_trl.py", "-k", "not gradients_equal"],
     ["tests/test_trl.py", "-k", "gradients_equal"],
@@ -29,6 +29,7 @@ STAGES = (  # each runs if the one before it passed
     ["tests/test_evaluation.py", "-k", "not vllm"],
     ["tests/test_resume.py", "-k", "not killed and not two_ranks and not does_not_answer"])
 EVALUATION = "runtime/evaluation.py"
+CREDIT = "runtime/credit.py"
 CHECKPOINT, FOLDER = "runtime/checkpoint.py", "runtime/folder.py"
 VERIFIER = "verify/verifier.py"
 SCRIPT, HEAD, ATTENTION, STATS = "nano_rlvr.py", "runtime/head.py", "runtime/attention.py", "runtime/stats.py"
@@ -58,15 +59,15 @@ FAULTS = [  # (description, file, text, what replaces it)
     ("kl: the reference is the policy itself", SCRIPT,
      "batch.ref, _ = ref(batch)", "batch.ref, _ = policy(batch)"),
     ("kl: temperature missing in the reference", SCRIPT,
-     "requires_grad_(False), cfg.temperature)", "requires_grad_(False))"),
+     "return TokenLogps(model, cfg.temperature,", "return TokenLogps(model,"),
     ("kl: reference reset one step late", SCRIPT,
      "step % cfg.ref_reset_every == 0", "step % cfg.ref_reset_every == 1"),
     ("log-probs: temperature missing", HEAD, "logits.div_(temperature)", "pass"),
-    ("log-probs: wrong sign of the entropy", HEAD, "entropies.append(-logp", "entropies.append(logp"),
+    ("log-probs: wrong sign of the entropy", HEAD, "-logp.mul_(p)", "logp.mul_(p)"),
     ("log-probs: temperature missing in the derivative", HEAD,
      "grad_logp[:, None] / ctx.temperature", "grad_logp[:, None]"),
     ("log-probs: normalised over the first chunk of the vocabulary only", HEAD,
-     "(target_logits - norm)[:, 0]", "target_logits[:, 0] - norms[:, 0]"),
+     "(sum(target_logits) - norm)[:, 0]", "sum(target_logits)[:, 0] - norms[:, 0]"),
     ("log-probs: entropy between the chunks missing", HEAD, "(entropies - chunk_logp)", "entropies"),
     ("log-probs: a target counts in every chunk", HEAD, "grad * in_chunk", "grad"),
     ("log-probs: derivative without the target", HEAD, ".scatter_add_(-1, column, grad * in_chunk)", ""),
@@ -112,6 +113,25 @@ FAULTS = [  # (description, file, text, what replaces it)
     ("correction: 0 times infinity above the cap", SCRIPT,
      "torch.where(mismatch.exp() <= cfg.correction_cap, mismatch.exp(), 0.0)",
      "mismatch.exp() * (mismatch.exp() <= cfg.correction_cap)"),
+    ("credit: tokens after the end of a step instead of before it", CREDIT,
+     "at_end[::-1].cumsum()[::-1]", "at_end.cumsum()"),
+    ("credit: of two steps that end in one token only the last counts", CREDIT,
+     "at_end[end - 1] += advantage", "at_end[end - 1] = advantage"),
+    ("credit: a step without value counts as 0", CREDIT, "[math.nan] * (K - len(x))",
+     "[0.0] * (K - len(x))"),
+    ("credit: the end of the sequence belongs to no step", CREDIT, "(n if end == len(r.text) else",
+     "(n if end > len(r.text) else"),
+    ("credit: KL in the reward is rewarded", CREDIT,
+     "rewards[-1] - kl_coef * r.kl", "rewards[-1] + kl_coef * r.kl"),
+    ("credit: KL in the reward and in the loss", SCRIPT,
+     'ref is not None and cfg.kl_in == "loss"', "ref is not None"),
+    ("credit: tokens of a tool count in the length", SCRIPT,
+     "r.truncated else r.length", "r.truncated else len(r.completion)"),
+    ("credit: KL over the packs in another order", SCRIPT,
+     "for r, kl in zip(packed,", "for r, kl in zip(packed[::-1],"),
+    ("maxrl: divides where the mean is negative", SCRIPT,
+     "torch.where(group_mean > 0, advantages / (group_mean + eps), 0.0)", "advantages / (group_mean + eps)"),
+    ("squared gate: twice the penalty", SCRIPT, "cfg.squared_tau / 2", "cfg.squared_tau"),
     ("ratio: its log is not bounded", SCRIPT,
      "log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()", "log_ratio.exp()"),
     ("checksum: the position does not count", "runtime/checksum.py",

@@ -36,7 +36,6 @@ def test_each_set_keeps_its_name_and_is_judged_by_its_own_rewards(mixed, tokeniz
     assert [e["eval_set"] for e in examples] == ["arithmetic"] * 8 + ["countdown"] * 8 + ["mixed"] * 3
     specs = [e.get("reward") for e in examples]
     assert specs == [None] * 8 + ["countdown:1,format:0.1"] * 8 + [None, None, "instruction:1"]
-    assert data.row_specs(examples) == {"countdown:1,format:0.1", "instruction:1"}
     assert examples[-1]["answer"] is None
     cfg = make_config(eval_data="arithmetic", rewards="random", eval_size=4)
     assert [e["reward"] for e in data.load_splits(cfg, tokenizer)[1]] == ["gsm8k:1"] * 4
@@ -195,15 +194,18 @@ def test_a_selector_sees_no_column_but_the_question():
 
 @pytest.mark.parametrize("spec, column", [("gsm8k", "answer"), ("countdown", "numbers")])
 def test_a_selector_that_reads_the_gold_answer_is_refused(spec, column):
-    verifiers = []
+    examples = [{"question": "1+1", "answer": "2", "numbers": [1], "target": 1}]
+    opened = []
 
-    def make_verifier(spec):
-        verifiers.append(rewards.Verifier(spec, workers=1))
-        return verifiers[-1]
+    def start(spec, **settings):
+        opened.append(rewards.Verifier(spec, workers=1, **settings))
+        return opened[-1]
     with pytest.raises(ValueError, match=f"^--eval_select {spec}: it reads the column '{column}', which"):
-        evaluation.make_selector(make_config(eval_n=2, eval_select=spec), make_verifier)
-    verifiers[0].close()
-    assert evaluation.make_selector(make_config(), None) is None
+        evaluation.start_verifiers(make_config(eval_n=2, eval_select=spec), start, examples, examples)
+    _, selector = evaluation.start_verifiers(make_config(), start, examples, examples)
+    assert selector is None
+    for verifier in opened:
+        verifier.close()
 
 
 # ---- budgets
@@ -282,7 +284,8 @@ def test_an_evaluation_of_two_sets_with_vllm(llm, tokenizer, mixed, monkeypatch)
         calls.append(rollout(*arguments, **sampling))
         return calls[-1]
     monkeypatch.setattr(nr, "rollout", recorded)
-    with rewards.Verifier(cfg.rewards, messages=True, row_specs=data.row_specs(examples)) as verifier, \
+    specs = [e.get("reward") for e in examples]
+    with rewards.Verifier(cfg.rewards, messages=True, row_specs=specs) as verifier, \
             rewards.Verifier(cfg.eval_select, messages=True) as selector:
         metrics, rows = nr.evaluate(llm, examples, verifier, cfg, selector)
     greedy, samples, answers = calls  # each for both sets at once

@@ -3,6 +3,7 @@
 Nothing is allocated.
 """
 import dataclasses
+import math
 import tempfile
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import torch
 
 import nano_rlvr as nr
 from conftest import fixed_rollouts, make_config
-from runtime import engines, lora, memory
+from runtime import engines, lora, memory, sleep
 from runtime.attention import packed_attention
 from runtime.flops import ModelShape
 
@@ -85,6 +86,32 @@ def test_planned_activations_are_those_of_the_code_within_a_fifth(size, tokens, 
     assert 0.95 * measured < planned < 1.2 * measured, (planned / 2**30, measured / 2**30)
 
 
+@pytest.mark.parametrize("size", [
+    {}, dict(num_key_value_heads=4), dict(model_type="qwen3", head_dim=64, num_key_value_heads=4)], ids=str)
+def test_a_compiled_layer_keeps_the_planned_activations_within_a_fifth(size):
+    """What autograd saves. The backend splits the graphs into forward and backward as Inductor does."""
+    size = dict(hidden_size=256, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=1,
+                vocab_size=64) | size
+    tokens, kept = 256, {}
+    batch = nr.collate([nr.Rollout([1] * 8, [0] * 56, "", True, [0.0] * 56) for _ in range(4)])
+    for layers in (1, 3):
+        model = make(size | dict(num_hidden_layers=layers)).to(torch.bfloat16)
+        weights = {p.data_ptr() for p in model.parameters()}
+        for layer in model.model.layers:
+            layer.compile(dynamic=True, backend="aot_eager_decomp_partition")
+        saved = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda x: saved.setdefault(x.untyped_storage().data_ptr(), x), lambda x: x):
+            nr.TokenLogps(model)(batch)
+        kept[layers] = sum(x.untyped_storage().nbytes() for p, x in saved.items() if p not in weights)
+    cfg = dataclasses.replace(nr.Config(), dtype="bfloat16", compile="on", checkpointing="off",
+                              pack_tokens=tokens, max_prompt=8, max_tokens=56)
+    planned = [memory.step_bytes(cfg, shape_of(size | dict(num_hidden_layers=layers)), gpu=False)[
+        "activations kept"].update for layers in (1, 3)]
+    measured = kept[3] - kept[1]
+    assert 0.95 * measured < planned[1] - planned[0] < 1.2 * measured
+
+
 def card(gib, size="1.5B", host=64, **changes):
     """The planned Config and its peak in GiB, for a GPU of `gib` GiB with `host` GiB of host memory."""
     shape = shape_of(SIZES[size])
@@ -106,6 +133,50 @@ def test_from_40_gib_everything_is_on_the_card(gib, checkpointing):
     cfg, peak = card(gib)
     assert (cfg.offload, cfg.checkpointing) == ("none", checkpointing)
     assert cfg.pack_tokens >= 8192 and peak <= 0.905 * gib
+
+
+@pytest.mark.parametrize("gib, changes, stays", [
+    (24, {}, False), (40, {}, False), (80, {}, True), (140, {}, True), (140, dict(memory_gb=24), False),
+    (80, dict(vllm_memory=0.5), False), (80, dict(prompts=512), False)])
+def test_the_reference_stays_on_a_card_with_room_for_it_and_for_the_kv_cache(
+        monkeypatch, capsys, gib, changes, stays):
+    cfg, _ = card(gib, host=256, **changes)
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  reference"))
+    assert row.split()[1:] == (["2.88"] * 3 if stays else ["0.00", "2.88", "0.00"])
+    assert cfg.pack_tokens >= 8192 and not memory.reference_stays  # which tells of this machine only
+    device, shape = memory.Device(True, gib * memory.GIB, gib * memory.GIB), shape_of(SIZES["1.5B"])
+    monkeypatch.setattr(memory.Device, "here", lambda: device)
+    monkeypatch.setattr(memory, "reference_stays", None)
+    memory.plan(dataclasses.replace(nr.Config(), dtype="bfloat16", **changes), shape=shape)
+    assert memory.reference_stays is stays
+    least = memory.most_sequences(cfg) / 2 * memory.sequence_bytes(cfg, shape)
+    assert not stays or memory.kv_cache_bytes(cfg, device, shape) >= least
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_reference_waits_in_host_memory_or_stays_as_the_plan_says(monkeypatch, stays):
+    class Module(torch.nn.Linear):
+        def to(self, device):
+            self.weight.data = self.weight.data.clone()  # stands in for the GPU's copy
+
+    monkeypatch.setattr(memory, "reference_stays", stays)
+    model = Module(2, 3, bias=False)
+    before = model.weight.data_ptr()
+    with sleep.on_device(model):
+        assert model.weight.data_ptr() != before
+    assert (model.weight.data_ptr() != before) is stays
+
+
+@pytest.mark.parametrize("size", ["1.5B", "wide"])
+def test_planned_host_memory_holds_pinned_tensors_rounded_up_to_powers_of_two(size):
+    """As PyTorch pins them: those of the sleeping vLLM, and of the reference unless it stays on the GPU."""
+    with torch.device("meta"):
+        rounded = sum(2 ** math.ceil(math.log2(2 * p.numel())) for p in make(SIZES[size]).parameters())
+    cfg, shape = dataclasses.replace(nr.Config(), dtype="bfloat16", offload="none"), shape_of(SIZES[size])
+    assert 2 * rounded < memory.host_bytes(cfg, shape) == 2 * memory.host_bytes(cfg, shape, True)
+    no_kl, offload = dataclasses.replace(cfg, kl_coef=0.0), dataclasses.replace(cfg, offload="optimizer")
+    assert memory.host_bytes(no_kl, shape) == memory.host_bytes(cfg, shape, True)
+    assert memory.host_bytes(offload, shape) == memory.host_bytes(cfg, shape) + 24 * shape.parameters
 
 
 def test_a_large_card_capped_is_planned_like_a_small_one():
