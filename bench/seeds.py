@@ -142,7 +142,7 @@ def run_all(settings, seeds, out, jobs=1, race=False):
             if process.poll() is not None:
                 del running[folder]
     if failed:
-        raise ValueError(f"{', '.join(failed)} failed; look at {out}/{failed[0]}.log")
+        raise ValueError(f"{', '.join(sorted(failed))} failed; look at {out}/{min(failed)}.log")
     return folders
 
 
