@@ -64,8 +64,8 @@ def report(folders):
         first = [r["parts"] for r in read if r["step"] == 0]
         called = [p["gsm8k"] for p in first if p["tool_calls"]]
         guessed = [p["gsm8k"] for p in first if not p["tool_calls"]]
-        lines += ["", f"seed {folder.name}, step 0: {len(called) / len(first):.1%} of {len(first)} samples call; "
-                      f"right: {fmean(called):.1%} of these, {fmean(guessed):.1%} of the others"]
+        lines += ["", f"seed {folder.name}, step 0: {len(called) / len(first):.1%} of {len(first)} samples "
+                      f"call; right: {fmean(called):.1%} of these, {fmean(guessed):.1%} of the others"]
     versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
     lines += ["", f"commit {about['commit']}, {about['device']}, {versions}; `python bench/tools.py`"]
     results = ROOT / "bench/results"
