@@ -148,7 +148,7 @@ class Log:
 
     def _append(self, name, rows):
         """Adds whole lines to a file, or none. Raises RunError if the disk is full."""
-        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        lines = "".join(json.dumps(row, default=str) + "\n" for row in rows).encode()
         try:
             with (self.folder / name).open("ab", buffering=0) as f:
                 size = os.fstat(f.fileno()).st_size

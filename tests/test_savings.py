@@ -126,6 +126,19 @@ def test_flat_log_probs_are_those_of_the_sampled_tokens(llm, monkeypatch):
     assert len({tuple(r.vllm_logps) for r in rollouts}) > 1
 
 
+def test_no_noise_is_drawn_but_that_of_the_requests_own_seeds(llm, monkeypatch):
+    """vLLM's forward_cpu draws it for all requests first and overwrites it. The tokens are the same."""
+    drawn, exponential = [], torch.Tensor.exponential_
+
+    def counted(self, *args, generator=None):
+        drawn.append(generator)
+        return exponential(self, *args, generator=generator)
+
+    monkeypatch.setattr(torch.Tensor, "exponential_", counted)
+    rollouts = nr.rollout(llm, [[5, 6, 7], [8, 9]], 3, 1.0, 20, seeds=[11, 12])
+    assert len(drawn) == sum(len(r.completion) for r in rollouts) and None not in drawn
+
+
 def test_after_a_sync_no_prompt_is_taken_from_the_cache(llm):
     """On a GPU sleeping empties the cache."""
     from vllm import SamplingParams
