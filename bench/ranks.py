@@ -184,8 +184,11 @@ def sent(stage, packs, ranks):
 
 
 def state(stage, ranks):
-    """Bytes per parameter that a GPU holds: bf16 weights, fp32 gradients, fp32 weights and moments."""
-    return {1: 2 + 4 + 12 / ranks, 2: 2 + (4 + 12) / ranks, 3: (2 + 4 + 12) / ranks}[stage]
+    """Bytes per parameter that a GPU holds: bf16 weights, fp32 gradients, fp32 weights and two moments.
+
+    Stage 1 is DeepSpeed's BF16_Optimizer, which also keeps the last pack's gradients in bf16.
+    """
+    return {1: 2 + 2 + 4 + 12 / ranks, 2: 2 + (4 + 12) / ranks, 3: (2 + 4 + 12) / ranks}[stage]
 
 
 def paper(prompts=64, samples=8):
