@@ -54,7 +54,7 @@ from runtime.folder import claim_folder
 from runtime.head import CHUNK, HeadLogps
 from runtime.log import Log, summary, timed
 from runtime.lora import WithoutAdapters
-from runtime.packing import pack, pack_evenly  # noqa: F401  users reach pack() here
+from runtime.packing import balance, pack, pack_evenly  # noqa: F401  users reach pack() here
 
 # ---------------------------------------------------------------------------------------------------- config
 
@@ -736,6 +736,7 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
             minibatches = []  # 4. one list of batches per optimizer step
             for i in range(cfg.minibatches):
                 trained = assign_token_weights([r for g in groups[i::cfg.minibatches] for r in g], cfg)
+                trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
                 # ranks with fewer packs add copies of the filler; pack_evenly sets their weight to 0
                 packs = pack_evenly(trained, filler=sampled[0][0], budget=cfg.pack_tokens)
                 minibatches.append([collate(p, dist.device()) for p in packs])  # 60 bytes per token

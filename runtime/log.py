@@ -275,4 +275,5 @@ def summary(cfg, trained_groups, sampled_groups, metrics):
         "tokens": sum(lengths),
         "tokens_per_second": sum(lengths) / stage_seconds([metrics]),
         "mfu": flops / (metrics["seconds/update"] * peak_flops(cfg.dtype) * dist.world_size()),
+        **({"seconds/wait": dist.mean_wait()} if dist.world_size() > 1 else {}),
     }
