@@ -15,6 +15,10 @@ test: $(READY)
 mutations: $(READY)
 	.venv/bin/python tests/mutations.py
 
+# run the notebooks and store their outputs
+notebooks: $(READY)
+	.venv/bin/python notebooks/run.py
+
 setup: $(READY)
 
 $(READY): $(REQUIREMENTS)
@@ -33,4 +37,4 @@ endif
 clean:
 	rm -rf .venv
 
-.PHONY: demo test mutations setup clean
+.PHONY: demo test mutations notebooks setup clean
