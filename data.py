@@ -12,10 +12,11 @@ import functools
 import io
 import json
 import random
+import re
 import zlib
 from pathlib import Path
 
-from runtime import preflight
+from runtime import evaluation, preflight
 from runtime.flops import empty_model
 
 # -------------------------------------------------------------------------------------------- generated tasks
@@ -61,6 +62,7 @@ TASKS = {
 # without --question_key and --answer_key, the first of these columns that a source has
 QUESTION_KEYS = ("question", "problem", "prompt")
 ANSWER_KEYS = ("answer", "solution", "ground_truth")
+FILES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def generate(make, split, size, seed):
@@ -170,7 +172,8 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
     size: number of examples, 0 = all (8192 for a generated task)
     answer_key: "none" for rows without an answer, whose reward reads other columns (code, instruction, judge)
 
-    Returns a list of dicts with `question` and, unless answer_key is "none", `answer` as strings.
+    Returns a list of dicts with `question` and, unless answer_key is "none", `answer` as strings. A row with
+    text in the column `reward` is judged by this spec instead of --rewards; it needs no answer.
     Raises ValueError or FileNotFoundError with one line that names the file, the line and the column.
     """
     task = TASKS.get(source, {})
@@ -183,7 +186,7 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
         rows = hub_rows(*task["hub"], split)
     elif path.is_dir():
         raise ValueError(f"{source}: a folder; name a file in it (jsonl, json, csv or parquet)")
-    elif path.suffix.lower() in (".jsonl", ".json", ".csv", ".parquet"):
+    elif path.suffix.lower() in FILES:
         raise FileNotFoundError(f"{source}: no such file")
     elif source.count("/") == 1:
         repo, _, name = source.partition(":")
@@ -200,9 +203,16 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
         if not examples:  # the first row decides which columns are the question and the answer
             question_key = question_key or next((k for k in QUESTION_KEYS if k in row), QUESTION_KEYS[0])
             answer_key = answer_key or next((k for k in ANSWER_KEYS if k in row), ANSWER_KEYS[0])
+        empty = {key: row.get(key) is None or not str(row[key]).strip()
+                 for key in (question_key, answer_key, "reward")}
+        if "reward" in row and empty["reward"]:
+            row = {**row, "reward": None}
+        if not isinstance(row.get("reward"), (str, type(None))):
+            kind = type(row["reward"]).__name__
+            raise ValueError(f"{location}: 'reward' must be text, the --rewards of this row, this is {kind}")
+        no_answer = answer_key == "none" or empty[answer_key] and row.get("reward")
         for key, flag in ((question_key, "--question_key"), (answer_key, "--answer_key")):
-            empty = row.get(key) is None or not str(row[key]).strip()
-            if empty and (flag, key) != ("--answer_key", "none"):
+            if empty[key] and not (no_answer and flag == "--answer_key"):
                 columns = ", ".join(map(str, row))
                 raise ValueError(f"{location}: no '{key}' (it has {columns}); {flag} names another column")
         if not isinstance(row[question_key], str):
@@ -211,11 +221,11 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
         for key, value in row.items():
             if isinstance(value, str):
                 check_text(value, key, location)
-        if answer_key != "none" and isinstance(row[answer_key], (dict, list)):
+        if not no_answer and isinstance(row[answer_key], (dict, list)):
             kind = type(row[answer_key]).__name__
             raise ValueError(f"{location}: '{answer_key}' must be text or a number, this is {kind}; "
                              "--answer_key none hands it to the rewards as it is")
-        answer = {} if answer_key == "none" else {"answer": str(row[answer_key])}
+        answer = {} if no_answer else {"answer": str(row[answer_key])}
         examples.append({**row, "question": row[question_key], **answer})
         if len(examples) == size:
             break
@@ -227,29 +237,59 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
 
 # ---------------------------------------------------------------------------------------- prompts and batches
 
-TEMPLATES = {  # "{question}" is replaced by the question, nothing else changes
-    "chat": None,  # the tokenizer's own chat template
+# "{question}" is replaced by the question. After "{opener}" stands what a model that was stopped while it
+# thinks is made to say, so that it answers (--eval_budget); without it DEFAULT_OPENER.
+TEMPLATES = {
+    "chat": "{opener}</think><answer>",  # the prompt comes from the tokenizer's own chat template
     "none": "{question}",
     # DeepSeek-R1, arXiv:2501.12948, table 1
     "r1": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. "
           "The assistant first thinks about the reasoning process in the mind and then provides the user "
           "with the answer. The reasoning process and answer are enclosed within <think> </think> and "
           "<answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> "
-          "<answer> answer here </answer>. User: {question}. Assistant:",
+          "<answer> answer here </answer>. User: {question}. Assistant:{opener}</think> <answer>",
     # Qwen2.5-Math's own prompt (its model card)
     "qwen_math": "<|im_start|>system\n"
                  "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
-                 "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
+                 "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+                 "{opener}\n\nThe final answer is \\boxed{",
 }
+DEFAULT_OPENER = "\n\nThe final answer is "
+
+
+def read_template(template):
+    """--template, a name or a file -> the name, or the text of the file without its last line break.
+
+    A run stores the text, not the path; a text with "{question}" is therefore taken as it is.
+    Raises ValueError with one line if there is no such file or its prompt has no "{question}".
+    """
+    if template in TEMPLATES:
+        return template
+    text, path = template, Path(template)
+    if "{question}" not in template:
+        if not path.is_file():
+            raise ValueError(f"--template {template}: no such file, and not one of {', '.join(TEMPLATES)}")
+        text = read_text(path).removesuffix("\n")
+    if "{question}" not in split_template(text)[0]:
+        raise ValueError(f"--template {path.name}: the prompt needs {{question}} where the question belongs, "
+                         "and before {opener}")
+    return text
+
+
+def split_template(template):
+    """The name or text of a template -> (text of the prompt, opener of an answer)."""
+    prompt, marked, opener = TEMPLATES.get(template, template).partition("{opener}")
+    return prompt, opener if marked else DEFAULT_OPENER
 
 
 def encode(example, tokenizer, template):
-    """Token ids (list[int]) of an example's prompt.
+    """Token ids (list[int]) of an example's prompt. template: a name in TEMPLATES, or the text of a file.
 
     `chat` raises ValueError if the tokenizer has no chat template or one that fails or omits the question.
     """
     if template != "chat":
-        return tokenizer(TEMPLATES[template].replace("{question}", example["question"]))["input_ids"]
+        prompt, _ = split_template(template)
+        return tokenizer(prompt.replace("{question}", example["question"]))["input_ids"]
     if not tokenizer.chat_template:
         raise ValueError("--template chat: this tokenizer has no chat template; use r1, qwen_math or none")
     message = [{"role": "user", "content": example["question"]}]
@@ -297,13 +337,35 @@ def batch_at(dataset, step, size, seed=0, rank=0, world=1):
 
 # ------------------------------------------------------------------------------------------ the sets of a run
 
+def load_eval_sets(cfg, **keys):
+    """The examples of the sets in --eval_data, --eval_size of each. keys: columns of files and hub sets.
+
+    With several sets an example has its set in `eval_set`: a task's name, or a file's without its ending.
+    The examples of a task get the task's rewards in `reward`, if the run has others and the row has none.
+    Raises ValueError if two sets have the same name.
+    """
+    sources, examples = [source.strip() for source in cfg.eval_data.split(",")], []
+    names = [path.stem if path.suffix.lower() in FILES else path.name for path in map(Path, sources)]
+    names = [re.sub(r"[^\w.-]", "-", name) for name in names]  # the name becomes a part of metrics' names
+    for source, name in zip(sources, names):
+        if names.count(name) > 1:
+            raise ValueError(f"--eval_data {cfg.eval_data}: two sets have the name {name}; rename a file")
+        own = {} if len(sources) == 1 else {"eval_set": name}
+        spec = TASKS.get(source, {}).get("rewards", cfg.rewards)
+        for example in load(source, "test", size=cfg.eval_size, **({} if source in TASKS else keys)):
+            reward = {"reward": spec} if spec != cfg.rewards and not example.get("reward") else {}
+            examples.append(example | own | reward)
+    return examples
+
+
 def load_splits(cfg, tokenizer, at_least=1, notify=print):
     """Training and held-out examples of a run, each with its token ids in `prompt_ids`.
 
-    --data without --eval_data: up to a tenth of its examples are held out. Examples with a prompt longer than
-    --max_prompt are left out, and so are training examples whose question is held out; notify(text) is called
-    with their number. Raises ValueError or OSError with one line, also if fewer than `at_least` examples are
-    left or a token is not in the model's vocabulary.
+    --data without --eval_data: up to a tenth of its examples are held out. --eval_data may name several sets:
+    load_eval_sets. Examples with a prompt longer than --max_prompt are left out, and so are training examples
+    whose question is held out; notify(text) is called with their number. Raises ValueError or OSError with
+    one line, also if fewer than `at_least` examples or none of a set are left, or if a token is not in the
+    model's vocabulary.
     """
     if not cfg.data and TASKS[cfg.task].get("test_only"):
         raise ValueError(
@@ -317,10 +379,13 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
         order = epoch_order(len(train_set), cfg.seed, "held out")
         eval_set = [train_set[i] for i in sorted(order[:size])]
         train_set = [train_set[i] for i in sorted(order[size:])]
+    elif cfg.eval_data:
+        eval_set = load_eval_sets(cfg, **keys)
     else:
-        source = cfg.eval_data or cfg.task
-        eval_set = load(source, "test", size=cfg.eval_size, **({} if source in TASKS else keys))
+        eval_set = load(cfg.task, "test", size=cfg.eval_size)
 
+    if cfg.eval_budget:  # must fit into max_tokens
+        evaluation.answer_opening(cfg, tokenizer, split_template(cfg.template)[1])
     held_out = {example["question"] for example in eval_set if cfg.steps}  # --steps 0 only evaluates
     new = [example for example in train_set if example["question"] not in held_out]
     if not new:
@@ -342,6 +407,8 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
             raise ValueError(f"{len(kept)} {name} prompts fit into {limit} tokens, {at_least} needed")
         if left_out := len(examples) - len(kept):
             notify(f"{left_out} of {len(examples)} {name} prompts left out: longer than {limit}")
+        for lost in {e.get("eval_set") for e in examples} - {e.get("eval_set") for e in kept}:
+            raise ValueError(f"--eval_data {lost}: none of its prompts fits into {limit} tokens")
         return kept
 
     return with_prompts(new, "training"), with_prompts(eval_set, "evaluation")

@@ -44,11 +44,13 @@ import torch.nn.functional as F
 
 import data
 import rewards
-from rewards import Verifier
-from runtime import checkpoint, cli, dist, engines, guard, memory, preflight, rehearsal, sleep, stats, stop
+from runtime import checkpoint, credit, dist, engines, evaluation, guard, memory, preflight, rehearsal
+
+# isort: split
+from runtime import sleep, stats, stop
 from runtime.checkpoint import Checkpoints
 from runtime.checksum import SentWeights
-from runtime.folder import check_resumed, claim_folder, saved_config
+from runtime.folder import claim_folder
 from runtime.head import CHUNK, HeadLogps
 from runtime.log import Log, summary, timed
 from runtime.lora import WithoutAdapters
@@ -67,16 +69,17 @@ class Config:
     algo: str = "grpo"  # a row of ALGOS; any flag below overrides a value of the row
     task: str = "gsm8k"  # arithmetic, countdown, gsm8k, math, math500, aime24, amc23
     data: str = ""  # train on this file (jsonl, json, csv, parquet) or hub set instead of the task's own
-    eval_data: str = ""  # evaluate on this one; with --data alone, up to a tenth of it is held out
+    eval_data: str = ""  # evaluate on these, as a,b; with --data alone, up to a tenth of it is held out
     question_key: str = ""  # column of the question ("" = the first of question, problem, prompt)
     answer_key: str = ""  # column of the answer ("" = answer, solution or ground_truth; "none" = no column)
-    template: Literal["chat", "none", "r1", "qwen_math"] = "qwen_math"  # how a question becomes a prompt
+    template: str = "qwen_math"  # of the prompt: chat, none, r1, qwen_math, or a file with {question}
     rewards: str = ""  # name:weight,... or my_file.py:my_reward ("" = the task's); evaluation uses the first
     reward_timeout: float = 5.0  # seconds a reward function has per completion; after that, no verdict
     allow_unsafe_code: bool = False  # --rewards code: run the model's programs even without isolation
     judge_url: str = "http://localhost:8000/v1"  # --rewards judge: an OpenAI-compatible endpoint ...
     judge_model: str = ""  # ... and the name of the model there
     # rollout
+    rollout: str = ""  # my_file.py:my_rollout samples instead of the function below, for example with tools
     steps: int = 200  # rollout batches; each gives epochs * minibatches optimizer steps
     prompts: int = 64  # G: prompts per step, over all ranks
     samples: int = 8  # n: completions per prompt
@@ -87,18 +90,20 @@ class Config:
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm
     baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = "group"  # mean to subtract
-    scale: Literal["group", "batch", "none"] = "group"  # standard deviation that divides the advantage
+    scale: Literal["group", "batch", "mean", "none"] = "group"  # divisor of the advantage: group_advantages
     ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old; geometric mean; product
-    gate: Literal["clip", "detach", "soft"] = "clip"  # bound on the ratio: PPO's clip, CISPO, SAPO
+    gate: Literal["clip", "detach", "soft", "squared"] = "clip"  # bound on the ratio: gated_objective
     aggregate: Literal["sequence", "token", "constant"] = "sequence"  # divisor of the loss: token_weights
     clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low ...
     clip_high: float = 0.2  # ... and 1 + clip_high
     delta: float = 0.0  # upper bound of the ratio for negative advantages (two-sided clip); 0 = off
     soft_tau_pos: float = 1.0  # temperature of the soft gate for positive advantages ...
     soft_tau_neg: float = 1.05  # ... and for negative ones
-    kl_coef: float = 0.001  # weight of the k3 KL to the starting model (R1: 0.001); 0 = no reference model
+    squared_tau: float = 0.1  # weight of the squared gate's penalty
+    kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference model
+    kl_in: Literal["loss", "reward"] = "loss"  # k3 per token in the loss, or k1 subtracted from the reward
     ref_reset_every: int = 0  # steps after which the policy becomes the new reference; 0 = never
-    eps: float = 1e-4  # added to the standard deviation
+    eps: float = 1e-4  # added to the divisor of the advantage
     decorrelate_length: bool = False  # remove the part of a group's advantages that is linear in length
     correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = (
         "token_truncate")  # importance weight for the difference between vLLM's and the trainer's log-probs
@@ -106,7 +111,8 @@ class Config:
     drop_flat_groups: bool = False  # no update from groups in which all rewards are the same
     resample: int = 0  # with drop_flat_groups: draw new prompts up to this many times to get G groups
     mask_truncated: bool = False  # truncated completions enter the group statistics but get no gradient
-    overlong_buffer: float = 0.0  # DAPO's penalty, 0 to -1 over this last share of max_tokens; 0 = off
+    overlong_buffer: float = 0.0  # penalty for completions in this last share of max_tokens; 0 = off
+    overlong: Literal["soft", "hard"] = "soft"  # the penalty: 0 to -1 (DAPO), or -1 in the whole buffer
     epochs: int = 1  # passes over a rollout batch
     minibatches: int = 1  # optimizer steps per pass
     # optimizer
@@ -130,8 +136,10 @@ class Config:
     mismatch_bound: float = 0.0  # stop above this mean |trainer - vLLM log-prob|; 0 = 1e-3 fp32, 0.15 bf16
     # evaluation and files
     eval_every: int = 20  # steps between evaluations; also before the first and after the last update
-    eval_size: int = 512  # held-out examples, 0 = all
-    eval_n: int = 0  # also draw this many samples per example: mean@n, pass@k, maj@n
+    eval_size: int = 512  # held-out examples per set, 0 = all
+    eval_n: int = 0  # also draw this many samples per example: mean@n, pass@k, maj@n, best@n
+    eval_select: str = ""  # a spec like --rewards: best@n by its values; it sees no column but the question
+    eval_budget: str = ""  # as 64,256: tokens after which a greedy completion is cut and has to answer
     name: str = ""  # name of the run ("" = model-task-algo-time); its files are in <out>/<name>/
     out: str = "runs"  # folder of the runs
     save_every: int = 20  # steps between checkpoints; 0 = one at the end and one when the run is stopped
@@ -157,6 +165,8 @@ ALGOS = {
     "cispo": dict(gate="detach", clip_high=4.0, aggregate="token", kl_coef=0.0),  # arXiv:2506.13585
     "sapo": dict(gate="soft", kl_coef=0.0),  # arXiv:2511.20347
     "rft": dict(baseline="none", scale="none", kl_coef=0.0),  # only right samples train, arXiv:2308.01825
+    "maxrl": dict(scale="mean", aggregate="constant", kl_coef=0.0),  # arXiv:2602.02710
+    "kimi": dict(scale="none", ratio="product", gate="squared", kl_coef=0.0),  # k1.5, arXiv:2501.12599
 }
 # model -> its differences from Config's defaults, which suit 1.5B parameters on one GPU
 MODELS = {
@@ -171,23 +181,13 @@ def parse_config(argv=None):
 
     Exits with the usage for an unknown flag or a wrong type. Raises ValueError with one line for a bad value.
     """
-    argv, saved = saved_config(sys.argv[1:] if argv is None else argv, Config.out)
-    algo = cli.given(argv, "--algo", saved.get("algo", Config.algo))
-    model = cli.given(argv, "--model", saved.get("model", Config.model))
-    if algo not in ALGOS:
-        raise ValueError(f"--algo {algo}: choose one of {', '.join(ALGOS)}")
-    model_row = preflight.model_row(model, MODELS)  # of a trained model: what its run used
-    defaults = model_row | saved | {"algo": algo, "model": model}
-    defaults |= ALGOS[algo] if algo != saved.get("algo") else {}
-    cfg = cli.parse(Config, argv, defaults, description=__doc__.split("\n\n")[0])
-    if not saved and cfg.template != model_row.get("template", cfg.template):
-        dist.print_once(f"note: --template {cfg.template}, but {model} was trained with "
-                        f"--template {model_row['template']}", file=sys.stderr)
-    return check_resumed(check_config(cfg), saved)
+    argv = sys.argv[1:] if argv is None else argv
+    return preflight.parse(Config, ALGOS, MODELS, argv, check_config, description=__doc__.split("\n\n")[0])
 
 
 def check_config(cfg):
     """Fills what depends on the task and the machine. Raises ValueError with one line for a bad value."""
+    cfg = dataclasses.replace(cfg, template=data.read_template(cfg.template))
     return preflight.check(cfg, data.TASKS, rewards.parse_spec)
 
 
@@ -201,16 +201,27 @@ class Rollout:
     text: str  # the completion without special tokens
     truncated: bool  # the completion was cut off at max_tokens
     vllm_logps: list[float]  # log-prob of each completion token, as vLLM sampled it
+    sampled: list[bool] | None = None  # per completion token: False in a tool's output; None = all True
     # stage 2, reward
     reward: float | None = None  # weighted sum of the parts; None = no verdict
     parts: dict[str, float | None] = field(default_factory=dict)  # value of each reward function
+    steps: list[tuple[int, float]] = field(default_factory=list)  # (end, reward) per step; [] = outcome only
     # stage 3, advantage
-    advantage: float = 0.0
+    kl: float = 0.0  # sum over its tokens of log pi - log ref, with --kl_in reward
+    advantages: list[float] | None = None  # of each completion token; None = 0
     # stage 4, pack
     weight: float = 0.0  # of each of its tokens in the loss; 0 = not trained
 
+    def __post_init__(self):
+        self.sampled = self.sampled or [True] * len(self.completion)
+        self.advantages = self.advantages or [0.0] * len(self.completion)
+
     def __len__(self):
         return len(self.prompt) + len(self.completion)
+
+    @property
+    def length(self):  # number of sampled tokens
+        return sum(self.sampled)
 
 
 def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
@@ -218,8 +229,8 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     from vllm import SamplingParams
     tokenizer = llm.get_tokenizer()
     turn_end = tokenizer.get_vocab().get("<|im_end|>")  # ends a ChatML turn; a base model's EOS differs
-    sampling |= dict(n=n, temperature=temperature, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
-                     detokenize=False, stop_token_ids=[] if turn_end is None else [turn_end])
+    sampling = dict(n=n, temperature=temperature, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
+                    detokenize=False, stop_token_ids=[] if turn_end is None else [turn_end]) | sampling
     params = [SamplingParams(seed=seed, **sampling) for seed in seeds or [None] * len(prompts)]
     requests = stop.interruptible(
         llm.generate, [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
@@ -230,14 +241,20 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
             for (prompt, s), text in zip(samples, texts)]
 
 
+def sampler(name):
+    """The function that samples: rollout, or with --rollout my_file.py:my_rollout that one."""
+    return rewards.load(*name.rsplit(":", 1)) if name else rollout
+
+
 # ------------------------------------------------------------------------------------------------- 2. reward
 
 def score(rollouts, examples, verifier, step=0):
-    """Fills reward and parts of the N rollouts of G examples. Returns counts of time-outs and crashes.
+    """Fills reward, parts and steps of the N rollouts of G examples. Returns counts of time-outs and crashes.
 
-    A reward function is f(completions, **columns) -> list of float or None. A completion is a string, or with
-    --template chat a list with one message. Columns: those of the examples and three more, under TRL's names.
-    An example without one of the columns has None there.
+    A reward function is f(completions, **columns) -> list of float, None or, for process supervision, lists
+    of (end, reward): the reward of each step and how many characters of the text end with it. A completion is
+    a string, or with --template chat a list with one message. Columns: those of the examples and three more,
+    under TRL's names. An example without one of the columns has None there.
     """
     n = len(rollouts) // len(examples)
     names = set().union(*examples) - {"prompt_ids", "completions"}
@@ -246,7 +263,9 @@ def score(rollouts, examples, verifier, step=0):
     columns["completion_ids"] = [r.completion for r in rollouts]
     values, parts, counts = verifier([r.text for r in rollouts], **columns)
     for i, r in enumerate(rollouts):
-        r.reward, r.parts = values[i], {name: part[i] for name, part in parts.items()}
+        r.parts = {name: parts[name][i] for name in verifier.weights_of(examples[i // n].get("reward"))}
+        r.steps = values[i] if isinstance(values[i], list) else []
+        r.reward = sum(value for _, value in r.steps) if r.steps else values[i]
     return counts
 
 
@@ -264,10 +283,12 @@ def collect_rollouts(cfg, llm, train_set, verifier, step, metrics):
                                  dist.rank(), dist.world_size())
         seeds = [data.request_seed(cfg.seed, step, draw, dist.rank() * share + i) for i in range(share)]
         with timed(metrics, "rollout"):
-            rollouts = rollout(llm, [e["prompt_ids"] for e in examples], cfg.samples, cfg.temperature,
-                               cfg.max_tokens, seeds, top_p=cfg.top_p, top_k=cfg.top_k)
+            rollouts = sampler(cfg.rollout)(llm, [e["prompt_ids"] for e in examples], cfg.samples,
+                                            cfg.temperature, cfg.max_tokens, seeds,
+                                            top_p=cfg.top_p, top_k=cfg.top_k)
         with timed(metrics, "reward"):
             counts = score(rollouts, examples, verifier, step)
+            credit.ends_in_tokens(rollouts, llm)
         stats.add_counts(metrics, counts, "reward")
         new = [rollouts[i:i + cfg.samples] for i in range(0, len(rollouts), cfg.samples)]
         sampled += new
@@ -286,7 +307,8 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
 
     baseline: subtract the mean of the group, of the others in the group (leave_one_out), of the batch, the
     number `running`, or nothing. scale: divide by the standard deviation of the group or of the batch, plus
-    eps, or by nothing. lengths (G, n): remove the part of each group's advantages that is linear in them.
+    eps, by the group's mean (MaxRL; 0 where it is not positive), or by nothing. lengths (G, n): remove the
+    part of each group's advantages that is linear in them.
 
     The deviation is the population's, sqrt(1/n sum (r - mean)^2), as in the GRPO paper. TRL, verl and
     simple_GRPO divide by n - 1: their advantages are ours times sqrt((n-1)/n), 6.5 % smaller at n = 8.
@@ -314,6 +336,8 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
         advantages = advantages / (group_std + eps)  # (G, n)
     elif scale == "batch":
         advantages = advantages / (batch_std + eps)  # (G, n)
+    elif scale == "mean":
+        advantages = torch.where(group_mean > 0, advantages / (group_mean + eps), 0.0)  # (G, n)
     elif scale != "none":
         raise ValueError(f"unknown scale {scale!r}")
     advantages = advantages.masked_fill(no_verdict, 0.0)  # (G, n)
@@ -326,25 +350,23 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
 
 
 def assign_advantages(groups, cfg, running_mean):
-    """Fills the advantage of each rollout from the groups of all ranks. Returns the updated running mean.
+    """Fills the advantages of each rollout from the groups of all ranks. Returns the updated running mean.
 
+    A rollout has K step rewards, filled with NaN; without process supervision K is 1. The rewards of all
+    steps of a group are normalised together, and a token gets the sum of the advantages of the steps that end
+    at it or later (GRPO+PS, arXiv:2402.03300, section 4.1.3).
     running_mean: moving average of the reward, for --baseline running; NaN before the first step.
     """
-    def gather(get):  # get(rollout) for the groups of all ranks, in the order of the ranks
-        rows = dist.all_gather([[get(r) for r in group] for group in groups])  # concatenates the ranks' lists
-        return torch.tensor(rows).view(-1, cfg.samples)  # (G, n)
-
-    group_rewards = gather(lambda r: math.nan if r.reward is None else r.reward)  # (G, n)
-    lengths = gather(lambda r: len(r.completion)) if cfg.decorrelate_length else None  # (G, n)
-    batch_mean = group_rewards.nanmean().item()  # NaN when nothing got a verdict
+    step_rewards = credit.gather(groups, lambda r: credit.step_rewards(r, cfg.kl_coef), cfg)  # (G, n K)
+    lengths = None
+    if cfg.decorrelate_length:
+        lengths = credit.gather(groups, lambda r: [r.length] * max(1, len(r.steps)), cfg)  # (G, n K)
+    batch_mean = step_rewards.nanmean().item()  # NaN when nothing got a verdict
     if math.isnan(running_mean):
         running_mean = batch_mean
     advantages = group_advantages(
-        group_rewards, cfg.baseline, cfg.scale, cfg.eps, running_mean, lengths)  # (G, n)
-    start = sum(dist.all_gather([len(groups)])[:dist.rank()])  # groups of the ranks before this one
-    for group, row in zip(groups, advantages[start:].tolist()):
-        for r, advantage in zip(group, row):
-            r.advantage = advantage
+        step_rewards, cfg.baseline, cfg.scale, cfg.eps, running_mean, lengths)  # (G, n K)
+    credit.spread(groups, advantages)  # fills r.advantages
     return running_mean if math.isnan(batch_mean) else 0.9 * running_mean + 0.1 * batch_mean
 
 
@@ -379,7 +401,7 @@ def assign_token_weights(rollouts, cfg):
     The counts are over all ranks, so gradients of packs and ranks are summed, never averaged.
     """
     judged = [r for r in rollouts if r.reward is not None]
-    lengths = [0 if cfg.mask_truncated and r.truncated else len(r.completion) for r in judged]
+    lengths = [0 if cfg.mask_truncated and r.truncated else r.length for r in judged]
     sequences, tokens = dist.all_sum(len(lengths), sum(lengths))
     for r, weight in zip(judged, token_weights(lengths, cfg.aggregate, cfg.max_tokens, sequences, tokens)):
         r.weight = weight
@@ -393,7 +415,8 @@ def collate(rollouts, device="cpu"):
     keys P a, then queries b with keys P b. The causal mask is aligned to the end: b sees all of P.
     Sequence i has the queries cu_seqlens_q[i]:cu_seqlens_q[i+1] of the row and the keys
     kv_index[cu_seqlens_k[i]:cu_seqlens_k[i+1]]; kv_index holds positions in the row. predictors (R,) are the
-    positions whose output predicts the completion tokens. old and ref are left to store_fixed_logps.
+    positions whose output predicts the R sampled tokens; other completion tokens (a tool's output) are only
+    read, like a prompt. old and ref are left to store_fixed_logps.
     """
     def concatenate(lists, dtype):  # NumPy reads a list five times faster than torch.tensor
         return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(lists), dtype))
@@ -413,18 +436,20 @@ def collate(rollouts, device="cpu"):
     kept_as = (end - lengths)[kept_in] + position  # (K,) which of the K tokens is that copy
     kept = kept_as == torch.arange(len(tokens))  # (K,) T of them
     kv_index = (kept.cumsum(0) - 1)[kept_as]  # (K,) position of that copy in the row
-    completion = is_completion.nonzero()[:, 0]  # (R,)
+    sampled = concatenate((r.sampled for r in rollouts), bool)  # (completion tokens,) R of them are true
+    completion = is_completion.nonzero()[:, 0][sampled]  # (R,)
     sequence_ids = sequence[completion]  # (R,)
+    weight = torch.tensor([r.weight for r in rollouts])[sequence_ids]  # (R,)
     batch = dict(
         input_ids=tokens[kept][None], position_ids=position[kept][None],  # (1, T), (1, T)
         kv_index=kv_index, predictors=kv_index[completion - 1],  # (K,), (R,) the token before each one
         cu_seqlens_q=F.pad(kv_index[end - 1] + 1, (1, 0)).int(),  # (B+1,)
         cu_seqlens_k=F.pad(end, (1, 0)).int(),  # (B+1,)
         targets=tokens[completion],  # (R,)
-        vllm_logps=concatenate((r.vllm_logps for r in rollouts), np.float32),  # (R,)
-        sequence_ids=sequence_ids, completion_lengths=completion_lengths,  # (R,), (B,)
-        advantage=torch.tensor([r.advantage for r in rollouts])[sequence_ids],  # (R,)
-        weight=torch.tensor([r.weight for r in rollouts])[sequence_ids])  # (R,)
+        vllm_logps=concatenate((r.vllm_logps for r in rollouts), np.float64)[sampled].to(weight),  # (R,)
+        advantage=concatenate((r.advantages for r in rollouts), np.float64)[sampled].to(weight),  # (R,)
+        weight=weight, sequence_ids=sequence_ids,  # (R,), (R,)
+        lengths=sequence_ids.bincount(minlength=len(rollouts)))  # (B,) sampled tokens
     batch = {name: x.to(device) for name, x in batch.items()}
     return SimpleNamespace(**batch, old=None, ref=None, max_seqlen=int(lengths.max()))
 
@@ -457,13 +482,29 @@ class TokenLogps(torch.nn.Module):
 def store_fixed_logps(policy, ref, batches, cfg):
     """Log-probs that stay fixed while the policy changes: batch.ref, for the KL, and batch.old, the policy's
     before the first step, if several steps follow."""
-    if ref is not None:
+    if ref is not None and cfg.kl_in == "loss":
         with sleep.on_device(ref):
             for batch in batches:
                 batch.ref, _ = ref(batch)  # (R,)
     if cfg.epochs * cfg.minibatches > 1:
         for batch in batches:
             batch.old, _ = policy(batch)  # (R,)
+
+
+@torch.no_grad()
+def store_kl(ref, rollouts, filler, cfg):
+    """--kl_in reward: fills r.kl, the sum of k1 = log pi - log ref over the sequence, as in TRL's RLOO.
+
+    log pi is vLLM's, which sampled the tokens. Returns the mean per token as a metric. Collective.
+    """
+    with sleep.on_device(ref):
+        for packed in pack_evenly(rollouts, filler, cfg.pack_tokens):
+            batch = collate(packed, dist.device())
+            logp, _ = ref(batch)  # (R,)
+            for r, kl in zip(packed, sequence_sum(batch.vllm_logps - logp, batch).tolist()):
+                r.kl = kl
+    total, tokens = dist.all_sum(sum(r.kl for r in rollouts), sum(r.length for r in rollouts))
+    return {"kl": total / tokens} if tokens else {}
 
 
 # --------------------------------------------------------------------------------------------------- 6. loss
@@ -480,10 +521,14 @@ def k3(logp, ref):
     return d.exp() - d - 1  # (R,)
 
 
+def sequence_sum(x, batch):
+    """(R,) -> (B,): the sum over each sequence."""
+    return x.new_zeros(len(batch.lengths)).index_add(0, batch.sequence_ids, x)  # (B,)
+
+
 def sequence_mean(x, batch):
     """(R,) -> (R,): each token gets the mean over its sequence."""
-    total = x.new_zeros(len(batch.completion_lengths)).index_add(0, batch.sequence_ids, x)  # (B,)
-    return (total / batch.completion_lengths)[batch.sequence_ids]  # (R,)
+    return (sequence_sum(x, batch) / batch.lengths)[batch.sequence_ids]  # (R,)
 
 
 def importance(mismatch, batch, cfg):
@@ -517,6 +562,9 @@ def gated_objective(ratio, logp, advantage, cfg):
     if cfg.gate == "soft":  # SAPO: at ratio 1 the gradient is the advantage; it fades to 0 on both sides
         tau = torch.full_like(ratio, cfg.soft_tau_neg).masked_fill(advantage > 0, cfg.soft_tau_pos)  # (R,)
         return torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage, torch.zeros_like(ratio)
+    if cfg.gate == "squared":  # Kimi k1.5, eq. 3: no bound, but a penalty on the squared log-ratio
+        log_ratio = ratio.log()  # (R,)
+        return advantage * log_ratio - cfg.squared_tau / 2 * log_ratio**2, torch.zeros_like(ratio)
     raise ValueError(f"unknown gate {cfg.gate!r}")
 
 
@@ -530,8 +578,8 @@ def policy_loss(logp, old, ref, batch, cfg):
     log_ratio = logp - before  # (R,) on-policy it is 0, but has a gradient
     if cfg.ratio == "sequence":  # GSPO: geometric mean over the sequence
         log_ratio = sequence_mean(log_ratio, batch)  # (R,)
-    elif cfg.ratio == "product":  # RLOO: the ratio of the whole sequence; its log is the sum, mean * length
-        log_ratio = sequence_mean(log_ratio, batch) * batch.completion_lengths[batch.sequence_ids]  # (R,)
+    elif cfg.ratio == "product":  # RLOO: the ratio of the whole sequence
+        log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (R,)
     elif cfg.ratio != "token":
         raise ValueError(f"unknown ratio {cfg.ratio!r}")
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (R,) unbounded: inf and NaN
@@ -648,48 +696,41 @@ def sync_weights(policy, llm):
 
 # ------------------------------------------------------------------------------------------------- the loop
 
-def evaluate(llm, examples, verifier, cfg):
-    """Accuracy of greedy completions, and of eval_n samples per example: mean@n, pass@k, maj@n."""
-    indices = range(dist.rank(), len(examples), dist.world_size())
-    mine = [examples[i] for i in indices]
+def evaluate(llm, examples, verifier, cfg, selector=None):
+    """Metrics of the held-out examples, and a dict per greedy completion for eval.jsonl: see evaluation.run.
 
-    def sample(n, temperature, seeds=None):
-        rollouts = rollout(llm, [e["prompt_ids"] for e in mine], n, temperature, cfg.max_tokens, seeds)
-        counts = score(rollouts, mine, verifier)
-        stats.add_counts(metrics, counts, "eval")
-        return [rollouts[i:i + n] for i in range(0, len(rollouts), n)]
-
-    metrics = {}
-    greedy = [group[0] for group in sample(n=1, temperature=0.0)]
-    guard.check_verdicts("eval", [stats.first_part(r) for r in greedy], metrics, verifier)
-    metrics |= stats.greedy_metrics(greedy)
-    if cfg.eval_n:
-        seeds = [data.request_seed(cfg.seed, "eval", i) for i in indices]  # the same at every evaluation
-        metrics |= stats.sample_metrics(sample(cfg.eval_n, cfg.temperature, seeds), rewards.final_answer)
-    return metrics
+    Greedy accuracy; with --eval_n mean@n, pass@k, maj@n, best@n; with --eval_budget the accuracy per budget.
+    """
+    seeds = [data.request_seed(cfg.seed, "eval", i) for i in range(len(examples))]  # in every evaluation
+    _, opener = data.split_template(cfg.template)
+    return evaluation.run(cfg, llm, examples, sampler(cfg.rollout), score, verifier, selector, seeds, opener,
+                          rewards.final_answer)
 
 
-def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints):
+def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints, selector=None):
     """The loop. It runs steps + 1 times, so that the final weights are evaluated too."""
     progress = checkpoints.restore(policy, ref)  # of the run so far, with --resume
     sync_weights(policy, llm)
     for step in range(progress.step, cfg.steps + 1):
-        metrics, progress.step = {}, step
+        metrics, answers, progress.step = {}, [], step
         if step % cfg.eval_every == 0 or step == cfg.steps:
             with timed(metrics, "evaluate"):
-                metrics |= evaluate(llm, eval_set, verifier, cfg)
+                found, answers = evaluate(llm, eval_set, verifier, cfg, selector)
+            metrics |= found
         if step == cfg.steps or cfg.save_every and step % cfg.save_every == 0:
             checkpoints.save(final=step == cfg.steps)
         if step == cfg.steps:
-            log.write(step, metrics)
+            log.write(step, metrics, answers=answers)
             break
 
         groups, sampled = collect_rollouts(cfg, llm, train_set, verifier, step, metrics)  # 1. 2.
         log.trace(step)
         with timed(metrics, "sync"):
             sleep.put_to_sleep(llm, policy)  # GPU memory: from vLLM to the trainer, and back in sync_weights
-        progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
         with timed(metrics, "update"):
+            if cfg.kl_in == "reward" and ref is not None:
+                metrics |= store_kl(ref, [r for g in groups for r in g], sampled[0][0], cfg)
+            progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
             minibatches = []  # 4. one list of batches per optimizer step
             for i in range(cfg.minibatches):
                 trained = assign_token_weights([r for g in groups[i::cfg.minibatches] for r in g], cfg)
@@ -708,7 +749,7 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
             sync_weights(policy, llm)  # 8.
 
         metrics |= {"lr": lr_at(step, cfg)} | summary(cfg, groups, sampled, metrics)
-        log.write(step, metrics, sampled)
+        log.write(step, metrics, sampled, answers)
         checkpoints.check()
     checkpoints.wait()
     log.close()
@@ -722,8 +763,8 @@ def rehearse(policy, ref, cfg):
     rollouts = [Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion, weight=1.0)
                 for i, (prompt, completion) in enumerate(rehearsal.largest_pack(cfg))]  # no two prompts equal
     largest = collate(rollouts, dist.device())
+    cfg = dataclasses.replace(cfg, mismatch_bound=math.inf, kl_in="loss")  # vLLM did not sample these tokens
     store_fixed_logps(policy, ref, [largest], cfg)
-    cfg = dataclasses.replace(cfg, mismatch_bound=math.inf)  # vLLM did not sample these tokens
     rehearsal.run(policy, lambda: update(policy, [largest], cfg), cfg.dtype)
 
 
@@ -732,18 +773,12 @@ def main(argv=None):
     with stop.on_signals():
         with stop.with_one_line(ValueError, OSError, RuntimeError):
             cfg = parse_config(argv)
+            sampler(cfg.rollout)  # a user's file is imported before anything expensive
             dist.init_process_group(cfg.timeout)
             tokenizer = preflight.load_tokenizer(cfg)
             train_set, eval_set = data.load_splits(cfg, tokenizer, dist.world_size(), notify=dist.print_once)
             cfg = memory.plan(cfg)
-            verifier = Verifier(
-                cfg.rewards, timeout=cfg.reward_timeout, messages=cfg.template == "chat",
-                allow_unsafe_code=cfg.allow_unsafe_code, random_seed=cfg.seed, max_tokens=cfg.max_tokens,
-                overlong_buffer=math.ceil(cfg.overlong_buffer * cfg.max_tokens) or None,
-                judge_url=cfg.judge_url, judge_model=cfg.judge_model)
-            verifier.check_columns(train_set, cfg.data or cfg.task)
-            verifier.check_columns(eval_set, cfg.eval_data or cfg.data or cfg.task)
-            verifier.count_unreadable(train_set, dist.print_once)
+            verifier, selector = evaluation.start_verifiers(cfg, rewards.Verifier, train_set, eval_set)
             cfg = claim_folder(cfg, train_set + eval_set)
             log = Log(cfg, tokenizer)
             checkpoints = Checkpoints(cfg, log)
@@ -756,8 +791,9 @@ def main(argv=None):
             if cfg.steps:  # --steps 0 only evaluates
                 rehearse(policy, ref, cfg)
             with stop.with_checkpoint(checkpoints):
-                train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints)
-        verifier.close()
+                train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints, selector)
+        for opened in filter(None, (verifier, selector)):
+            opened.close()
     # The process group is left to vLLM, which closes it at exit.
 
 

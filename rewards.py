@@ -1,10 +1,14 @@
 r"""Rewards: what a completion is worth. Every reward is a function in TRL's convention,
 
-    f(completions, **columns) -> list[float | None]
+    f(completions, **columns) -> list[float | None | list[(end, value)]]
 
 with one value per completion. None means "no verdict": the completion is left out, it does not count as 0.
 Completions are strings or TRL's lists of messages, columns are the dataset's other columns. So TRL's reward
 functions work here, and these functions work in TRL.
+
+A list holds a reward per step (not in TRL): `end` is the number of characters of the completion that the step
+covers, 1..len(text), and rises from step to step. An empty list means None. An empty completion has no steps:
+give a number for it. See verify/verifier.py for how steps and numbers of several rewards are added.
 
 name         columns it reads                     1.0 means
 gsm8k        answer                               the final answer is this number
@@ -14,9 +18,10 @@ format       -                                    <think>...</think><answer>...<
 code         tests                                the program passes every test, in a jail
 instruction  instruction_id_list, kwargs          every instruction is followed (IFEval's ids and arguments)
 judge        question, [rubric], [answer]         a language model gives it 10 of 10
+steps        question (a sum)                     per step: this running total or the final answer is right
 language     question or prompts                  all words of the reasoning are in the prompt's language
 
-overlong     completion_ids, max_tokens           never: 0 for a short completion, down to -1 near max_tokens
+overlong     completion_ids, max_tokens           never: 0 for a short completion, -1 at max_tokens
 length_kimi  prompts, [completion_ids]            never: 0.5 for the prompt's shortest completion, if correct
 repetition   [completion_ids]                     never: 0 without repeated n-grams, down to -1
 random       [prompts], [step]                    a coin came up heads: a control experiment
@@ -52,6 +57,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import re
@@ -63,20 +69,11 @@ from verify.instructions import INSTRUCTIONS, follows  # noqa: F401
 from verify.language import identifier, language_of, words_by_language
 from verify.latex import same_math, warm_math
 from verify.number import read_number
-from verify.verifier import load
-
-
-def text_of(completion):
-    """The text of a completion: a string, or the joined contents of TRL's list of messages.
-
-    >>> text_of([{"role": "assistant", "content": "72"}])
-    '72'
-    """
-    return completion if isinstance(completion, str) else "".join(m.get("content") or "" for m in completion)
+from verify.verifier import load, text_of
 
 
 def each(score_one):
-    """Decorator: turns score_one(text, **columns) -> float or None into a reward in TRL's convention.
+    """Decorator: turns score_one(text, **columns) -> float, None or list of steps into a reward function.
 
     The parameters of score_one are the columns it reads. A column may also be a single number or string,
     which then holds for every completion. Where a column is missing or None, the default is taken.
@@ -190,15 +187,20 @@ def gsm8k_reward(text, answer):
 
     `answer` is a number or a GSM8K solution that ends with `#### 72`. None if it contains no number.
     """
-    gold, said = read_number(str(answer).rpartition("####")[2]), final_answer(text, numeric=True)
-    if said is None:
-        value = read_number(after_thinking(text)[-MAX_ANSWER:], only=False)
-    else:
-        value = read_number(said)
-    return None if gold is None else float(value == gold)
+    gold = read_number(str(answer).rpartition("####")[2])
+    return None if gold is None else float(final_number(text) == gold)
 
 
 gsm8k_reward.reads_gold = True
+
+
+def final_number(text):
+    """The number in the final answer as a Fraction: gsm8k's rule at the top of this file. None if none."""
+    said = final_answer(text, numeric=True)
+    if said is None:
+        return read_number(after_thinking(text)[-MAX_ANSWER:], only=False)
+    return read_number(said)
+
 
 @each
 def math_reward(text, answer):
@@ -255,6 +257,41 @@ def _evaluate(node):
     if isinstance(node, ast.Constant):
         return Fraction(node.value)
     return OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
+
+
+# -------------------------------------------------------------------------------- a reward per step
+
+SUM = re.compile(r"\d{1,18}([+-]\d{1,18})+", re.A)
+RUNNING_TOTAL = re.compile(r"=[ \t]*(-?\w+(?:\.\d+)?)?", re.A)
+
+
+@each
+def steps_reward(text, question):
+    """A reward per running total of a sum such as 14+2+9 and for the final answer: [(end, 1.0 or 0.0), ...].
+
+    What follows "=" in the text before </think> is a running total, and ends a step there. The k-th one is
+    right if it is the sum of the first k + 1 terms; one too many is wrong, so that repeating a total does not
+    pay. Only totals count, not what is left of "=". One at the very end of a text is left out: it may be cut
+    off. The final answer, read by gsm8k's rule, is the last step; it ends with the text, and does not depend
+    on the totals: a guess has only this step. 0.0 for an empty text; None if the question is no sum.
+
+    No gold answer is needed, so the reward can also choose the best of several completions; it is then as
+    good as a gold answer, because it computes the sum. Process supervision: arXiv 2402.03300, section 4.1.3.
+
+    >>> steps_reward(["<think>14+2=16\\n16+9=26</think><answer>25</answer>"], question="14+2+9")
+    [[(14, 1.0), (22, 0.0), (49, 1.0)]]
+    """
+    question = question.replace(" ", "")
+    if not SUM.fullmatch(question):
+        return None
+    if not text:
+        return 0.0
+    totals = list(itertools.accumulate(map(int, re.findall(r"[+-]?\d+", question))))
+    wanted = map(str, totals[1:])
+    thinking = text.rpartition("</think>")[0] if "</think>" in text else text
+    steps = [(match.end(), float(match[1] == next(wanted, "")))
+             for match in RUNNING_TOTAL.finditer(thinking) if match.end() < len(text)]
+    return [*steps, (len(text), float(final_number(text) == totals[-1]))]
 
 
 # -------------------------------------------------------------------------------- format, programs, judge
@@ -403,9 +440,10 @@ language_reward.warm = identifier
 
 
 @each
-def overlong_reward(text, completion_ids, max_tokens, overlong_buffer=None):
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): 0 up to max_tokens - buffer, then to -1.
+def overlong_reward(text, completion_ids, max_tokens, overlong_buffer=None, overlong="soft"):
+    """A penalty for a completion of more than max_tokens - buffer tokens; 0 for a shorter one.
 
+    overlong="soft": from 0 linearly to -1 at max_tokens (DAPO, arXiv 2503.14476, eq. 13). "hard": -1 at once.
     The buffer is a fifth of max_tokens unless given (4,096 of 20,480 in the paper).
 
     >>> ids = [[0] * 80, [0] * 90, [0] * 101]
@@ -413,10 +451,11 @@ def overlong_reward(text, completion_ids, max_tokens, overlong_buffer=None):
     [0.0, -0.5, -1.0]
     """
     buffer = max_tokens // 5 if overlong_buffer is None else overlong_buffer
+    ramp = {"soft": buffer, "hard": 0}[overlong]  # tokens over which the penalty grows from 0 to -1
     excess = len(completion_ids) - (max_tokens - buffer)
     if excess <= 0:
         return 0.0
-    return -1.0 if excess >= buffer else -excess / buffer
+    return -1.0 if excess >= ramp else -excess / ramp
 
 
 @each
@@ -481,6 +520,7 @@ REWARDS = {
     "gsm8k": gsm8k_reward,
     "math": math_reward,
     "countdown": countdown_reward,
+    "steps": steps_reward,
     "format": format_reward,
     "code": code_reward,
     "instruction": instruction_reward,

@@ -47,8 +47,8 @@ def make_rollouts(n, max_tokens, vocab, seed=0):
         length = min(max_tokens, max(1, length))
         completion = [tokens.randrange(vocab) for _ in range(length)]
         vllm_logps = [-math.log(vocab)] * length  # nearly those of a random model
-        rollouts.append(nr.Rollout(prompt, completion, "", length == max_tokens, vllm_logps, 0.0,
-                                   advantage=lengths.gauss(0, 1)))
+        rollouts.append(nr.Rollout(prompt, completion, "", length == max_tokens, vllm_logps, reward=0.0,
+                                   advantages=[lengths.gauss(0, 1)] * length))
     return rollouts
 
 

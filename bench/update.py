@@ -51,7 +51,7 @@ class Padded(torch.nn.Module):
         self.model, self.temperature = model, temperature
 
     def forward(self, batch):
-        lengths, completion_lengths = batch.cu_seqlens_k.diff().tolist(), batch.completion_lengths.tolist()
+        lengths, completion_lengths = batch.cu_seqlens_k.diff().tolist(), batch.lengths.tolist()
         P = max(self.minimum_size[0], *(n - c for n, c in zip(lengths, completion_lengths)))
         C = max(self.minimum_size[1], *completion_lengths)
         ids, mask = batch.input_ids.new_zeros(2, len(lengths), P + C)  # (B, P + C) each

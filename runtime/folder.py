@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from textwrap import shorten
 
 from runtime import cli, dist
 
@@ -91,7 +92,8 @@ def check_resumed(cfg, saved):
         changed.remove("steps")
     if rounding := sorted(changed & ROUNDING):
         dist.print_once(f"note: other {', '.join(rounding)}: from here the run is equal only up to rounding")
-    texts = [f"--{name} {getattr(cfg, name)} (was {saved[name]})" for name in sorted(changed - ROUNDING)]
+    values = {name: [shorten(str(x), 200) for x in (getattr(cfg, name), saved[name])] for name in changed}
+    texts = [f"--{name} {values[name][0]} (was {values[name][1]})" for name in sorted(changed - ROUNDING)]
     if "steps" in changed:
         texts.append("the learning rate depends on --steps unless --lr_end is 1"
                      if cfg.steps > saved["steps"] else "--steps may only grow")

@@ -54,7 +54,7 @@ def count_skipped(in_a_row, step, history, groups, folder):
             for r in (r for group in groups for r in group):
                 f.write(json.dumps({
                     "prompt": r.prompt, "completion": r.completion, "text": r.text, "reward": r.reward,
-                    "advantage": r.advantage, "weight": r.weight, "vllm_logps": r.vllm_logps}) + "\n")
+                    "advantages": r.advantages, "weight": r.weight, "vllm_logps": r.vllm_logps}) + "\n")
         dist.print_once(f"note: step {step} has a gradient that is not finite; see {quarantine}")
     if in_a_row >= MOST_SKIPPED:
         raise RunError(

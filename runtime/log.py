@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from runtime.errors import RunError
 from runtime.flops import ModelShape, peak_flops
 from runtime.folder import sync, to_json
 
-LOGS = ("metrics.jsonl", "rollouts.jsonl")  # one JSON object per line
+LOGS = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")  # one JSON object per line
 STAGES = ("rollout", "reward", "update", "sync")
 # metrics on the screen's line per step, in this order
 SHOWN = {"reward/mean": "reward {:6.3f}", "reward/no_verdict": "no verdict {:4.0%}",
@@ -45,7 +46,7 @@ def provenance(*packages):
 
 
 class Log:
-    """Writes config.json, metrics.jsonl, rollouts.jsonl and curve.png to <out>/<name>/, and to the screen.
+    """Writes config.json, the LOGS and curve.png to <out>/<name>/, and to the screen.
 
     Every rank has one, but only rank 0 writes.
     """
@@ -107,8 +108,12 @@ class Log:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
 
-    def write(self, step, metrics, groups=()):
-        """At the end of a step: metrics.jsonl, the first groups in rollouts.jsonl, and the screen."""
+    def write(self, step, metrics, groups=(), answers=()):
+        """At the end of a step: metrics.jsonl, the first groups in rollouts.jsonl, and the screen.
+
+        answers: the dicts of an evaluation, for eval.jsonl. Like the metrics, they are written after the
+        checkpoint of their step: a run that continues there evaluates again.
+        """
         if dist.rank() > 0:
             return
         if self.profiler:
@@ -122,12 +127,16 @@ class Log:
         prompts = self.tokenizer.batch_decode([r.prompt for r in rollouts])
         self._append("rollouts.jsonl", [
             {"step": step, "prompt": prompt, "completion": r.text, "reward": r.reward, "parts": r.parts,
-             "advantage": r.advantage, "prompt_tokens": len(r.prompt), "tokens": len(r.completion),
+             "advantage": r.advantages[0], "steps": r.steps, "prompt_tokens": len(r.prompt),
+             "tokens": len(r.completion),
              "finish": "length" if r.truncated else "stop"} for r, prompt in zip(rollouts, prompts)])
+        self._append("eval.jsonl", [{"step": step, **answer} for answer in answers])
         if self.wandb:
             self.wandb.log(metrics, step=step)
-        if "eval/accuracy" in metrics:
+        if "eval/accuracy" in metrics and self.cfg.steps:
             self.bar.write(f"step {step:4d}  {evaluation_text(metrics)}")
+        elif "eval/accuracy" in metrics:  # --steps 0 only evaluates
+            self.bar.write(f"{evaluation_table(metrics)}\nanswers: {self.folder / 'eval.jsonl'}")
         if "lr" in metrics:  # the last line has only an evaluation
             shown = [text.format(metrics[name]) for name, text in SHOWN.items()
                      if name in metrics and (metrics[name] or name != "reward/no_verdict")]
@@ -170,14 +179,39 @@ class Log:
             self.wandb.finish()
 
 
+def evaluation_sets(metrics):
+    """{set: its metrics} of an evaluation; last, under "", those of all sets together."""
+    sets = {}
+    for name, x in metrics.items():
+        if match := re.fullmatch(r"eval/(?:([\w.-]+)/)?(.+)", name):  # no set has a name with "@", as best@8/
+            sets.setdefault(match[1] or "", {})[match[2]] = x
+    return sets | {"": sets.pop("")}
+
+
 def evaluation_text(metrics):
-    """Greedy accuracy with its interval, mean length, and mean@n, pass@k, maj@n where they were measured."""
-    m = {name.removeprefix("eval/"): x for name, x in metrics.items() if name.startswith("eval/")}
+    """An evaluation in one line: accuracy, mean length, the other measurements, the accuracy of each set."""
+    sets = evaluation_sets(metrics)
+    m = sets.pop("")
     interval = f"95 % interval {m['low']:.1%} to {m['high']:.1%}, n = {m['n']}"
-    sampled = "".join(f", {name} {x:.1%}" for name, x in m.items() if "@" in name)
+    others = "".join(f", {name} {x:.1%}" for name, x in m.items() if "@" in name)
+    others += "".join(f", {name} {x['accuracy']:.1%}" for name, x in sets.items())
     if m["no_verdict"]:
         interval += f", no verdict {m['no_verdict']:.1%}"
-    return f"held-out accuracy {m['accuracy']:6.1%} ({interval}), mean length {m['length']:.1f}{sampled}"
+    return f"held-out accuracy {m['accuracy']:6.1%} ({interval}), mean length {m['length']:.1f}{others}"
+
+
+def evaluation_table(metrics):
+    """An evaluation as a table (text): a row per set, and with several sets one of their mean."""
+    sets = evaluation_sets(metrics)
+    rows = [["set", "accuracy", "95 % interval", "n", "length", "truncated", "no verdict",
+             *(name for name in sets[""] if "@" in name)]]
+    for name, m in sets.items():
+        rows.append([name or ("mean" if len(sets) > 1 else "held-out"), f"{m['accuracy']:.1%}",
+                     f"{m['low']:.1%} to {m['high']:.1%}", str(m["n"]), f"{m['length']:.1f}",
+                     *(f"{m[key]:.1%}" for key in ("truncated", "no_verdict", *rows[0][7:]))])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join([set_name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+                     for set_name, *cells in rows)
 
 
 def stage_seconds(rows):
@@ -218,13 +252,14 @@ def summary(cfg, trained_groups, sampled_groups, metrics):
 
     Rewards and lengths are those of all sampled groups, the FLOPs in `mfu` those of the trained rollouts.
     """
-    own = [(r.reward, len(r.completion), r.truncated, r.parts) for group in sampled_groups for r in group]
+    own = [(r.reward, r.length, r.truncated, r.parts) for group in sampled_groups for r in group]
     rewards, lengths, truncated, parts = zip(*dist.all_gather(own))
 
     def without_none(values):
         return [x for x in values if x is not None] or [0.0]
 
-    part_means = {f"reward/{name}": fmean(without_none(p[name] for p in parts)) for name in parts[0]}
+    names = dict.fromkeys(name for p in parts for name in p)  # rows may have rewards of their own
+    part_means = {f"reward/{name}": fmean(without_none(p.get(name) for p in parts)) for name in names}
     # forward and backward are 3 forward passes; what checkpointing computes again is not counted as use
     passes = 3 * cfg.epochs + bool(cfg.kl_coef) + (cfg.epochs * cfg.minibatches > 1)
     trained = [r for group in trained_groups for r in group if r.weight]

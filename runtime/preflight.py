@@ -9,12 +9,14 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from runtime import dist
+from runtime import cli, dist, evaluation
 from runtime.flops import empty_model
+from runtime.folder import check_resumed, saved_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "smollm": "HuggingFaceTB", "deepseek": "deepseek-ai",
@@ -23,7 +25,7 @@ ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "smollm": "HuggingFaceTB
 # (interval, flags, reason). "(" and ")" exclude an end. All intervals are finite: inf and nan are in none.
 RANGES = (
     ("[0, 1e9]", "steps warmup ref_reset_every top_k save_every keep_rollouts pack_tokens kl_coef clip_high "
-                 "delta weight_decay max_grad_norm memory_gb mismatch_bound", ""),
+                 "squared_tau delta weight_decay max_grad_norm memory_gb mismatch_bound", ""),
     ("[1, 1e9]", "max_prompt max_tokens eval_every correction_cap keep", ""),
     ("(0, 1e6]", "soft_tau_pos soft_tau_neg reward_timeout timeout", ""),
     ("[1, 65536]", "prompts minibatches", ""),
@@ -46,13 +48,17 @@ RANGES = (
 NEEDS = (
     ("question_key answer_key", lambda cfg, _: cfg.data or cfg.eval_data, "--data or --eval_data"),
     ("delta clip_low", lambda cfg, _: cfg.gate == "clip", "--gate clip"),
-    ("clip_high", lambda cfg, _: cfg.gate != "soft", "--gate clip or detach"),
+    ("clip_high", lambda cfg, _: cfg.gate in ("clip", "detach"), "--gate clip or detach"),
+    ("squared_tau", lambda cfg, _: cfg.gate == "squared", "--gate squared"),
+    ("kl_in", lambda cfg, _: cfg.kl_coef, "--kl_coef above 0"),
+    ("overlong", lambda cfg, _: cfg.overlong_buffer, "--overlong_buffer"),
     ("soft_tau_pos soft_tau_neg", lambda cfg, _: cfg.gate == "soft", "--gate soft"),
     ("ref_reset_every", lambda cfg, _: cfg.kl_coef, "a reference model: --kl_coef above 0"),
-    ("eps", lambda cfg, _: cfg.scale != "none" or cfg.decorrelate_length, "--scale group or batch"),
+    ("eps", lambda cfg, _: cfg.scale != "none" or cfg.decorrelate_length, "--scale group, batch or mean"),
     ("correction_cap", lambda cfg, _: cfg.correction != "none", "a --correction"),
     ("judge_url judge_model", lambda _, names: "judge" in names, "--rewards judge"),
     ("allow_unsafe_code", lambda _, names: "code" in names, "--rewards code"),
+    ("eval_select", lambda cfg, _: cfg.eval_n, "--eval_n, whose samples it selects from"),
     ("vllm_memory", lambda *_: torch.cuda.is_available(), "a GPU"),
 )
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
@@ -107,6 +113,27 @@ def model_row(model, rows):
                          "the defaults are used") from e
 
 
+def parse(config, algos, models, argv, check, description):
+    """argv -> check(config(...)). Defaults: those of `config`, the row of --model in `models`, the run that
+    --resume continues, the row of --algo in `algos`; the later one counts.
+
+    Raises ValueError with one line for a bad value; exits with the usage for an unknown flag.
+    """
+    argv, saved = saved_config(argv, config.out)
+    algo = cli.given(argv, "--algo", saved.get("algo", config.algo))
+    model = cli.given(argv, "--model", saved.get("model", config.model))
+    if algo not in algos:
+        raise ValueError(f"--algo {algo}: choose one of {', '.join(algos)}")
+    row = model_row(model, models)  # of a trained model: what its run used
+    defaults = row | saved | {"algo": algo, "model": model}
+    defaults |= algos[algo] if algo != saved.get("algo") else {}
+    cfg = check(cli.parse(config, argv, defaults, description))
+    if not saved and cfg.template != row.get("template", cfg.template):
+        dist.print_once(f"note: --template {shorten(cfg.template, 200)}, but {model} was trained with "
+                        f"--template {shorten(row['template'], 200)}", file=sys.stderr)
+    return check_resumed(cfg, saved)
+
+
 def check(cfg, tasks, parse_spec):
     """Checks a Config, resolves its model, and fills in dtype, rewards and mismatch_bound if empty.
 
@@ -153,6 +180,8 @@ def check(cfg, tasks, parse_spec):
     rewards = [name for name, *_ in parse_spec(spec)]
     if cfg.overlong_buffer and "overlong" not in rewards:
         spec += ",overlong:1"
+    rewards += [name for name, *_ in parse_spec(cfg.eval_select)] if cfg.eval_select else []
+    evaluation.token_budgets(cfg.eval_budget)
     cuda = torch.cuda.is_available()
     if not cuda or cfg.offload == "optimizer":
         need_compiler()

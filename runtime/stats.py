@@ -8,8 +8,9 @@ from runtime import dist
 
 
 def is_flat(group):
-    """Whether all rewards of a group of rollouts are the same (None not counted): nothing to learn from."""
-    return len({r.reward for r in group} - {None}) <= 1
+    """Whether all rewards of a group of rollouts (of all steps, if steps have rewards) are the same, None not
+    counted: nothing to learn from."""
+    return len({reward for r in group for _, reward in r.steps or [(0, r.reward)]} - {None}) <= 1
 
 
 def wilson_interval(hits, n):
@@ -92,31 +93,49 @@ def is_right(rollout):
     return first_part(rollout) == 1
 
 
-def greedy_metrics(rollouts):
-    """Accuracy of this rank's greedy completions with its 95 % interval, over all ranks. Collective.
-
-    eval/no_verdict is the share without a verdict of the first reward function; they count as wrong.
-    """
-    outcomes = dist.all_gather([(is_right(r), first_part(r) is None, len(r.completion), r.truncated)
-                                for r in rollouts])
-    n = len(outcomes)
-    right, no_verdict, tokens, truncated = (sum(column) for column in zip(*outcomes))
-    low, high = wilson_interval(right, n)
-    return {"eval/accuracy": right / n, "eval/low": low, "eval/high": high, "eval/n": n,
-            "eval/no_verdict": no_verdict / n, "eval/length": tokens / n, "eval/truncated": truncated / n}
+def greedy_values(rollout):
+    """{metric: value} of a greedy completion. Without a verdict of the first reward function it is wrong."""
+    return {"accuracy": is_right(rollout), "no_verdict": first_part(rollout) is None,
+            "length": rollout.length, "truncated": rollout.truncated}
 
 
-def sample_metrics(groups, final_answer):
-    """mean@n, pass@k for k = 2, 4, ... n and maj@n over the groups of n samples of all ranks. Collective.
+def best_is_right(group, scores):
+    """Whether the sample with the highest score is right; the first of equals counts, None is no score."""
+    scored = [(score, r) for score, r in zip(scores, group) if score is not None]
+    return bool(scored) and is_right(max(scored, key=lambda pair: pair[0])[1])
+
+
+def sample_values(group, final_answer):
+    """{metric: value} of the n samples of one example: mean@n, pass@k for k = 2, 4, ... n, maj@n, and best@n
+    by the mean log-prob of the sampled tokens.
 
     final_answer(text) -> the answer of a completion, for the vote; None if it gives none.
     """
-    n = len(groups[0])
-    counts = dist.all_gather([sum(map(is_right, group)) for group in groups])
-    metrics = {f"eval/mean@{n}": fmean(counts) / n}
-    for k in (2**i for i in range(1, n.bit_length())):
-        metrics[f"eval/pass@{k}"] = fmean(pass_at_k(n, count, k) for count in counts)
-    votes = [majority_vote([final_answer(r.text) for r in group]) for group in groups]
-    won = [i is not None and is_right(group[i]) for group, i in zip(groups, votes)]
-    metrics[f"eval/maj@{n}"] = fmean(dist.all_gather(won))
-    return metrics
+    n, right = len(group), sum(map(is_right, group))
+    vote = majority_vote([final_answer(r.text) for r in group])
+    logps = [fmean(x for x, sampled in zip(r.vllm_logps, r.sampled) if sampled) for r in group]
+    return {f"mean@{n}": right / n,
+            **{f"pass@{k}": pass_at_k(n, right, k) for k in (2**i for i in range(1, n.bit_length()))},
+            f"maj@{n}": vote is not None and is_right(group[vote]),
+            f"best@{n}/logprob": best_is_right(group, logps)}
+
+
+def set_metrics(values):
+    """Metrics of a set from those of its examples, dicts {metric: value}: means, the number n, and low and
+    high, the 95 % interval of the accuracy."""
+    n = len(values)
+    low, high = wilson_interval(sum(v["accuracy"] for v in values), n)
+    return mean_of(values) | {"low": low, "high": high, "n": n}
+
+
+def mean_of_sets(sets):
+    """Metrics of several sets together: the mean of each, with equal weight per set, and the sum of n.
+
+    The interval of the mean accuracy comes from those of the sets, whose errors are independent (MOVER, Zou &
+    Donner 2008): low = accuracy - sqrt(sum (accuracy_i - low_i)^2) / number of sets; high likewise. Of one
+    set, the interval is its own.
+    """
+    metrics = mean_of(sets)
+    low, high = (math.hypot(*(m[side] - m["accuracy"] for m in sets)) / len(sets) for side in ("low", "high"))
+    return metrics | {"low": metrics["accuracy"] - low, "high": metrics["accuracy"] + high,
+                      "n": sum(m["n"] for m in sets)}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import ENV, ROOT, fixed_rollouts, make_checkpoints, make_config
+from conftest import ENV, ROOT, fixed_rollouts, judged_by, make_checkpoints, make_config
 from runtime import checkpoint, dist, guard, memory, sleep
 from runtime.errors import RunError
 from runtime.flops import ModelShape
@@ -21,7 +21,7 @@ def single_tokens(advantage, logps):
     """A batch in which every token is a sequence of weight 1."""
     n = len(logps)
     return SimpleNamespace(
-        completion_lengths=torch.ones(n), sequence_ids=torch.arange(n), weight=torch.ones(n),
+        lengths=torch.ones(n), sequence_ids=torch.arange(n), weight=torch.ones(n),
         advantage=torch.full((n,), advantage), vllm_logps=torch.zeros(n))
 
 
@@ -90,6 +90,7 @@ def test_the_batch_of_a_skipped_step_is_kept_and_three_in_a_row_end_the_run(toke
 
 def verifier_of(*values, timeouts=0, crashes=0, lines=()):
     """A stand-in for a Verifier: gives these values to the first function, 0.5 to the second."""
+    @judged_by("first", "second")
     def verify(texts, **columns):
         parts = {"first": list(values), "second": [0.5] * len(texts)}
         counts = {"reward/timeouts": float(timeouts), "reward/crashes": float(crashes)}
@@ -127,7 +128,7 @@ def test_an_evaluation_without_a_verdict_of_the_first_reward_ends_the_run(group,
 
 def test_an_evaluation_reports_the_share_without_a_verdict_which_counts_as_wrong(group, sampled):
     cfg = make_config(samples=2)
-    metrics = nr.evaluate(None, EXAMPLES, verifier_of(1.0, None, 0.0, 1.0, timeouts=1), cfg)
+    metrics, _ = nr.evaluate(None, EXAMPLES, verifier_of(1.0, None, 0.0, 1.0, timeouts=1), cfg)
     assert metrics["eval/accuracy"] == 0.5 and metrics["eval/no_verdict"] == 0.25
     assert (metrics["eval/timeouts"], metrics["eval/crashes"], metrics["eval/n"]) == (1, 0, 4)
 
@@ -142,6 +143,7 @@ def test_every_row_keeps_its_columns_whatever_row_is_first(tokenizer):
                 {"question": "c", "tests": [1], "prompt_ids": [1], "completions": "x"}]
     seen = {}
 
+    @judged_by("x")
     def verify(texts, **columns):
         seen.update(columns)
         return [1.0] * len(texts), {"x": [1.0] * len(texts)}, {}

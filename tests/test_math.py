@@ -121,9 +121,9 @@ def test_a_pack_takes_a_whole_group_before_it_begins_the_next():
 
 
 def test_collate_points_at_the_token_before_each_completion_token():
-    a = nr.Rollout([10, 11], [12, 13, 14], "", False, [-1.0, -2.0, -3.0], advantage=0.5, weight=2.0)
-    b = nr.Rollout([20], [21], "", False, [-4.0], advantage=-1.0, weight=3.0)
-    c = nr.Rollout([10, 11], [15], "", False, [-5.0], advantage=2.0, weight=4.0)
+    a = nr.Rollout([10, 11], [12, 13, 14], "", False, [-1.0, -2.0, -3.0], advantages=[0.5] * 3, weight=2.0)
+    b = nr.Rollout([20], [21], "", False, [-4.0], advantages=[-1.0], weight=3.0)
+    c = nr.Rollout([10, 11], [15], "", False, [-5.0], advantages=[2.0], weight=4.0)
     batch = nr.collate([a, b, c])
     assert batch.input_ids.tolist() == [[10, 11, 12, 13, 14, 20, 21, 15]]  # the prompt of a and c once
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
@@ -131,7 +131,7 @@ def test_collate_points_at_the_token_before_each_completion_token():
     assert batch.cu_seqlens_q.tolist() == [0, 5, 7, 8]
     assert batch.cu_seqlens_k.tolist() == [0, 5, 7, 10]
     assert batch.max_seqlen == 5
-    assert batch.completion_lengths.tolist() == [3, 1, 1]
+    assert batch.lengths.tolist() == [3, 1, 1]
     assert batch.predictors.tolist() == [1, 2, 3, 5, 1]
     assert batch.targets.tolist() == [12, 13, 14, 21, 15]
     assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 2]
@@ -161,7 +161,7 @@ def test_packed_chunked_logps_and_gradients_equal_one_sequence_at_a_time(
     naive = AutoModelForCausalLM.from_pretrained(
         make_config().model, dtype=torch.float64, attn_implementation=implementation)
     wanted, entropy = zip(*(naive_logps(naive, r, temperature) for r in rollouts))
-    sum((w * r.advantage).sum() for w, r in zip(wanted, rollouts)).backward()
+    sum((w * torch.tensor(r.advantages)).sum() for w, r in zip(wanted, rollouts)).backward()
 
     policy = nr.TokenLogps(model, temperature, chunk=7)
     packs = nr.pack(rollouts, 100)
@@ -219,7 +219,7 @@ def loss_of(ratio, advantage, **changes):
     cfg = dataclasses.replace(PLAIN, **changes)
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     batch = SimpleNamespace(advantage=torch.tensor([advantage]), weight=torch.ones(1),
-                            completion_lengths=torch.ones(1), sequence_ids=torch.zeros(1, dtype=torch.long))
+                            lengths=torch.ones(1), sequence_ids=torch.zeros(1, dtype=torch.long))
     loss, sums = nr.policy_loss(logp, torch.zeros(1), None, batch, cfg)
     loss.backward()
     return loss.item(), logp.grad.item(), int(sums["clipped"])
@@ -242,7 +242,7 @@ def test_the_four_quadrants_of_the_clip(ratio, advantage, loss, gradient, clippe
 @pytest.mark.parametrize("axis", ["gate", "ratio", "correction"])
 def test_an_unknown_gate_ratio_or_correction_is_an_error(axis):
     batch = SimpleNamespace(advantage=torch.ones(1), weight=torch.ones(1), vllm_logps=torch.zeros(1),
-                            completion_lengths=torch.ones(1), sequence_ids=torch.zeros(1, dtype=torch.long))
+                            lengths=torch.ones(1), sequence_ids=torch.zeros(1, dtype=torch.long))
     with pytest.raises(ValueError, match=f"unknown {axis} 'typo'"):
         nr.policy_loss(torch.zeros(1), None, None, batch, dataclasses.replace(PLAIN, **{axis: "typo"}))
 
@@ -264,7 +264,7 @@ def test_mean_of_k3_under_the_policy_is_the_exact_kl():
 def test_the_gradient_of_the_kl_leads_to_the_reference():
     cfg = dataclasses.replace(PLAIN, kl_coef=0.5)
     batch = SimpleNamespace(advantage=torch.zeros(2), weight=torch.ones(2),
-                            completion_lengths=torch.ones(2), sequence_ids=torch.arange(2))
+                            lengths=torch.ones(2), sequence_ids=torch.arange(2))
     logp = torch.tensor([-1.0, -3.0], requires_grad=True)
     loss, sums = nr.policy_loss(logp, None, torch.tensor([-2.0, -2.0]), batch, cfg)
     loss.backward()
@@ -276,7 +276,7 @@ def test_the_gradient_of_the_kl_leads_to_the_reference():
 def test_the_on_policy_loss_is_minus_the_advantage_and_has_the_gradient_of_the_log_prob():
     logp = torch.tensor([-1.0, -2.0], requires_grad=True)
     batch = SimpleNamespace(advantage=torch.tensor([2.0, -1.0]), weight=torch.tensor([0.5, 0.25]),
-                            completion_lengths=torch.ones(2), sequence_ids=torch.arange(2))
+                            lengths=torch.ones(2), sequence_ids=torch.arange(2))
     loss, _ = nr.policy_loss(logp, None, None, batch, PLAIN)
     loss.backward()
     close(loss, -(0.5 * 2 - 0.25))
@@ -286,7 +286,7 @@ def test_the_on_policy_loss_is_minus_the_advantage_and_has_the_gradient_of_the_l
 def test_sequence_ratio_is_the_geometric_mean_of_the_token_ratios():
     logp = torch.tensor([0.1, 0.3, -0.2], requires_grad=True)
     batch = SimpleNamespace(advantage=torch.ones(3), weight=torch.ones(3),
-                            completion_lengths=torch.tensor([2, 1]), sequence_ids=torch.tensor([0, 0, 1]))
+                            lengths=torch.tensor([2, 1]), sequence_ids=torch.tensor([0, 0, 1]))
     cfg = dataclasses.replace(PLAIN, ratio="sequence")
     _, sums = nr.policy_loss(logp, torch.zeros(3), None, batch, cfg)
     close(sums["ratio"], 2 * math.exp(0.2) + math.exp(-0.2))

@@ -48,7 +48,7 @@ def verify_all():
 # -------------------------------------------------------------------------------- the table
 
 
-@pytest.mark.parametrize("module", [rewards, instructions, language, latex, number, jail],
+@pytest.mark.parametrize("module", [rewards, instructions, language, latex, number, jail, verifier],
                          ids=lambda m: m.__name__)
 def test_the_examples_in_the_docstrings_are_true(module):
     if module is jail and jail.isolation() is None:
@@ -549,6 +549,20 @@ def test_overlong_is_trls_soft_overlong_punishment():
     assert f([""] * len(ids), completion_ids=ids, overlong_buffer=20) == theirs
     assert f([""] * len(ids), completion_ids=ids) == theirs
     assert f(["", ""], completion_ids=[[0] * 100, [0] * 101], overlong_buffer=0) == [0.0, -1.0]
+
+
+def test_hard_overlong_is_minus_1_as_soon_as_the_soft_one_begins():
+    ids = [[0] * n for n in (0, 80, 81, 90, 100, 101)]
+    f = functools.partial(rewards.overlong_reward, [""] * 6, completion_ids=ids, max_tokens=100)
+    assert f(overlong="hard", overlong_buffer=20) == f(overlong="hard") == [0, 0, -1, -1, -1, -1]
+    assert f(overlong="soft", overlong_buffer=20) == [0, 0, -0.05, -0.5, -1, -1]
+    assert f(overlong="hard", overlong_buffer=0) == [0, 0, 0, 0, 0, -1]
+    # in Verifier it is a setting; a buffer of 1 token: the truncated completion alone
+    with rewards.Verifier("overlong", workers=1, max_tokens=100, overlong_buffer=1,
+                          overlong="hard") as verify:
+        assert verify([""] * 6, completion_ids=ids)[0] == [0, 0, 0, 0, -1, -1]
+    with pytest.raises(KeyError):
+        f(overlong="medium")
 
 
 def test_repetition_is_trls_penalty():

@@ -29,21 +29,25 @@ def naive_collate(rollouts):
         input_ids += r.completion
         position_ids += range(len(r.prompt), len(r))
         kv_index += [*prompt, *completion]
-        predictors += [prompt[-1], *completion[:-1]]
+        before = [prompt[-1], *completion[:-1]]
+        predictors += [position for position, sampled in zip(before, r.sampled) if sampled]
         cu_seqlens_q.append(len(input_ids))
         cu_seqlens_k.append(len(kv_index))
-    completion_lengths = torch.tensor([len(r.completion) for r in rollouts])  # (B,)
-    sequence_ids = torch.arange(len(rollouts)).repeat_interleave(completion_lengths)  # (R,)
+    lengths = torch.tensor([sum(r.sampled) for r in rollouts])  # (B,)
+    sequence_ids = torch.arange(len(rollouts)).repeat_interleave(lengths)  # (R,)
+
+    def of_sampled(name):
+        return torch.tensor([x for r in rollouts for x, kept in zip(getattr(r, name), r.sampled) if kept])
+
     return dict(
         input_ids=torch.tensor([input_ids]), position_ids=torch.tensor([position_ids]),  # (1, T), (1, T)
         kv_index=torch.tensor(kv_index), predictors=torch.tensor(predictors),  # (K,), (R,)
         cu_seqlens_q=torch.tensor(cu_seqlens_q).int(),  # (B+1,)
         cu_seqlens_k=torch.tensor(cu_seqlens_k).int(),  # (B+1,)
-        targets=torch.tensor([token for r in rollouts for token in r.completion]),  # (R,)
-        sequence_ids=sequence_ids, completion_lengths=completion_lengths,  # (R,), (B,)
-        advantage=torch.tensor([r.advantage for r in rollouts])[sequence_ids],  # (R,)
+        targets=of_sampled("completion"), sequence_ids=sequence_ids, lengths=lengths,  # (R,), (R,), (B,)
+        advantage=of_sampled("advantages"),  # (R,)
         weight=torch.tensor([r.weight for r in rollouts])[sequence_ids],  # (R,)
-        vllm_logps=torch.cat([torch.tensor(r.vllm_logps, dtype=torch.float32) for r in rollouts]),  # (R,)
+        vllm_logps=of_sampled("vllm_logps"),  # (R,)
         old=None, ref=None, max_seqlen=max(map(len, rollouts)))
 
 
@@ -56,7 +60,9 @@ PROMPTS = [[1], [1, 2], [2, 1], [1, 2, 3, 4, 5], [7] * 9]  # one is the beginnin
 def test_collate_equals_one_token_at_a_time_bit_for_bit(sequences, seed):
     rng = random.Random(seed)
     rollouts = [nr.Rollout(list(prompt), [rng.randrange(200_000) for _ in range(n)], "", False,
-                           [-rng.random() for _ in range(n)], advantage=rng.gauss(0, 1), weight=rng.random())
+                           [-rng.random() for _ in range(n)], weight=rng.random(),
+                           sampled=[True, *(rng.random() < 0.7 for _ in range(n - 1))],
+                           advantages=[rng.gauss(0, 1) for _ in range(n)])
                 for prompt, n in sequences]
     got, wanted = vars(nr.collate(rollouts)), naive_collate(rollouts)
     assert got.keys() == wanted.keys()

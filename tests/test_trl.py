@@ -41,7 +41,7 @@ class Table:
                     continue
                 completion, reward = body + [self.eos] * (not truncated), exactly(rng.gauss(0, 1))
                 rows.append(nr.Rollout(tokenizer(text)["input_ids"], completion, text, truncated,
-                                       [0.0] * len(completion), reward))
+                                       [0.0] * len(completion), reward=reward))
             self.rollouts += rows
         self.find = {(r.text, self.body(r.completion)): r for r in self.rollouts}
         self.rewards = torch.tensor([r.reward for r in self.rollouts]).view(groups, n)  # (G, n)
@@ -260,7 +260,7 @@ def collated(rollouts, old=None, ref=None):
 
 def set_advantages(rollouts, advantages):
     for r, advantage in zip(rollouts, advantages.flatten().tolist(), strict=True):
-        r.advantage = advantage
+        r.advantages = [advantage] * len(r.completion)
 
 
 def trls_gradient(s, loss_type, level, beta, policy, delta, correction, masked, micro,
@@ -328,7 +328,7 @@ def test_loss_and_gradients_equal_trls(setup, case):
     test_bnpo_in_several_micro_batches_is_a_mean_of_means_in_trl."""
     loss, gradients, batches = trls_gradient(setup, **case)
     total, ours = our_gradient(setup, batches, **case, means=case["loss_type"] == "bnpo")
-    size = sum(abs(r.advantage) for r in setup.table.rollouts) / 16  # the terms of the loss cancel
+    size = sum(abs(r.advantages[0]) for r in setup.table.rollouts) / 16  # the terms of the loss cancel
     within(abs(total - loss), EXACT * max(abs(loss), size))
     together, largest = distance(ours, gradients)
     within(together, EXACT)
@@ -391,7 +391,7 @@ def test_dapo_in_several_optimizer_steps_divides_by_the_mean_tokens_of_a_step_in
 def test_a_completion_without_verdict_stays_in_trls_denominator(setup, with_nan):
     """Its advantage is 0 on both sides. TRL counts it as a sequence, ours does not: 10 verdicts of 16."""
     _, trls, batches = trls_gradient(setup, **PLAIN)
-    kept = torch.tensor([r.advantage for r in setup.table.rollouts])
+    kept = torch.tensor([r.advantages[0] for r in setup.table.rollouts])
     set_advantages(setup.table.rollouts, nr.group_advantages(with_nan, scale="none"))
     ours = our_gradient(setup, batches, **PLAIN)[1]
     set_advantages(setup.table.rollouts, kept)
@@ -460,7 +460,13 @@ def run_ours(table, order, per_batch, factor, cfg):
         packs = nr.pack(nr.assign_token_weights(members, cfg), cfg.pack_tokens)
         if per_batch > 1 and i % per_batch == 0:
             old = logps(engine, table.rollouts)
-        ref = logps(reference, table.rollouts) if reference else None
+        if cfg.kl_in == "reward":
+            batch = table.rollouts[i * 16:][:16]
+            for r, logp in zip(batch, map(logps(engine, batch).get, map(id, batch))):
+                r.vllm_logps = logp.tolist()
+            nr.store_kl(reference, batch, batch[0], cfg)
+            nr.assign_advantages([batch[j:j + 4] for j in range(0, 16, 4)], cfg, math.nan)
+        ref = logps(reference, table.rollouts) if reference and cfg.kl_in == "loss" else None
         engines.set_lr(engine, nr.lr_at(i, cfg))
         log.append(nr.update(engine, [collated(p, old, ref) for p in packs], cfg))
     return [w.clone() for name, w in checkpoint.named_weights(engine) if name != "lm_head.weight"], log
@@ -480,6 +486,8 @@ RUNS = {  # name -> algorithm, optimizer steps per rollout batch, max_grad_norm,
         "GRPO", 2, 10.0, dict(steps_per_generation=4, importance_sampling_level="sequence"),
         dict(ratio="sequence")),
     "rloo": ("RLOO", 1, 250.0, {}, nr.ALGOS["rloo"]),
+    "rloo, KL in the reward": (
+        "RLOO", 1, 250.0, dict(beta=0.01), nr.ALGOS["rloo"] | dict(kl_coef=0.01, kl_in="reward")),
     "rloo, two epochs": ("RLOO", 2, 250.0, dict(num_iterations=2), nr.ALGOS["rloo"]),
 }
 

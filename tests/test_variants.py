@@ -13,7 +13,7 @@ import torch
 
 import data
 import nano_rlvr as nr
-from conftest import EXACT, close, make_config, within
+from conftest import EXACT, close, judged_by, make_config, within
 from runtime import dist, stats
 from runtime.checkpoint import Progress
 
@@ -74,7 +74,7 @@ def test_decorrelated_advantages_are_orthogonal_to_length_and_still_sum_to_0():
 def two_and_three(old, advantage=(1.0,) * 5):
     """A batch of one sequence of two tokens and one of three. vLLM's log-probs are 0."""
     return SimpleNamespace(
-        completion_lengths=torch.tensor([2, 3]), sequence_ids=torch.tensor([0, 0, 1, 1, 1]),
+        lengths=torch.tensor([2, 3]), sequence_ids=torch.tensor([0, 0, 1, 1, 1]),
         weight=tensor(0.1, 0.2, 0.3, 0.4, 0.5), advantage=tensor(*advantage), old=tensor(*old),
         vllm_logps=tensor(*[0.0] * 5))
 
@@ -82,7 +82,7 @@ def two_and_three(old, advantage=(1.0,) * 5):
 def single_tokens(old, advantage):
     """A batch of sequences of one token, all of weight 1."""
     n = len(old)
-    return SimpleNamespace(completion_lengths=torch.ones(n), sequence_ids=torch.arange(n),
+    return SimpleNamespace(lengths=torch.ones(n), sequence_ids=torch.arange(n),
                            weight=tensor(*[1.0] * n), advantage=tensor(*advantage), old=tensor(*old))
 
 
@@ -193,7 +193,7 @@ def test_sequence_mask_equals_a_loop_over_sequences():
     torch.manual_seed(0)
     lengths = torch.randint(1, 30, (50,))
     sequence_ids = torch.arange(50).repeat_interleave(lengths)
-    batch = SimpleNamespace(completion_lengths=lengths, sequence_ids=sequence_ids)
+    batch = SimpleNamespace(lengths=lengths, sequence_ids=sequence_ids)
     mismatch = torch.randn(len(sequence_ids), dtype=torch.float64)
     mismatch += torch.randn(50, dtype=torch.float64)[sequence_ids]
     wanted = []
@@ -229,7 +229,7 @@ class Policy:
 
 def test_update_reports_correction_over_all_packs():
     """Effective sample size as a fraction of R tokens: (sum w)^2 / (R sum w^2). Two packs, five tokens."""
-    packs = [nr.collate([nr.Rollout([0], [1] * n, "", False, [0.0] * n, advantage=1.0, weight=0.1)])
+    packs = [nr.collate([nr.Rollout([0], [1] * n, "", False, [0.0] * n, advantages=[1.0] * n, weight=0.1)])
              for n in (2, 3)]
     mismatch = [math.log(x) for x in (1 / 4, 2, 1, 3, 9)]
     cfg = make_config(kl_coef=0.0, mismatch_bound=1e9, correction="token_mask")
@@ -323,6 +323,7 @@ class Sampler:
 TRAIN = [{"question": str(i), "answer": str(i), "prompt_ids": [i % 200, i // 200]} for i in range(1000)]
 
 
+@judged_by("half")
 def verifier(texts, question, **columns):
     """Every third question: half of the samples are right. All other questions: all samples are right."""
     values = [float(i % 2 == 0 or int(q) % 3 != 0) for i, q in enumerate(question)]
@@ -331,7 +332,8 @@ def verifier(texts, question, **columns):
 
 def constant_reward(value):
     """A verifier that gives every completion the same reward."""
-    return lambda texts, **columns: ([value] * len(texts), {"x": [value] * len(texts)}, {})
+    return judged_by("x")(
+        lambda texts, **columns: ([value] * len(texts), {"x": [value] * len(texts)}, {}))
 
 
 def prompts_of(groups):
@@ -437,6 +439,7 @@ def updates(monkeypatch):
     return calls
 
 
+@judged_by("x")
 def by_step(texts, step, **columns):
     """A verifier whose mean reward differs from step to step: sample i gets i % 4 + 8 * step."""
     values = [i % 4 + 8.0 * step for i in range(len(texts))]
@@ -448,7 +451,7 @@ def test_running_baseline_starts_at_the_first_mean_and_moves_by_a_tenth_per_step
     steps = loop(tmp_path, tokenizer, by_step, steps=3, baseline="running", scale="none", kl_coef=0.0)
     for (_, rollouts), baseline in zip(steps, (1.5, 1.5, 2.3), strict=True):
         assert len(rollouts) == 16
-        close([r.advantage for r in rollouts], [r.reward - baseline for r in rollouts])
+        close([r.advantages[0] for r in rollouts], [r.reward - baseline for r in rollouts])
 
 
 def test_a_reference_that_is_reset_is_the_policy_of_that_step(group, tmp_path, tokenizer):

@@ -1,0 +1,54 @@
+"""Credit per token: the rewards of the steps of a completion, and the advantage of each of its tokens."""
+import bisect
+import math
+
+import numpy as np
+import torch
+
+from runtime import dist
+
+
+def ends_in_tokens(rollouts, llm):
+    """Replaces the end of each step in r.steps, a number of characters of r.text, by a number of tokens.
+
+    A step ends with the token that completes its last character (a character may have several tokens). A step
+    that covers the whole text also covers the tokens after it, which have no text: the end of the sequence.
+    """
+    for r in rollouts:
+        def complete(tokens, end):  # whether the first `tokens` tokens give the first `end` characters
+            text = llm.get_tokenizer().decode(r.completion[:tokens], skip_special_tokens=True)
+            return text[:end] == r.text[:end]
+
+        n = len(r.completion)
+        r.steps = [(n if end == len(r.text) else
+                    1 + bisect.bisect_left(range(1, n), True, key=lambda k: complete(k, end)), value)  # noqa: B023
+                   for end, value in r.steps]
+
+
+def step_rewards(r, kl_coef):
+    """The rewards of the steps of a rollout: list of at least one number, NaN without a verdict. An outcome
+    reward is one step. r.kl, see --kl_in, is subtracted from the last one."""
+    rewards = [reward for _, reward in r.steps] or [math.nan if r.reward is None else r.reward]
+    return rewards[:-1] + [rewards[-1] - kl_coef * r.kl]
+
+
+def gather(groups, get, cfg):
+    """(G, n K): get(rollout), a list of at most K numbers, for the groups of all ranks, in the order of the
+    ranks. Shorter lists are filled with NaN. Collective."""
+    rows = dist.all_gather([[get(r) for r in group] for group in groups])  # concatenates the ranks' lists
+    K = max((len(x) for row in rows for x in row), default=1)
+    rows = [[x + [math.nan] * (K - len(x)) for x in row] for row in rows]
+    return torch.tensor(rows).view(-1, cfg.samples * K)
+
+
+def spread(groups, advantages):
+    """Fills r.advantages, one per completion token, from advantages (G, n K) of the steps of all ranks: the
+    sum over the steps that end at the token or later. Collective."""
+    start = sum(dist.all_gather([len(groups)])[:dist.rank()])  # groups of the ranks before this one
+    for group, row in zip(groups, advantages[start:].tolist()):
+        K = len(row) // len(group)
+        for i, r in enumerate(group):
+            at_end = np.zeros(len(r.completion))  # of the steps that end with this token
+            for (end, _), advantage in zip(r.steps or [(len(r.completion), r.reward)], row[i * K:]):
+                at_end[end - 1] += advantage
+            r.advantages = at_end[::-1].cumsum()[::-1].tolist()
