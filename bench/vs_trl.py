@@ -102,8 +102,8 @@ def ours(argv, micro, folder):
         marks.set()
         train(*args, **kwargs)
 
-    def timed_write(self, step, metrics, *rollouts):
-        write(self, step, metrics, *rollouts)
+    def timed_write(self, step, metrics, *args, **kwargs):
+        write(self, step, metrics, *args, **kwargs)
         marks.set()
         if "lr" in metrics:  # the last line has only an evaluation
             seconds = {stage: metrics[f"seconds/{stage}"] for stage in ("rollout", "reward", "sync")}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "bench/faults.py",
-          "models/tiny/*")
+          "examples/*.py", "models/tiny/*")
 STAGES = (  # each runs if the one before it passed
     ["tests/test_credit.py", "tests/test_variants.py", "tests/test_math.py", "tests/test_guard.py"],
     ["tests/test_process_rewards.py"],
@@ -27,11 +27,13 @@ STAGES = (  # each runs if the one before it passed
     ["tests/test_families.py", "-k", "one_sequence_at_a_time"],
     ["tests/test_checksum.py", "-k", "not damaged"],
     ["tests/test_evaluation.py", "-k", "not vllm"],
+    ["tests/test_tools.py", "-k", "not program and not example"],
     ["tests/test_resume.py", "-k", "not killed and not two_ranks and not does_not_answer"])
 EVALUATION = "runtime/evaluation.py"
 CREDIT = "runtime/credit.py"
 CHECKPOINT, FOLDER = "runtime/checkpoint.py", "runtime/folder.py"
 VERIFIER = "verify/verifier.py"
+TOOL = "examples/python_tool.py"
 SCRIPT, HEAD, ATTENTION, STATS = "nano_rlvr.py", "runtime/head.py", "runtime/attention.py", "runtime/stats.py"
 FAULTS = [  # (description, file, text, what replaces it)
     ("clip: maximum instead of minimum", SCRIPT, "torch.minimum(bounded", "torch.maximum(bounded"),
@@ -207,6 +209,12 @@ FAULTS = [  # (description, file, text, what replaces it)
     ("process_rewards: a running total may be right twice", "rewards.py",
      'match[1] == next(wanted, "")', 'match[1] in map(str, totals)'),
     ("guard: columns of the first row only", SCRIPT, "set().union(*examples)", "examples[0].keys()"),
+    ("tools: the output counts as sampled", TOOL, "[False] * len(output)", "[True] * len(output)"),
+    ("tools: the last turn is decoded and encoded again", TOOL, "r.completion += new.completion[:room]",
+     'r.completion += tokenizer(new.text, add_special_tokens=False)["input_ids"][:room]'),
+    ("tools: all samples of a later turn share their noise", TOOL,
+     "request_seed(seeds[i // n], i % n, turn)", "request_seed(seeds[i // n], turn)"),
+    ("tools: no room is kept for the next turn", TOOL, "r.truncated = room <= 0", "r.truncated = False"),
 ]
 
 

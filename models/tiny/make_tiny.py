@@ -61,6 +61,37 @@ def demonstration(example, rng):
     return f"<think></think><answer>{total + rng.randint(-5, 5)}</answer><|endoftext|>"
 
 
+def cold_start(tokenizer, sample, steps, batch, lr, seed, layers=4):
+    """Supervised training of a new Qwen2. sample(rng): a Rollout whose sampled tokens are to be learned."""
+    from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
+    AttentionInterface.register("packed", packed_attention)
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
+        dtype="float32")
+    model = Qwen2ForCausalLM._from_config(config, attn_implementation="packed")
+    policy, rng = nano_rlvr.TokenLogps(model), random.Random(seed)
+    adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    start = time.time()
+    for step in range(steps):
+        warmup = min(1, (step + 1) / 100)
+        decay = 0.51 + 0.49 * math.cos(math.pi * step / steps)  # cosine from 1 to 0.02
+        for group in adam.param_groups:
+            group["lr"] = lr * warmup * decay
+        logp, _ = policy(nano_rlvr.collate([sample(rng) for _ in range(batch)]))  # (R,)
+        loss = -logp.mean()
+        adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        adam.step()
+        if step % 100 == 0 or step == steps - 1:
+            print(f"step {step:5d}  loss {loss.item():.4f}  {time.time() - start:6.1f} s", flush=True)
+    return model
+
+
 def main():
     raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -70,41 +101,17 @@ def main():
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
-    AttentionInterface.register("packed", packed_attention)
-
     tokenizer = make_tokenizer()
-    torch.manual_seed(args.seed)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
-        dtype="float32")
-    model = Qwen2ForCausalLM._from_config(config, attn_implementation="packed")
-    policy, rng = nano_rlvr.TokenLogps(model), random.Random(args.seed)
-    adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    start = time.time()
-    for step in range(args.steps):
-        warmup = min(1, (step + 1) / 100)
-        decay = 0.51 + 0.49 * math.cos(math.pi * step / args.steps)  # cosine from 1 to 0.02
-        for group in adam.param_groups:
-            group["lr"] = args.lr * warmup * decay
-        batch = []
-        while len(batch) < args.batch:
+
+    def sample(rng):
+        while True:
             example = data.arithmetic(rng)
             if zlib.crc32(example["question"].encode()) % 8:  # not one of the held-out questions
                 completion = tokenizer(demonstration(example, rng), add_special_tokens=False)["input_ids"]
                 prompt = data.encode(example, tokenizer, "chat")
-                batch.append(nano_rlvr.Rollout(prompt, completion, "", False, [0.0]))
-        logp, _ = policy(nano_rlvr.collate(batch))  # (R,)
-        loss = -logp.mean()
-        adam.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        adam.step()
-        if step % 100 == 0 or step == args.steps - 1:
-            print(f"step {step:5d}  loss {loss.item():.4f}  {time.time() - start:6.1f} s", flush=True)
+                return nano_rlvr.Rollout(prompt, completion, "", False, [0.0] * len(completion))
+
+    model = cold_start(tokenizer, sample, args.steps, args.batch, args.lr, args.seed)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
 

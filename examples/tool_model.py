@@ -1,0 +1,79 @@
+"""Makes a small model that can call Python but mostly guesses, and its task, products of two numbers.
+
+    python examples/tool_model.py --out runs/tool          4 minutes on one core; seeded (--seed)
+
+Writes the model, train.jsonl and test.jsonl. The supervised examples are products such as 347*86, of numbers
+with up to three digits, each answered in one of two ways:
+
+    guess    <answer>28913</answer>    off by up to 10 %, nearly always wrong
+    call     <python>print(347*86)</python><output>29842</output><answer>29842</answer>    always right
+
+The output is not to be learned: it comes from the program. The share of calls is HABIT, the same for all
+questions, so that the greedy answer is a guess. With examples/python_tool.py RL finds out that calling pays.
+"""
+import argparse
+import json
+import sys
+import zlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "models/tiny")]
+from make_tiny import cold_start, make_tokenizer  # noqa: E402
+
+import data  # noqa: E402
+import nano_rlvr  # noqa: E402
+
+HABIT = 0.3  # share of the examples that call Python
+TAGS = ["<python>", "</python>", "<output>", "</output>"]  # one token each
+
+
+def product(rng):
+    """A product of two numbers with 1 to 3 digits each."""
+    a, b = (rng.randrange(1, 10 ** rng.randint(1, 3)) for _ in range(2))
+    return {"question": f"{a}*{b}", "answer": str(a * b)}
+
+
+def demonstration(example, rng):
+    """A completion in parts [(text, whether it is to be learned), ...]."""
+    question, answer = example["question"], int(example["answer"])
+    if rng.random() < HABIT:
+        return [(f"<python>print({question})</python>", True), (f"<output>{answer}</output>", False),
+                (f"<answer>{answer}</answer><|endoftext|>", True)]
+    return [(f"<answer>{round(answer * rng.uniform(0.9, 1.1))}</answer><|endoftext|>", True)]
+
+
+def main():
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--out", default="runs/tool")
+    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(TAGS)
+
+    def sample(rng):
+        while True:
+            example = product(rng)
+            if zlib.crc32(example["question"].encode()) % 8:  # not one of the held-out questions
+                parts = [(tokenizer(text)["input_ids"], learned)
+                         for text, learned in demonstration(example, rng)]
+                completion = [token for ids, _ in parts for token in ids]
+                learned = [learned for ids, learned in parts for _ in ids]
+                prompt = data.encode(example, tokenizer, "chat")
+                return nano_rlvr.Rollout(prompt, completion, "", False, [0.0] * len(completion), learned)
+
+    model = cold_start(tokenizer, sample, args.steps, args.batch, args.lr, args.seed, layers=args.layers)
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    for split, size in (("train", 8192), ("test", 512)):
+        rows = data.generate(product, split, size, args.seed)
+        (Path(args.out) / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
