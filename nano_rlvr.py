@@ -54,7 +54,7 @@ from runtime.folder import claim_folder
 from runtime.head import CHUNK, HeadLogps
 from runtime.log import Log, summary, timed
 from runtime.lora import WithoutAdapters
-from runtime.packing import pack, pack_evenly  # noqa: F401  users reach pack() here
+from runtime.packing import balance, pack, pack_evenly  # noqa: F401  users reach pack() here
 
 # ---------------------------------------------------------------------------------------------------- config
 
@@ -243,7 +243,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
 
 def sampler(name):
     """The function that samples: rollout, or with --rollout my_file.py:my_rollout that one."""
-    return rewards.load(*name.rsplit(":", 1)) if name else rollout
+    return guard.checked(rewards.load(*name.rsplit(":", 1), kind="rollout")) if name else rollout
 
 
 # ------------------------------------------------------------------------------------------------- 2. reward
@@ -728,17 +728,18 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
         with timed(metrics, "sync"):
             sleep.put_to_sleep(llm, policy)  # GPU memory: from vLLM to the trainer, and back in sync_weights
         with timed(metrics, "update"):
+            if cfg.ref_reset_every and step and step % cfg.ref_reset_every == 0 and ref is not None:
+                ref.model.load_state_dict(dict(checkpoint.named_weights(policy)))  # preflight: not with LoRA
             if cfg.kl_in == "reward" and ref is not None:
                 metrics |= store_kl(ref, [r for g in groups for r in g], sampled[0][0], cfg)
             progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
             minibatches = []  # 4. one list of batches per optimizer step
             for i in range(cfg.minibatches):
                 trained = assign_token_weights([r for g in groups[i::cfg.minibatches] for r in g], cfg)
+                trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
                 # ranks with fewer packs add copies of the filler; pack_evenly sets their weight to 0
                 packs = pack_evenly(trained, filler=sampled[0][0], budget=cfg.pack_tokens)
                 minibatches.append([collate(p, dist.device()) for p in packs])  # 60 bytes per token
-            if cfg.ref_reset_every and step and step % cfg.ref_reset_every == 0 and ref is not None:
-                ref.model.load_state_dict(dict(checkpoint.named_weights(policy)))  # preflight: not with LoRA
             store_fixed_logps(policy, ref, sum(minibatches, []), cfg)  # 5. ref, old
             engines.set_lr(policy, lr_at(step, cfg))
             history = [update(policy, batches, cfg)  # 5. 6. 7.

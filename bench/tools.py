@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -18,7 +19,7 @@ from runtime import curve, log  # noqa: E402
 FLAGS = """--template chat --rollout examples/python_tool.py:python_rollout
     --rewards gsm8k,examples/python_tool.py:tool_calls:0 --steps 16 --prompts 16 --samples 16
     --max_prompt 32 --max_tokens 64 --lr 3e-4 --kl_coef 0 --eval_every 4 --eval_size 128
-    --save_every 0""".split()
+    --save_every 0 --keep_rollouts 256""".split()
 
 
 def main():
@@ -40,9 +41,10 @@ def main():
 
 def report(folders):
     """Writes the table and the curve of finished runs to bench/results/."""
-    lines = []
+    lines, commits = [], set()
     for folder in folders:
         rows, about = curve.read(folder), json.loads((folder / "config.json").read_text())
+        commits.add(about["commit"])
         evals = [row for row in rows if "eval/accuracy" in row]
         train = [row for row in rows if "reward/tool_calls" in row]
         if not lines:
@@ -58,8 +60,16 @@ def report(folders):
                             ("sampled tokens", lengths)):
             lines.append(f"| {folder.name} | {name} | {' | '.join(cells)} | {seconds} |")
             seconds = ""
+    for folder in folders:
+        read = map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines())
+        first = [r["parts"] for r in read if r["step"] == 0]
+        called = [p["gsm8k"] for p in first if p["tool_calls"]]
+        guessed = [p["gsm8k"] for p in first if not p["tool_calls"]]
+        lines += ["", f"seed {folder.name}, step 0: {len(called) / len(first):.1%} of {len(first)} samples "
+                      f"call; right: {fmean(called):.1%} of these, {fmean(guessed):.1%} of the others"]
     versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
-    lines += ["", f"commit {about['commit']}, {about['device']}, {versions}; `python bench/tools.py`"]
+    commits = ", ".join(sorted(commits))
+    lines += ["", f"commit {commits}, {about['device']}, {versions}; `python bench/tools.py`"]
     results = ROOT / "bench/results"
     (results / "tools.md").write_text("\n".join(lines) + "\n")
     curve.draw(folders, results / "tools.png", [f"seed {folder.name}" for folder in folders])

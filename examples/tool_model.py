@@ -1,6 +1,6 @@
 """Makes a small model that can call Python but mostly guesses, and its task, products of two numbers.
 
-    python examples/tool_model.py --out runs/tool          4 minutes on one core; seeded (--seed)
+    python examples/tool_model.py --out runs/tool          90 seconds on one core; seeded (--seed)
 
 Writes the model, train.jsonl and test.jsonl. The supervised examples are products such as 347*86, of numbers
 with up to three digits, each answered in one of two ways:
@@ -30,7 +30,8 @@ TAGS = ["<python>", "</python>", "<output>", "</output>"]  # one token each
 
 def product(rng):
     """A product of two numbers with 1 to 3 digits each."""
-    a, b = (rng.randrange(1, 10 ** rng.randint(1, 3)) for _ in range(2))
+    digits = rng.randint(1, 3), rng.randint(1, 3)
+    a, b = (rng.randrange(10 ** (n - 1), 10**n) for n in digits)
     return {"question": f"{a}*{b}", "answer": str(a * b)}
 
 
@@ -47,7 +48,7 @@ def main():
     raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--out", default="runs/tool")
-    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--layers", type=int, default=2)

@@ -58,17 +58,20 @@ def flash_attention(q, k, v, batch, scaling):
 def attend_in_groups(q, k, v, batch, scaling):
     """The same with PyTorch's dense attention: one call per run of sequences with equal lengths."""
     k, v = repeat_heads(k, q), repeat_heads(v, q)  # (K, heads, d) twice
-    out, q_start, k_start = [], 0, 0
     lengths = zip(batch.cu_seqlens_q.diff().tolist(), batch.cu_seqlens_k.diff().tolist())
-    for (m, n), run in itertools.groupby(lengths):  # sequences of m queries and n keys
-        b = len(list(run))
-        q_run = q[q_start:q_start + b * m].unflatten(0, (b, m)).transpose(1, 2)  # (b, heads, m, d)
-        k_run, v_run = (x[k_start:k_start + b * n].unflatten(0, (b, n)).transpose(1, 2)
-                        for x in (k, v))  # (b, heads, n, d)
+    # sequences of m queries and n keys, b times in a row
+    runs, out = [(m, n, len(list(run))) for (m, n), run in itertools.groupby(lengths)], []
+    # split(), not slices: the backward pass of a slice fills a tensor of full size with zeros
+    q = q.split([b * m for m, n, b in runs])
+    k, v = (x.split([b * n for m, n, b in runs]) for x in (k, v))
+    for (m, n, b), q_run, k_run, v_run in zip(runs, q, k, v):
+        q_run = q_run.unflatten(0, (b, m)).transpose(1, 2)  # (b, heads, m, d)
+        k_run, v_run = (x.unflatten(0, (b, n)).transpose(1, 2) for x in (k_run, v_run))  # (b, heads, n, d)
         # a prompt stored earlier: these m queries are the last m of n positions
-        mask = None if m == n else torch.ones(m, n, dtype=torch.bool, device=q.device).tril(n - m)  # (m, n)
+        mask = None  # (m, n)
+        if m < n:
+            mask = torch.ones(m, n, dtype=torch.bool, device=q_run.device).tril(n - m)
         out_run = F.scaled_dot_product_attention(
             q_run, k_run, v_run, mask, is_causal=m == n, scale=scaling)  # (b, heads, m, d)
         out.append(out_run.transpose(1, 2).flatten(0, 1))  # (b * m, heads, d)
-        q_start, k_start = q_start + b * m, k_start + b * n
     return torch.cat(out)  # (T, heads, d)

@@ -1,5 +1,6 @@
 """Credit per token: the rewards of the steps of a completion, and the advantage of each of its tokens."""
 import bisect
+import itertools
 import math
 
 import numpy as np
@@ -14,15 +15,24 @@ def ends_in_tokens(rollouts, llm):
     A step ends with the token that completes its last character (a character may have several tokens). A step
     that covers the whole text also covers the tokens after it, which have no text: the end of the sequence.
     """
-    for r in rollouts:
+    tokenizer = llm.get_tokenizer()
+    for r in (r for r in rollouts if r.steps):
+        pieces = tokenizer.batch_decode([[token] for token in r.completion], skip_special_tokens=True)
+        covered = list(itertools.accumulate(map(len, pieces)))  # characters
+        exact = "".join(pieces) == r.text  # no token has a part of a character or depends on those before it
+
         def complete(tokens, end):  # whether the first `tokens` tokens give the first `end` characters
-            text = llm.get_tokenizer().decode(r.completion[:tokens], skip_special_tokens=True)
+            if exact:  # without decoding each prefix, which takes seconds for a long completion
+                return covered[tokens - 1] >= end
+            text = tokenizer.decode(r.completion[:tokens], skip_special_tokens=True)
             return text[:end] == r.text[:end]
 
-        n = len(r.completion)
-        r.steps = [(n if end == len(r.text) else
-                    1 + bisect.bisect_left(range(1, n), True, key=lambda k: complete(k, end)), value)  # noqa: B023
-                   for end, value in r.steps]
+        def tokens_of(end):
+            if end == len(r.text):
+                return len(r.completion)
+            return 1 + bisect.bisect_left(range(1, len(r.completion)), True, key=lambda k: complete(k, end))
+
+        r.steps = [(tokens_of(end), value) for end, value in r.steps]
 
 
 def step_rewards(r, kl_coef):

@@ -1,7 +1,9 @@
 """Which process this is, and sums and lists over all processes. A single process is a world of size 1."""
+import contextlib
 import datetime
 import os
 import socket
+import time
 
 import torch
 
@@ -49,7 +51,8 @@ def all_sum(*values):
     """Sums of numbers over all ranks, in double precision: a list with one float per argument."""
     total = torch.tensor(values, dtype=torch.float64)
     if world_size() > 1:
-        torch.distributed.all_reduce(total)
+        with _waiting():
+            torch.distributed.all_reduce(total)
     return total.tolist()
 
 
@@ -58,8 +61,31 @@ def all_gather(items):
     lists = [items]
     if world_size() > 1:
         lists = [None] * world_size()
-        torch.distributed.all_gather_object(lists, items)
+        with _waiting():
+            torch.distributed.all_gather_object(lists, items)
     return [item for part in lists for item in part]
+
+
+_waited = 0.0  # seconds in all_sum and all_gather
+
+
+@contextlib.contextmanager
+def _waiting():
+    """Adds the seconds of a with-block to _waited."""
+    global _waited
+    start = time.perf_counter()
+    yield
+    _waited += time.perf_counter() - start
+
+
+def mean_wait():
+    """Seconds in all_sum and all_gather since the last call, mean over the ranks. Collective.
+
+    It is the time that ranks wait for the slowest, and the transfer. DeepSpeed's reductions are not included.
+    """
+    global _waited
+    [total], _waited = all_sum(_waited), 0.0
+    return total / world_size()
 
 
 def print_once(text, file=None):

@@ -69,7 +69,7 @@ def select(selector, groups, examples):
 
 def open_answers(rollouts, cfg, tokenizer, opener, sample):
     """Budget forcing (s1, arXiv:2501.19393): cuts each greedy completion that is longer than a budget there,
-    appends the opener and lets the model answer, greedily. All answers come from one call.
+    appends the opener and lets the model answer, greedily. All answers come from one call. Collective.
 
     -> {(budget, index): rollout with the cut completion, the opener and the answer}.
     """
@@ -77,7 +77,7 @@ def open_answers(rollouts, cfg, tokenizer, opener, sample):
     opened = {(budget, i): r.completion[:budget] + opener for budget in token_budgets(cfg.eval_budget)
               for i, r in enumerate(rollouts) if len(r.completion) > budget}
     prompts = [rollouts[i].prompt + tokens for (_, i), tokens in opened.items()]
-    for (key, tokens), r in zip(opened.items(), sample(prompts, 1, 0.0, limit) if prompts else ()):
+    for (key, tokens), r in zip(opened.items(), sample(prompts, 1, 0.0, limit)):  # collective: also without
         tokens = tokens + r.completion
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         opened[key] = type(r)(rollouts[key[1]].prompt, tokens, text, r.truncated, [0.0] * len(tokens))

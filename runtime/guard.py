@@ -1,4 +1,5 @@
-"""Checks on verdicts and optimizer steps: before a step is taken, and whether DeepSpeed took it."""
+"""Checks on rollouts, verdicts and optimizer steps: before a step is taken, and whether DeepSpeed took it."""
+import functools
 import json
 import math
 
@@ -19,6 +20,24 @@ def check_step(metrics, mismatch_bound):
             "The step was not taken.")
     if not math.isfinite(metrics["loss"]):
         raise RunError(f"the loss is {metrics['loss']}; the step was not taken")
+
+
+def checked(rollout):
+    """--rollout's function, whose result is checked: RunError if it does not fit what was asked for."""
+    @functools.wraps(rollout)
+    def sample(llm, prompts, n, *args, **sampling):
+        rollouts = rollout(llm, prompts, n, *args, **sampling)
+        if [r.prompt for r in rollouts] != [prompt for prompt in prompts for _ in range(n)]:
+            raise RunError(f"--rollout: it must return {n} Rollouts per prompt, in the order of the "
+                           f"{len(prompts)} prompts and with their ids; it returned {len(rollouts)}")
+        for r in rollouts:
+            if not len(r.completion) == len(r.vllm_logps) == len(r.sampled) or not any(r.sampled):
+                raise RunError(f"--rollout: a completion has {len(r.completion)} tokens, {len(r.vllm_logps)} "
+                               f"log-probs and {len(r.sampled)} marks whether a token was sampled; they must "
+                               "be equally many, with at least one sampled token")
+        return rollouts
+
+    return sample
 
 
 def check_verdicts(prefix, values, metrics, verifier):

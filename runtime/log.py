@@ -148,7 +148,7 @@ class Log:
 
     def _append(self, name, rows):
         """Adds whole lines to a file, or none. Raises RunError if the disk is full."""
-        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        lines = "".join(json.dumps(row, default=str) + "\n" for row in rows).encode()
         try:
             with (self.folder / name).open("ab", buffering=0) as f:
                 size = os.fstat(f.fileno()).st_size
@@ -275,4 +275,5 @@ def summary(cfg, trained_groups, sampled_groups, metrics):
         "tokens": sum(lengths),
         "tokens_per_second": sum(lengths) / stage_seconds([metrics]),
         "mfu": flops / (metrics["seconds/update"] * peak_flops(cfg.dtype) * dist.world_size()),
+        **({"seconds/wait": dist.mean_wait()} if dist.world_size() > 1 else {}),
     }

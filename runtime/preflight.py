@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -51,13 +52,15 @@ NEEDS = (
     ("clip_high", lambda cfg, _: cfg.gate in ("clip", "detach"), "--gate clip or detach"),
     ("squared_tau", lambda cfg, _: cfg.gate == "squared", "--gate squared"),
     ("kl_in", lambda cfg, _: cfg.kl_coef, "--kl_coef above 0"),
-    ("overlong", lambda cfg, _: cfg.overlong_buffer, "--overlong_buffer"),
+    ("overlong", lambda cfg, names: cfg.overlong_buffer or "overlong" in names, "--overlong_buffer"),
     ("soft_tau_pos soft_tau_neg", lambda cfg, _: cfg.gate == "soft", "--gate soft"),
     ("ref_reset_every", lambda cfg, _: cfg.kl_coef, "a reference model: --kl_coef above 0"),
     ("eps", lambda cfg, _: cfg.scale != "none" or cfg.decorrelate_length, "--scale group, batch or mean"),
     ("correction_cap", lambda cfg, _: cfg.correction != "none", "a --correction"),
-    ("judge_url judge_model", lambda _, names: "judge" in names, "--rewards judge"),
-    ("allow_unsafe_code", lambda _, names: "code" in names, "--rewards code"),
+    # rows of files and hub sets may name these rewards
+    ("judge_url judge_model", lambda cfg, names: cfg.data or cfg.eval_data or "judge" in names,
+     "--rewards judge"),
+    ("allow_unsafe_code", lambda cfg, names: cfg.data or cfg.eval_data or "code" in names, "--rewards code"),
     ("eval_select", lambda cfg, _: cfg.eval_n, "--eval_n, whose samples it selects from"),
     ("vllm_memory", lambda *_: torch.cuda.is_available(), "a GPU"),
 )
@@ -158,6 +161,8 @@ def check(cfg, tasks, parse_spec):
          f"--minibatches {cfg.minibatches} must divide the {cfg.prompts // ranks} prompts of each rank"),
         (cfg.task not in tasks,
          f"--task {cfg.task}: choose one of {', '.join(tasks)} (use --data for a file or a hub dataset)"),
+        (cfg.rollout and not re.fullmatch(r".+:\w+", cfg.rollout),
+         f"--rollout {cfg.rollout}: must be a file and a function in it, my_file.py:my_rollout"),
         (cfg.lora_rank and cfg.zero_stage == 3,
          "--lora_rank needs --zero_stage 1 or 2: each rank merges the adapters on its own"),
         (cfg.compile == "on" and cfg.zero_stage == 3,

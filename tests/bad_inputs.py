@@ -66,6 +66,8 @@ COMBINATIONS = [  # argv, a part of the line
     ("--delta 1.1", "--delta 1.1: must be above 1 + clip_high = 1.2"),
     ("--delta 2 --clip_high 1.5", "--delta 2: must be above 1 + clip_high = 2.5"),
     ("--resample 2", "it needs --drop_flat_groups"),
+    ("--rollout my_rollout", "--rollout my_rollout: must be a file and a function in it"),
+    ("--rollout nowhere.py:f", "rollout file 'nowhere.py' does not exist"),
     ("--algo grpo --resample 1", "it needs --drop_flat_groups"),
     ("--lora_rank 4 --zero_stage 3", "--lora_rank needs --zero_stage 1 or 2"),
     ("--lora_rank 4 --ref_reset_every 5", "--ref_reset_every needs a separate reference"),

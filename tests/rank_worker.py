@@ -1,6 +1,7 @@
 """Run by test_ranks.py, with and without torchrun: optimizer steps on fixed rollouts, in float64.
 
-Each rank takes its part of the rollouts. Rank 0 saves the final weights and the metrics of the last step.
+Of two ranks, the first one gets `first` of the 16 rollouts; with `balanced` 1 they are then redistributed.
+Rank 0 saves the final weights and the metrics of the last step.
 With a folder, the steps continue from the checkpoint there and end with a new one.
 """
 import functools
@@ -14,7 +15,7 @@ import nano_rlvr as nr
 from conftest import fixed_rollouts, float64, make_checkpoints, make_config
 from runtime import checkpoint, dist, engines, rehearsal
 
-out, model, aggregate, stage, steps, folder = sys.argv[1:]
+out, model, aggregate, stage, steps, folder, first, balanced = sys.argv[1:]
 initialize = deepspeed.initialize
 
 
@@ -30,10 +31,16 @@ with float64():
     cfg = make_config(model=model, aggregate=aggregate, zero_stage=int(stage), lr=1e-3, pack_tokens=120,
                       kl_coef=0.0, mismatch_bound=1e9)
     engine = nr.make_policy(cfg)
-    mine = fixed_rollouts(AutoTokenizer.from_pretrained(make_config().model), groups=4)
+    rollouts = fixed_rollouts(AutoTokenizer.from_pretrained(make_config().model), groups=4)
+    mine, filler = rollouts, rollouts[0]
     if dist.world_size() == 2:
-        mine = mine[12:] if dist.rank() else mine[:12]  # uneven on purpose
-    packs = nr.pack_evenly(nr.assign_token_weights(mine, cfg), filler=mine[0], budget=cfg.pack_tokens)
+        mine = mine[int(first):] if dist.rank() else mine[:int(first)]
+    trained = nr.assign_token_weights(mine, cfg)
+    if int(balanced):
+        trained = nr.balance(trained, model)
+        assert dist.world_size() > 1 or trained == mine
+        assert 0.4 < sum(map(len, trained)) * dist.world_size() / sum(map(len, rollouts)) < 1.6
+    packs = nr.pack_evenly(trained, filler, budget=cfg.pack_tokens)
     batches = [nr.collate(p) for p in packs]
     if folder:
         rehearsal.run(engine, lambda: nr.update(engine, batches, cfg), "float32")  # creates AdamW's moments

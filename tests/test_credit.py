@@ -78,6 +78,27 @@ def test_a_step_ends_with_the_token_that_completes_its_last_character(tokenizer)
     assert r.steps == [(2, 0.1), (3, 0.2), (6, 0.3), (8, 0.5), (len(ids), 0.6)]
 
 
+def test_the_ends_are_those_that_each_prefix_gives_also_where_a_token_has_a_part_of_a_character(tokenizer):
+    for text in ("12+3=15\n", "1×2=2, 3÷3=1 \U0001f600."):  # exact pieces; characters of two and four tokens
+        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        prefixes = [tokenizer.decode(ids[:k], skip_special_tokens=True) for k in range(len(ids) + 1)]
+        ends = range(1, len(text) + 1)
+        wanted = [next(k for k, x in enumerate(prefixes) if x[:end] == text[:end]) for end in ends]
+        r = nr.Rollout([0], ids, text, False, [0.0] * len(ids), steps=[(end, 1.0) for end in ends])
+        credit.ends_in_tokens([r], SimpleNamespace(get_tokenizer=lambda: tokenizer))
+        assert [end for end, _ in r.steps] == [*wanted[:-1], len(ids)]
+
+
+def test_prefixes_are_decoded_only_where_a_token_has_a_part_of_a_character(tokenizer, monkeypatch):
+    """A prefix per step and bisection: for a long completion with many steps that takes seconds."""
+    ids = tokenizer("1+1=2\n" * 50, add_special_tokens=False)["input_ids"]
+    r = nr.Rollout([0], ids, tokenizer.decode(ids), False, [0.0] * len(ids), steps=[(6, 1.0), (12, 1.0)])
+    calls, decode = [], type(tokenizer).decode
+    monkeypatch.setattr(type(tokenizer), "decode", lambda *args, **kw: calls.append(1) or decode(*args, **kw))
+    credit.ends_in_tokens([r], SimpleNamespace(get_tokenizer=lambda: tokenizer))
+    assert r.steps == [(6, 1.0), (12, 1.0)] and len(calls) <= 1
+
+
 def test_score_sums_the_rewards_of_the_steps(tokenizer):
     def verify(texts, **columns):
         return [[(1, 0.5), (2, -0.25)], None, 0.75], {"a": [0.25, None, 0.75]}, {}

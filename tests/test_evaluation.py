@@ -2,6 +2,7 @@
 import json
 import math
 import random
+from fractions import Fraction
 
 import pytest
 
@@ -120,7 +121,8 @@ def test_a_run_keeps_the_text_of_its_template_and_a_trained_model_brings_it(tmp_
     capsys.readouterr()
     assert nr.parse_config(["--model", str(tmp_path)]).template == cfg.template
     nr.parse_config(["--model", str(tmp_path), "--template", "r1"])
-    assert "note: --template r1, but" in (note := capsys.readouterr().err) and note.count("\n") == 1
+    [note] = [line for line in capsys.readouterr().err.splitlines() if "--template" in line]
+    assert note.startswith("note: --template r1, but") and note.endswith("--template Q: {question} A:")
 
 
 @pytest.mark.parametrize("argv, says", [
@@ -231,6 +233,15 @@ def test_a_completion_is_cut_at_the_budget_and_an_earlier_end_stays(tokenizer):
         assert r.text.endswith("</think><answer>7</answer>")
 
 
+def test_answers_are_asked_for_also_if_no_completion_is_long_enough(tokenizer):
+    """rollout() is collective: a rank that left it out would not be where the others are."""
+    calls = []
+    short = nr.Rollout([1, 2], [65], "", False, [0.0])
+    cfg = make_config(eval_budget="4", max_tokens=96)
+    assert evaluation.open_answers([short], cfg, tokenizer, "", lambda *args: calls.append(args) or []) == {}
+    assert [prompts for prompts, *_ in calls] == [[]]
+
+
 # ---- what is printed and written
 
 SETS = {"": dict(accuracy=0.5, low=0.4, high=0.6, n=30, length=7.0, truncated=0.1, no_verdict=0.0) | {
@@ -256,11 +267,11 @@ def test_the_table_has_a_row_per_set():
 
 def test_answers_are_cut_back_to_the_checkpoint_with_the_other_logs(group, tokenizer, tmp_path):
     run = Log(make_config(out=str(tmp_path), name="run"), tokenizer)
-    run.write(0, {"loss": 1.0}, answers=[{"question": "1+1"}])
+    run.write(0, {"loss": 1.0}, answers=[{"question": "1+1", "answer": Fraction(2)}])  # of any type
     sizes = run.sizes()
     run.write(1, {"loss": 1.0}, answers=[{"question": "1+2"}])
     run.cut_back(sizes)
-    assert (tmp_path / "run/eval.jsonl").read_text() == '{"step": 0, "question": "1+1"}\n'
+    assert (tmp_path / "run/eval.jsonl").read_text() == '{"step": 0, "question": "1+1", "answer": "2"}\n'
 
 
 def test_the_mean_of_a_reward_is_over_the_rollouts_that_have_it(group):

@@ -336,7 +336,7 @@ def test_docstring_examples():
 
 def test_the_public_names_of_the_script():
     for name in ("Config ALGOS Rollout group_advantages token_weights pack collate TokenLogps HeadLogps k3 "
-                 "policy_loss importance update rewards Verifier parse_config").split():
+                 "policy_loss importance update rewards parse_config").split():
         assert hasattr(nr, name), name
-    assert "math" in nr.rewards.REWARDS and nr.Verifier is nr.rewards.Verifier
+    assert "math" in nr.rewards.REWARDS
     assert list(inspect.signature(nr.policy_loss).parameters) == ["logp", "old", "ref", "batch", "cfg"]

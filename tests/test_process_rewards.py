@@ -164,7 +164,7 @@ def judge(my):
     ("size:0,letters", [(1, 0), (2, 1), (3, 0), (4, 1)]),
     ("letters:0,halves:1", [(2, 1), (4, -1)]),
     ("later,size", [(1, 2), (4, 4)]),
-    ("letters,batch:0.5", [(1, 0), (2, 1 + 0.5 * 2), (3, 0.5 * 1), (4, 1)]),  # correct: letters' sum, 2
+    ("letters,batch:0.5", [(1, 0), (2, 1 + 0.5 * 0.5), (3, 0.5 * 1), (4, 1)]),  # correct: letters' mean
     ("batch", [(1, 0), (2, -1), (3, 1)]),
     ("by_each,size:2", [(1, 1), (4, 0.5 + 2 * 4)]),
     ("letters,never", None),
@@ -172,9 +172,9 @@ def judge(my):
 def test_steps_and_numbers_are_weighted_and_added_where_they_end(judge, spec, wanted):
     (value,), parts, _ = judge(spec, ["aBcD"], goal="x")
     assert value == wanted and type(value) is type(wanted)
-    sums = {"letters": [2], "halves": [0], "size": [4], "later": [2], "by_each": [1.5], "never": [None]}
+    means = {"letters": [0.5], "halves": [0], "size": [4], "later": [2], "by_each": [0.75], "never": [None]}
     named = [part.partition(":")[0] for part in spec.split(",")]
-    assert all(parts[name] == sums[name] for name in named if name in sums)
+    assert all(parts[name] == means[name] for name in named if name in means)
     assert all(parts[name] == [None] for name in parts if name not in named)
 
 
@@ -182,7 +182,7 @@ def test_one_batch_may_hold_steps_numbers_and_no_verdicts(judge):
     texts = ["whole", "none", "number", "empty", "tuple", "list", "numpy"]
     values, parts, metrics = judge("kinds:2", texts)
     assert values == [[(5, 2.0)], None, 0.5, None, [(1, 2.0), (2, 0.0)], [(1, 2.0)], [(3, 4.0)]]
-    assert parts["kinds"] == [1.0, None, 0.25, None, 1.0, 1.0, 2.0] and not any(metrics.values())
+    assert parts["kinds"] == [1.0, None, 0.25, None, 0.5, 1.0, 2.0] and not any(metrics.values())
     values, _, _ = judge("kinds:0.5,size:0.1", texts)  # only where there are steps does the number become one
     assert values[:3] == [[(5, 0.5 + 0.1 * 5)], 0.1 * 4, 0.5 * 0.25 + 0.1 * 6] and values[3] == 0.1 * 5
     values, _, _ = judge("kinds:0,size", texts)
@@ -258,7 +258,7 @@ def test_each_row_is_judged_by_its_own_spec_alone(my):
         values, parts, metrics = verify(texts, answer=["7"] * 6, reward=specs)
         assert values == [1.0, 2.0, 0.0, 0.1 * 4, 2.5, [(1, 0.0), (2, 1.0)]] and not any(metrics.values())
         assert parts == {"gsm8k": [1, 1, 0, None, 1, None], "format": [None, 0, None, 0, 1, None],
-                         "size": [None, None, None, 4, None, None], "letters": [None] * 5 + [1]}
+                         "size": [None, None, None, 4, None, None], "letters": [None] * 5 + [0.5]}
         assert verify.weights_of(None) == verify.weights_of("") == verify.weights_of() == {"gsm8k": 1.0}
         assert list(verify.weights_of(specs[3]).items()) == [("format", 1.0), ("size", 0.1)]
         # without the column, or with one spec for all rows
@@ -293,7 +293,7 @@ def test_whole_batch_functions_see_the_completions_of_their_spec_only(my):
     # index, correct (-1: no other function in the spec), number of completions; size is a step at the end
     assert values == [[(1, 0), (2, 4), (3, 1), (4, 4)], [(1, 1), (2, -1), (3, 2)], 3.0,
                       [(1, 3), (2, -1), (3, 2)]]
-    assert parts == {"size": [4, None, 3, None], "batch": [5, 2, None, 4]}
+    assert parts == {"size": [4, None, 3, None], "batch": [5 / 3, 2 / 3, None, 4 / 3]}
 
 
 @pytest.mark.parametrize("bad, says", [

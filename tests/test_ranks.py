@@ -1,23 +1,31 @@
 """One process and two give the same numbers, with the real DeepSpeed; and the script runs under torchrun."""
+import itertools
 import json
+import random
 import subprocess
 import sys
 
 import pytest
 import torch
 
+import nano_rlvr as nr
 from conftest import ENV, EPS, EXACT, ROOT, close, make_config, within
-from runtime import engines
+from runtime import engines, packing
+from runtime.flops import ModelShape
 
 pytestmark = pytest.mark.numeric
 ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-@pytest.mark.parametrize("aggregate, stage, tied", [
-    ("sequence", 2, True), ("token", 3, True), ("token", 3, False), ("constant", 1, True)])
-def test_two_ranks_take_the_step_of_one(tmp_path, aggregate, stage, tied):
-    """In float64 (rank_worker.py). Each tensor differs by at most EXACT times the distance it moved."""
+@pytest.mark.parametrize("aggregate, stage, tied, first, balanced", [
+    ("sequence", 2, True, 12, 1), ("token", 3, True, 16, 1), ("token", 3, False, 12, 0),
+    ("constant", 1, True, 16, 0)])
+def test_two_ranks_take_the_step_of_one(tmp_path, aggregate, stage, tied, first, balanced):
+    """In float64 (rank_worker.py), with 12 + 4 rollouts or 16 + none, which are redistributed or not.
+
+    Each tensor differs by at most EXACT times the distance it moved.
+    """
     path, results = make_config().model, []
     model = engines.load_model(make_config())
     if not tied:
@@ -25,7 +33,8 @@ def test_two_ranks_take_the_step_of_one(tmp_path, aggregate, stage, tied):
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
         model.save_pretrained(path := str(tmp_path / "untied"))
     for launcher, name in (([sys.executable], "one"), (TORCHRUN, "two")):
-        worker = [ROOT / "tests/rank_worker.py", tmp_path / name, path, aggregate, str(stage), "2", ""]
+        worker = [ROOT / "tests/rank_worker.py", tmp_path / name, path, aggregate, str(stage), "2", "",
+                  str(first), str(balanced)]
         subprocess.run(launcher + worker, check=True, env=ENV)
         results.append(torch.load(tmp_path / name))
     (one, one_metrics), (two, two_metrics) = results
@@ -37,12 +46,55 @@ def test_two_ranks_take_the_step_of_one(tmp_path, aggregate, stage, tied):
         within((w - two[name]).norm(), EXACT * (w - start[name]).norm())
 
 
+def sequences(lengths):
+    """Rollouts of prompts of (prompt tokens, [completion tokens, ...])."""
+    return [nr.Rollout([i] * prompt, [0] * n, f"{i}.{j}", False, [0.0] * n)
+            for i, (prompt, completions) in enumerate(lengths) for j, n in enumerate(completions)]
+
+
+def texts(rollouts):
+    return sorted(r.text for r in rollouts)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_division_keeps_all_rollouts_and_balances_where_single_sequences_allow_it(ranks):
+    """The bound of largest first: the ranks' mean, prompts repeated, plus the costliest sequence."""
+    cost, rng = ModelShape.of(make_config().model).forward_flops, random.Random(ranks)
+    reached = 0
+    for _ in range(50):
+        lengths = [(rng.randint(1, 100), [min(3000, 1 + int(rng.lognormvariate(4, 1))) for _ in range(4)])
+                   for _ in range(ranks * rng.randint(1, 8))]
+        rollouts = sequences(lengths)
+        cuts = sorted(rng.randint(0, len(rollouts)) for _ in range(ranks - 1))
+        parts = [rollouts[a:b] for a, b in itertools.pairwise([0, *cuts, len(rollouts)])]
+        divided = packing.divide(parts, cost)
+        assert len(divided) == ranks and texts(itertools.chain(*divided)) == texts(rollouts)
+        for part in divided:  # completions of a prompt are neighbours: pack() looks for them there
+            prompts = [prompt for prompt, _ in itertools.groupby(r.prompt for r in part)]
+            assert len(prompts) == len({tuple(prompt) for prompt in prompts})
+        single = [cost([r]) for r in rollouts]
+        most, mean = max(map(cost, divided)), cost(rollouts) / ranks
+        assert most <= max(map(cost, parts))
+        assert most <= max(packing.TOLERANCE * mean, sum(single) / ranks + max(single))
+        reached += most <= packing.TOLERANCE * mean
+    assert reached >= 25
+
+
+def test_a_division_moves_nothing_or_whole_prompts_where_that_is_enough():
+    cost = ModelShape.of(make_config().model).forward_flops
+    a, b, c, d = (sequences([(1, [])] * i + [(9, [50, 50])]) for i in range(4))
+    assert packing.divide([a + b, c + d], cost) == [a + b, c + d]
+    assert [len({r.prompt[0] for r in part}) for part in packing.divide([a + b + c + d, []], cost)] == [2, 2]
+    assert [len(part) for part in packing.divide([a, []], cost)] == [1, 1]  # one prompt for two ranks
+    assert packing.divide([[], []], cost) == [[], []]
+
+
 def test_a_run_continues_on_another_number_of_ranks_and_in_another_zero_stage(tmp_path):
     """Two ranks, one, and two again take the steps that one rank takes in one go."""
     (tmp_path / "runs/run").mkdir(parents=True)
 
     def worker(launcher, stage, steps, runs):
-        arguments = [tmp_path / "out", make_config().model, "token", str(stage), str(steps), runs]
+        arguments = [tmp_path / "out", make_config().model, "token", str(stage), str(steps), runs, "12", "1"]
         subprocess.run([*launcher, ROOT / "tests/rank_worker.py", *arguments], check=True, env=ENV)
         return torch.load(tmp_path / "out")[0]
 
@@ -72,3 +124,4 @@ def test_the_script_under_torchrun_has_the_same_first_step(tmp_path):
                  "eval/length", "eval/n"):
         within(abs(one[0][name] - two[0][name]), 100 * EPS * max(1, abs(one[0][name])))
     assert one[1]["eval/accuracy"] == two[1]["eval/accuracy"]
+    assert "seconds/wait" in two[0] and "seconds/wait" not in one[0]

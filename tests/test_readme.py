@@ -74,7 +74,7 @@ def test_every_flag_in_the_pages_exists():
 def test_the_reward_of_the_readme_runs(tmp_path):
     code = re.search(r"```python\n(.*?)```", README, re.S)[1]
     (tmp_path / "my_rewards.py").write_text(code)
-    with nr.Verifier(f"{tmp_path}/my_rewards.py:brief") as verifier:
+    with nr.rewards.Verifier(f"{tmp_path}/my_rewards.py:brief") as verifier:
         texts = ["<answer>7</answer>", "<answer>8</answer>", "<answer>7</answer>" + 400 * "!"]
         rewards, *_ = verifier(texts, answer=["7"] * 3)
     assert rewards == [1.0, 0.0, 0.0]

@@ -406,7 +406,7 @@ def loop(tmp_path, tokenizer, judge, **changes):
     cfg = make_config(**sizes | unchecked | changes)
     lines = []
 
-    def write(step, metrics, groups=()):
+    def write(step, metrics, groups=(), answers=()):
         lines.append((metrics, [r for group in groups for r in group]))
 
     log = SimpleNamespace(folder=tmp_path, tokenizer=tokenizer, write=write, close=lambda: None,
@@ -460,6 +460,23 @@ def test_a_reference_that_is_reset_is_the_policy_of_that_step(group, tmp_path, t
     kept = [m["kl"] for m, _ in loop(tmp_path, tokenizer, by_step, steps=3, kl_coef=0.01)]
     close(kept[:2], kl[:2])
     assert min(kl[1], kl[3], kept[2]) > 1e-3
+
+
+def test_a_reference_is_reset_before_the_kl_in_the_reward(group, tmp_path, tokenizer, monkeypatch):
+    seen, equal, store_fixed_logps = [], [], nr.store_fixed_logps
+
+    def kl(ref, *args):
+        seen.append([p.clone() for p in ref.model.parameters()])
+        return {}
+
+    def fixed(policy, *args):
+        equal.append(all(map(torch.equal, seen[-1], policy.module.model.parameters())))
+        return store_fixed_logps(policy, *args)
+
+    monkeypatch.setattr(nr, "store_kl", kl)
+    monkeypatch.setattr(nr, "store_fixed_logps", fixed)
+    loop(tmp_path, tokenizer, by_step, steps=4, ref_reset_every=2, kl_coef=0.01, kl_in="reward")
+    assert equal == [True, False, True, False]
 
 
 def test_epochs_and_minibatches_are_optimizer_steps_against_log_probs_taken_once(

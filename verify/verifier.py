@@ -9,6 +9,7 @@ import operator
 import sys
 import traceback
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 from verify.pool import Pool
@@ -26,8 +27,8 @@ class Verifier:
 
     rewards   one value per completion: the weighted sum of its parts that are not None; None if all parts
               are None, or if one of them timed out or crashed. A list of steps where a function gave steps
-    parts     {name: one unweighted value per completion}; for steps the sum of their values. None also where
-              the row's spec does not name the function
+    parts     {name: one unweighted value per completion}; for steps the mean of their values: 1 if every
+              step is right. None also where the row's spec does not name the function
     metrics   reward/timeouts and reward/crashes: completions of this batch that have no verdict for that
 
     A step is (end, value): `end` is the number of characters of the text that it covers, 1..len(text), and
@@ -172,7 +173,7 @@ class Verifier:
         metrics = {"reward/timeouts": 0.0, "reward/crashes": 0.0}
         for tasks, future in jobs:
             self._store(tasks, future.result(), values, failed, metrics)
-        parts = {name: [_total(value) for value in column] for name, column in values.items()}
+        parts = {name: [_part(value) for value in column] for name, column in values.items()}
         for spec, rows in rows_of.items():
             names = [name for name in self.weights[spec] if name in self.batch_names]
             judged, row = _select(completions, columns, rows)
@@ -180,7 +181,7 @@ class Verifier:
                 row["correct"] = [parts[first][i] for i in rows]
             tasks = [(names, judged, row)] if names else []
             self._store(tasks, self.pool.submit(tasks, len(names)).result(), values, failed, metrics)
-        parts |= {name: [_total(value) for value in values[name]] for name in self.batch_names}
+        parts |= {name: [_part(value) for value in values[name]] for name in self.batch_names}
         rewards = [None] * len(completions)
         for spec, rows in rows_of.items():
             for i in rows:
@@ -237,9 +238,9 @@ def _select(completions, columns, rows):
         for name, values in columns.items()}
 
 
-def _total(value):
-    """A part: the sum of the values of a list of steps; a number or None as it is."""
-    return sum(x for _, x in value) if isinstance(value, list) else value
+def _part(value):
+    """A part: the mean of the values of a list of steps; a number or None as it is."""
+    return fmean(x for _, x in value) if isinstance(value, list) else value
 
 
 def _weighted(given, completion):
@@ -249,7 +250,7 @@ def _weighted(given, completion):
     [(2, 1.0), (5, 0.0), (7, 0.5)]
     """
     if not any(weight and isinstance(value, list) for weight, value in given):
-        return sum(weight * _total(value) for weight, value in given)
+        return sum(weight * _part(value) for weight, value in given)
     steps = {}
     for weight, value in given:
         value = value if isinstance(value, list) else [(len(text_of(completion)), value)]
@@ -351,11 +352,11 @@ def _checked(value, completion):
 
 
 @functools.cache  # a file named by several specs gives the same function
-def load(module, name):
+def load(module, name, kind="reward"):
     """The function `name` of "my_file.py" or "installed.module"; a one-line ValueError if there is none."""
     path = Path(module).resolve() if module.endswith(".py") else None
     if path and not path.is_file():
-        raise ValueError(f"reward file {module!r} does not exist")
+        raise ValueError(f"{kind} file {module!r} does not exist")
     try:
         if path:
             if str(path.parent) not in sys.path:
@@ -371,7 +372,7 @@ def load(module, name):
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         at = f" (line {lines[-1]})" if lines else ""  # a SyntaxError names its line itself
         text = " ".join(f"{type(e).__name__}: {e}".split())
-        raise ValueError(f"reward {module}:{name}: {text[:500]}{at}") from None
+        raise ValueError(f"{kind} {module}:{name}: {text[:500]}{at}") from None
     if not callable(function):
-        raise ValueError(f"reward {module}:{name} is not a function")
+        raise ValueError(f"{kind} {module}:{name} is not a function")
     return function
