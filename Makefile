@@ -11,7 +11,7 @@ test: $(READY)
 	.venv/bin/ruff check .
 	.venv/bin/python -m pytest tests -q --durations=10
 
-# plant 76 faults, one at a time, and see which test notices
+# plant faults, one at a time, and see which test notices each
 mutations: $(READY)
 	.venv/bin/python tests/mutations.py
 

@@ -1,0 +1,44 @@
+"""docs/add_an_algorithm.md, followed word by word in a copy of the repository."""
+import re
+import shutil
+import subprocess
+import sys
+
+from conftest import ENV, ROOT
+from test_house import files  # noqa: F401  a fixture
+
+PAGE = (ROOT / "docs/add_an_algorithm.md").read_text()
+BLOCK = re.compile(r"`([\w/]+\.(?:py|md))`|^```(diff|python|bash)\n(.*?)^```$", re.M | re.S)
+
+
+def apply(diff, text):
+    """text with the lines of a diff block replaced, which must occur exactly once."""
+    old, new = ("".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in kinds)
+                for kinds in (" -", " +"))
+    assert text.count(old) == 1, f"not once in the file:\n{old}"
+    return text.replace(old, new)
+
+
+def test_whoever_follows_the_page_gets_passing_tests(files, tmp_path):  # noqa: F811
+    """A block of code belongs to the file that the text names last."""
+    tracked = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(tracked, cwd=ROOT, capture_output=True, text=True).stdout.splitlines():
+        if (ROOT / name).is_file():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+    for name, kind, block in BLOCK.findall(PAGE):
+        if name:
+            path = tmp_path / name
+        elif kind == "diff":
+            path.write_text(apply(block, path.read_text()))
+        elif kind == "python":
+            path.write_text((path.read_text() if path.exists() else "") + block)
+        elif kind == "bash":
+            commands = re.sub(r"\bpython\b", sys.executable, block)
+    ruff = [sys.executable, "-m", "ruff", "check", "."]
+    assert subprocess.run(ruff, cwd=tmp_path).returncode == 0
+    done = subprocess.run(["bash", "-ec", commands], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    cases = (tmp_path / "vectors/cases.json").read_text()
+    assert cases.count("preset lite_ppo") == 3 and cases.count("baseline median") == 5
+    assert re.search(r"\d+ passed", done.stdout) and "failed" not in done.stdout

@@ -1,0 +1,357 @@
+"""Makes vectors/cases.json: small batches, their exact advantages, token weights, losses and gradients.
+
+    python vectors/make.py    writes cases.json beside this file; README.md says what is in it
+
+A naive implementation in plain Python: one loop per sum of a formula, no torch, no NumPy, nothing
+imported from the trainer. Papers are named where their formula is used.
+
+Gradients come from a complex step (Squire and Trapp 1998): f(x + ih) = f(x) + ih f'(x) up to h^2, and
+with h = 1e-100 the imaginary part is exactly h f'(x). A number without imaginary part is a constant:
+x.real is what autograd calls detach.
+"""
+import cmath
+import json
+import math
+import random
+from pathlib import Path
+
+FILE = Path(__file__).with_name("cases.json")
+H = 1e-100  # the complex step
+MAX_LOG_RATIO = 20.0  # a log-ratio beyond it becomes a constant
+DEFAULTS = dict(  # GRPO, arXiv:2402.03300, with the trainer's defaults
+    baseline="group", scale="group", ratio="token", gate="clip", aggregate="sequence", clip_low=0.2,
+    clip_high=0.2, delta=0.0, soft_tau_pos=1.0, soft_tau_neg=1.05, squared_tau=0.1, kl_coef=0.001,
+    kl_in="loss", eps=1e-4, decorrelate_length=False, correction="token_truncate", correction_cap=2.0,
+    mask_truncated=False, max_tokens=8)
+PRESETS = {
+    "grpo": {},
+    "dr_grpo": dict(scale="none", aggregate="constant", kl_coef=0.0),  # arXiv:2503.20783
+    "dapo": dict(clip_high=0.28, aggregate="token", kl_coef=0.0),  # arXiv:2503.14476
+    "bnpo": dict(aggregate="token", kl_coef=0.0),
+    "rloo": dict(  # arXiv:2402.14740
+        baseline="leave_one_out", scale="none", ratio="product", kl_coef=0.0),
+    "reinforce++": dict(baseline="batch", scale="batch", aggregate="token"),  # arXiv:2501.03262
+    "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0),  # arXiv:2507.18071
+    "cispo": dict(gate="detach", clip_high=4.0, aggregate="token", kl_coef=0.0),  # arXiv:2506.13585
+    "sapo": dict(gate="soft", kl_coef=0.0),  # arXiv:2511.20347
+    "rft": dict(baseline="none", scale="none", kl_coef=0.0),  # arXiv:2308.01825
+    "maxrl": dict(scale="mean", aggregate="constant", kl_coef=0.0),  # arXiv:2602.02710
+    "kimi": dict(scale="none", ratio="product", gate="squared", kl_coef=0.0),  # arXiv:2501.12599
+}
+
+
+# ------------------------------------------------------------------------------------------ advantages
+
+def mean(xs):
+    return math.fsum(xs) / len(xs)
+
+
+def deviation(xs):
+    """Of the population: divided by the number of xs."""
+    return math.sqrt(mean([(x - mean(xs)) ** 2 for x in xs]))
+
+
+def all_in(groups):
+    return [c for group in groups for c in group]
+
+
+def step_rewards(c, o):
+    """Rewards of a completion's steps; [] = no verdict. kl_in reward: the last one includes the KL."""
+    values = [value for _, value in c["rewards"]]
+    if values and o["kl_in"] == "reward" and o["kl_coef"]:
+        for vllm, ref, sampled in zip(c["vllm"], c["ref"], c["sampled"]):
+            if sampled:
+                values[-1] -= o["kl_coef"] * (vllm - ref)  # k1 = log pi - log ref of a token
+    return values
+
+
+def advantage_of_step(reward, group, batch, running, o):
+    """One step's advantage. group, batch: rewards of all steps in its group, in the batch."""
+    baseline, scale = o["baseline"], o["scale"]
+    if baseline == "leave_one_out":
+        others = list(group)
+        others.remove(reward)
+        advantage = reward - mean(others) if others else 0.0
+    else:
+        subtracted = {"group": mean(group), "batch": mean(batch), "running": running, "none": 0.0}
+        advantage = reward - subtracted[baseline]
+    if scale == "none":
+        return advantage
+    if scale == "mean":  # MaxRL
+        return advantage / (mean(group) + o["eps"]) if mean(group) > 0 else 0.0
+    return advantage / (deviation({"group": group, "batch": batch}[scale]) + o["eps"])
+
+
+def without_trend(advantages, lengths):
+    """Subtracts from the advantages of a group what a least-squares line says about their lengths."""
+    centred = [x - mean(lengths) for x in lengths]
+    square = math.fsum(x * x for x in centred)
+    slope = math.fsum(x * a for x, a in zip(centred, advantages)) / square if square else 0.0
+    return [a - slope * x for x, a in zip(centred, advantages)]
+
+
+def assign_advantages(case):
+    """-> (advantages [group][completion][token], the running mean after this batch or None)."""
+    o, groups, result = case["options"], case["groups"], []
+    batch = [r for c in all_in(groups) for r in step_rewards(c, o)]
+    running = case["running_mean"]
+    if running is None and batch:
+        running = mean(batch)
+    for completions in groups:
+        rewards = [r for c in completions for r in step_rewards(c, o)]
+        advantages = [advantage_of_step(r, rewards, batch, running, o) for r in rewards]
+        if o["decorrelate_length"] and advantages:
+            lengths = [sum(c["sampled"]) for c in completions for _ in c["rewards"]]
+            advantages = without_trend(advantages, lengths)
+        result.append([])
+        for c in completions:  # arXiv:2402.03300, 4.1.3: the sum over the steps that end here or later
+            own = [advantages.pop(0) for _ in c["rewards"]]
+            result[-1].append([
+                math.fsum(a for (end, _), a in zip(c["rewards"], own) if t < end) if sampled else 0.0
+                for t, sampled in enumerate(c["sampled"])])
+    return result, 0.9 * running + 0.1 * mean(batch) if batch else running
+
+
+# --------------------------------------------------------------------------------------- token weights
+
+def assign_weights(case):
+    """The weight of each token in the loss: [group][completion][token]. 0 where nothing is trained."""
+    o = case["options"]
+    judged = [c for c in all_in(case["groups"]) if c["rewards"]]
+
+    def trained(c):  # number of tokens with a weight
+        return sum(c["sampled"]) if c["rewards"] and not (o["mask_truncated"] and c["truncated"]) else 0
+
+    def weight(c):
+        if o["aggregate"] == "sequence":  # GRPO, eq. 3: mean over sequences of means over their tokens
+            return 1 / len(judged) / trained(c)
+        if o["aggregate"] == "token":  # DAPO, eq. 12: mean over all tokens
+            return 1 / sum(trained(x) for x in judged)
+        return 1 / len(judged) / o["max_tokens"]  # Dr. GRPO: a constant
+
+    return [[[weight(c) if s and trained(c) else 0.0 for s in c["sampled"]] for c in group]
+            for group in case["groups"]]
+
+
+# ------------------------------------------------------------------------------------------------ loss
+
+def at_most(x, bound):
+    return x if x.real <= bound else bound
+
+
+def at_least(x, bound):
+    return x if x.real >= bound else bound
+
+
+def objective(ratio, logp, advantage, o):
+    """What is maximised, of a token."""
+    if o["gate"] == "clip":  # PPO, arXiv:1707.06347
+        clipped = at_least(at_most(ratio, 1 + o["clip_high"]), 1 - o["clip_low"])
+        bounded = at_most(ratio, o["delta"]) if o["delta"] else ratio  # arXiv:2505.07291
+        return min(bounded * advantage, clipped * advantage, key=lambda x: x.real)
+    if o["gate"] == "detach":  # CISPO: the bounded ratio is a constant weight
+        return at_most(ratio, 1 + o["clip_high"]).real * advantage * logp
+    if o["gate"] == "soft":  # SAPO
+        tau = o["soft_tau_pos"] if advantage > 0 else o["soft_tau_neg"]
+        return 4 / tau / (1 + cmath.exp(-tau * (ratio - 1))) * advantage
+    log_ratio = cmath.log(ratio)  # Kimi k1.5, eq. 3, whose gradient this has
+    return advantage * log_ratio - o["squared_tau"] / 2 * log_ratio * log_ratio
+
+
+def correction_of(mismatches, o):
+    """Weights of the tokens of a sequence, from log pi - log pi_vllm of each."""
+    ratios = [math.exp(x) for x in mismatches]
+    cap = o["correction_cap"]
+    if o["correction"] == "token_truncate":
+        return [min(r, cap) for r in ratios]
+    if o["correction"] == "token_mask":
+        return [r if r <= cap else 0.0 for r in ratios]
+    if o["correction"] == "sequence_mask":
+        return [float(1 / cap <= math.exp(mean(mismatches)) <= cap)] * len(ratios)
+    return [1.0] * len(ratios)
+
+
+def sequence_loss(c, logps, advantages, weights, o):
+    """A completion's part of the loss. logps: of its tokens, one of them with an imaginary part."""
+    at = [t for t, s in enumerate(c["sampled"]) if s and weights[t]]
+    if not at:
+        return 0.0
+    old = c["old"] or [x.real for x in logps]  # on-policy: the same numbers, as constants
+    log_ratios = [logps[t] - old[t] for t in at]
+    if o["ratio"] == "sequence":  # GSPO: geometric mean
+        log_ratios = [sum(log_ratios) / len(at)] * len(at)
+    elif o["ratio"] == "product":  # RLOO: the ratio of the whole sequence
+        log_ratios = [sum(log_ratios)] * len(at)
+    corrections = correction_of([old[t] - c["vllm"][t] for t in at], o)
+    total = 0.0
+    for t, log_ratio, correction in zip(at, log_ratios, corrections):
+        ratio = cmath.exp(at_least(at_most(log_ratio, MAX_LOG_RATIO), -MAX_LOG_RATIO))
+        loss = -objective(ratio, logps[t], advantages[t], o) * correction
+        if o["kl_coef"] and o["kl_in"] == "loss":  # k3, http://joschu.net/blog/kl-approx.html
+            d = c["ref"][t] - logps[t]
+            loss += o["kl_coef"] * (cmath.exp(d) - d - 1)
+        total += weights[t] * loss
+    return total
+
+
+def solve(case):
+    """The expected results of a case."""
+    advantages, running_mean = assign_advantages(case)
+    weights, loss, gradient = assign_weights(case), [], []
+    for group, group_advantages, group_weights in zip(case["groups"], advantages, weights):
+        gradient.append([])
+        for c, a, w in zip(group, group_advantages, group_weights):
+            loss.append(sequence_loss(c, c["logp"], a, w, case["options"]).real)
+            gradient[-1].append([])
+            for t in range(len(c["logp"])):
+                logps = list(c["logp"])
+                logps[t] += 1j * H
+                gradient[-1][-1].append(sequence_loss(c, logps, a, w, case["options"]).imag / H)
+    return dict(advantages=advantages, weights=weights, loss=math.fsum(loss), gradient=gradient,
+                running_mean=running_mean)
+
+
+# ----------------------------------------------------------------------------------------------- cases
+
+def make_case(name, lengths=((2, 3, 1, 4), (4, 2, 3, 2)),
+              rewards=((1.0, 0.0, 0.5, 0.0), (0.0, 1.0, 1.0, 1.0)), truncated=(),
+              tool=(), off=True, spread=0.5, running_mean=None, logps=None, old=None, **options):
+    """A case with random log-probs that depend on its name alone.
+
+    rewards: per completion a number, None (no verdict) or a list of (end, reward), its steps.
+    truncated: (group, completion). tool: (group, completion, token) of tokens that were not sampled.
+    off: off-policy, with log-ratios up to `spread`. logps, old: of each completion, not random.
+    """
+    o, rng = DEFAULTS | options, random.Random(name)
+
+    def around(x, width, digits=2):  # rng.random() is the same in every version of Python
+        return round(min(x + width * (2 * rng.random() - 1), -0.01), digits)
+
+    groups = []
+    for g, row in enumerate(lengths):
+        groups.append([])
+        for i, n in enumerate(row):
+            shift = 2.4 * rng.random() - 1.2  # of vLLM's log-probs, so that sequence_mask has two sides
+            logp = logps or [round(-0.3 - 2.5 * rng.random(), 2) for _ in range(n)]
+            then = old or [around(x, spread, 5 if spread < 0.01 else 2) for x in logp]
+            reward = rewards[g][i]
+            steps = [] if reward is None else reward if isinstance(reward, list) else [(n, reward)]
+            groups[-1].append(dict(
+                logp=logp[:n], old=then[:n] if off else None,
+                vllm=[around(x + shift, 0.6) for x in (then if off else logp)[:n]],
+                ref=[around(x, 0.8) for x in logp[:n]] if o["kl_coef"] else None,
+                sampled=[int((g, i, t) not in tool) for t in range(n)],
+                truncated=int((g, i) in truncated),
+                rewards=[list(step) for step in steps]))
+    return dict(name=name, options=o, running_mean=running_mean, groups=groups)
+
+
+VERDICTS = dict(  # groups with one missing, one left, all equal, none, a mean below 0
+    lengths=((1, 2, 1, 2), (2, 1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (1, 3, 2, 1)), off=False,
+    rewards=((1.0, None, 0.25, 0.0), (None, -0.5, None, None), (0.75,) * 4, (None,) * 4,
+             (-1.0, 0.0, -0.5, -0.5)))
+STEPS = dict(lengths=((4, 3, 5), (2, 6, 3)), rewards=(
+    ([(2, 1.0), (4, 0.0)], [(1, 1.0), (2, 1.0), (3, 0.5)], [(3, 0.25)]),
+    ([(2, -0.5)], [(2, 1.0), (6, 0.0)], 1.0)))
+LONG = ((4, 3, 5, 2), (3, 6, 4, 5))
+MISSING = ((1.0, None, 0.5, 0.0), (None,) * 4)
+TOOL = dict(lengths=((4, 3, 2, 2), (5, 3, 1, 2)),
+            tool={(0, 0, 1), (0, 0, 2), (1, 0, 0), (1, 0, 4), (1, 1, 1)})
+PLAIN = dict(kl_coef=0.0, correction="none")
+ABOVE = dict(
+    PLAIN, lengths=((1, 2), (2, 1)), rewards=((1.0, 0.0),) * 2, logps=[-0.5] * 2, old=[-25.0] * 2)
+BELOW = dict(ABOVE, logps=[-25.0] * 2, old=[-0.5] * 2)
+
+
+def cases():
+    """All cases, without their results."""
+    for name, row in PRESETS.items():
+        row = row | dict(spread=0.002 if name == "gspo" else 0.5)
+        yield make_case(f"preset {name}, on-policy", off=False, **row)
+        yield make_case(f"preset {name}, off-policy", **row)
+        yield make_case(f"preset {name}, no verdict, truncated, tool", **row, tool={(1, 0, 1)},
+                        rewards=((1.0, None, 0.0, 0.0), (0.5, 1.0, 0.0, 1.0)), truncated={(1, 2)})
+    for baseline in "group", "leave_one_out", "batch", "running", "none":
+        for scale in "group", "batch", "mean", "none":
+            yield make_case(f"baseline {baseline}, scale {scale}", **VERDICTS, **PLAIN,
+                            baseline=baseline, scale=scale, running_mean=0.25)
+        yield make_case(f"baseline {baseline}, process rewards", **STEPS, **PLAIN, baseline=baseline)
+    for scale in "group", "batch", "mean", "none":
+        yield make_case(f"scale {scale}, process rewards", **STEPS, **PLAIN, scale=scale, off=False)
+        yield make_case(f"scale {scale}, eps 0.5", **PLAIN, scale=scale, eps=0.5, off=False)
+    running = dict(baseline="running", scale="none", off=False, **PLAIN)
+    yield make_case("running mean, first batch", **running)
+    yield make_case("running mean, no verdict", rewards=((None,) * 4,) * 2, running_mean=0.5, **running)
+    yield make_case("running mean, first batch, no verdict", rewards=((None,) * 4,) * 2, **running)
+    for ratio in "token", "sequence", "product":
+        for gate in "clip", "detach", "soft", "squared":
+            yield make_case(f"ratio {ratio}, gate {gate}", **PLAIN, ratio=ratio, gate=gate)
+        for kind in "none", "token_truncate", "token_mask", "sequence_mask":
+            yield make_case(f"ratio {ratio}, correction {kind}", LONG, ratio=ratio, correction=kind,
+                            kl_coef=0.0, spread=0.05)
+        yield make_case(f"ratio {ratio}, delta", LONG, **PLAIN, ratio=ratio, delta=1.3, spread=1.2)
+        yield make_case(f"ratio {ratio}, tokens not sampled", **TOOL, ratio=ratio)
+        yield make_case(f"ratio {ratio}, log-ratio above 20", **ABOVE, ratio=ratio)
+        yield make_case(f"ratio {ratio}, log-ratio below -20", **BELOW, ratio=ratio)
+    for gate in "detach", "soft", "squared":
+        yield make_case(f"gate {gate}, log-ratio above 20", **ABOVE, gate=gate)
+    yield make_case("clip_low 0.1, clip_high 0.4", **PLAIN, clip_low=0.1, clip_high=0.4)
+    yield make_case("soft_tau_pos 0.5, soft_tau_neg 3", **PLAIN, gate="soft", soft_tau_pos=0.5,
+                    soft_tau_neg=3.0)
+    yield make_case("squared_tau 2", **PLAIN, gate="squared", ratio="product", squared_tau=2.0)
+    for aggregate in "sequence", "token", "constant":
+        truncated = dict(aggregate=aggregate, truncated={(0, 1), (1, 0)})
+        yield make_case(f"aggregate {aggregate}, truncated", **truncated)
+        yield make_case(f"aggregate {aggregate}, mask_truncated", **truncated, mask_truncated=True)
+        yield make_case(f"aggregate {aggregate}, tokens not sampled", **TOOL, aggregate=aggregate)
+        yield make_case(f"aggregate {aggregate}, no verdict", rewards=MISSING, aggregate=aggregate,
+                        max_tokens=16)
+    yield make_case("mask_truncated, all truncated", mask_truncated=True, off=False,
+                    truncated={(g, i) for g in range(2) for i in range(4)})
+    for kind in "token_truncate", "token_mask", "sequence_mask":
+        yield make_case(f"correction {kind}, cap 1.2", correction=kind, correction_cap=1.2, kl_coef=0.0)
+        yield make_case(f"correction {kind}, tool, KL", **TOOL, correction=kind, kl_coef=0.1)
+    yield make_case("kl_coef 0.2", kl_coef=0.2, correction="none")
+    yield make_case("kl_coef 0.2, on-policy", kl_coef=0.2, correction="none", off=False)
+    in_reward = dict(kl_in="reward", kl_coef=0.3)
+    yield make_case("kl_in reward", **in_reward)
+    yield make_case("kl_in reward, process rewards", **STEPS, **in_reward)
+    yield make_case("kl_in reward, tokens not sampled", **TOOL, **in_reward)
+    yield make_case("kl_in reward, leave one out", **in_reward, baseline="leave_one_out", scale="none")
+    yield make_case("kl_in reward, no verdict", rewards=MISSING, **in_reward)
+    decorrelated = dict(decorrelate_length=True, **PLAIN)
+    yield make_case("decorrelate_length", **decorrelated)
+    yield make_case("decorrelate_length, no verdict", **decorrelated, **VERDICTS)
+    yield make_case("decorrelate_length, process rewards", **decorrelated, **STEPS)
+    yield make_case("decorrelate_length, tokens not sampled", **decorrelated, **TOOL)
+    yield make_case("decorrelate_length, equal lengths", ((2,) * 4, (3,) * 4), **decorrelated)
+    yield make_case("process rewards, one without verdict", ((4, 3, 2), (1, 2, 3)), (
+        ([(1, 1.0), (3, 0.0)], None, 1.0), (None, None, [(1, 0.5), (2, 1.0)])))
+    yield make_case("process rewards, two steps end in one token", ((3, 2),), (
+        ([(2, 1.0), (2, 1.0), (3, 0.0)], [(1, 0.0)]),), off=False, **PLAIN)
+    yield make_case("process rewards, tokens not sampled", ((5, 3),), (
+        ([(2, 1.0), (5, 0.0)], [(1, 0.0), (3, 1.0)]),), tool={(0, 0, 2), (0, 0, 3)})
+    yield make_case("process rewards, a step of a tool's tokens", ((5, 3),), (
+        ([(2, 1.0), (4, 0.5), (5, 0.0)], [(1, 0.0), (3, 1.0)]),), tool={(0, 0, 2), (0, 0, 3)})
+    yield make_case("a completion without sampled tokens", ((3, 2),), ((1.0, 0.0),),
+                    tool={(0, 1, 0), (0, 1, 1)})
+
+
+def rounded(x):
+    """The same with floats of 15 significant digits: the last bits depend on the C library."""
+    if isinstance(x, dict):
+        return {name: rounded(value) for name, value in x.items()}
+    if isinstance(x, list):
+        return [rounded(value) for value in x]
+    return float(f"{x:.15g}") if isinstance(x, float) else x
+
+
+def text():
+    """The file: one case per line."""
+    solved = [rounded(case | {"expected": solve(case)}) for case in cases()]
+    return "[\n" + ",\n".join(json.dumps(case, separators=(",", ":")) for case in solved) + "\n]\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())
+    print(f"{FILE}: {len(json.loads(FILE.read_text()))} cases, {FILE.stat().st_size:,} bytes")
