@@ -128,7 +128,7 @@ class Log:
         self._append("rollouts.jsonl", [
             {"step": step, "prompt": prompt, "completion": r.text, "reward": r.reward, "parts": r.parts,
              "advantage": r.advantages[0], "steps": r.steps, "prompt_tokens": len(r.prompt),
-             "tokens": len(r.completion),
+             "tokens": r.length,
              "finish": "length" if r.truncated else "stop"} for r, prompt in zip(rollouts, prompts)])
         self._append("eval.jsonl", [{"step": step, **answer} for answer in answers])
         if self.wandb:
