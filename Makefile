@@ -11,9 +11,13 @@ test: $(READY)
 	.venv/bin/ruff check .
 	.venv/bin/python -m pytest tests -q --durations=10
 
-# plant 76 faults, one at a time, and see which test notices
+# plant faults, one at a time, and see which test notices each
 mutations: $(READY)
 	.venv/bin/python tests/mutations.py
+
+# run the notebooks and store their outputs
+notebooks: $(READY)
+	.venv/bin/python notebooks/run.py
 
 setup: $(READY)
 
@@ -33,4 +37,4 @@ endif
 clean:
 	rm -rf .venv
 
-.PHONY: demo test mutations setup clean
+.PHONY: demo test mutations notebooks setup clean

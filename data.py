@@ -203,13 +203,16 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
         if not examples:  # the first row decides which columns are the question and the answer
             question_key = question_key or next((k for k in QUESTION_KEYS if k in row), QUESTION_KEYS[0])
             answer_key = answer_key or next((k for k in ANSWER_KEYS if k in row), ANSWER_KEYS[0])
+        if "eval_set" in row:
+            raise ValueError(f"{location}: rename the column 'eval_set': the name is taken by the trainer")
         empty = {key: row.get(key) is None or not str(row[key]).strip()
                  for key in (question_key, answer_key, "reward")}
         if "reward" in row and empty["reward"]:
             row = {**row, "reward": None}
         if not isinstance(row.get("reward"), (str, type(None))):
             kind = type(row["reward"]).__name__
-            raise ValueError(f"{location}: 'reward' must be text, the --rewards of this row, this is {kind}")
+            raise ValueError(f"{location}: 'reward' must be text, the --rewards of this row, this is {kind}; "
+                             "rename a column with another meaning")
         no_answer = answer_key == "none" or empty[answer_key] and row.get("reward")
         for key, flag in ((question_key, "--question_key"), (answer_key, "--answer_key")):
             if empty[key] and not (no_answer and flag == "--answer_key"):

@@ -41,9 +41,10 @@ def main():
 
 def report(folders):
     """Writes the table and the curve of finished runs to bench/results/."""
-    lines = []
+    lines, commits = [], set()
     for folder in folders:
         rows, about = curve.read(folder), json.loads((folder / "config.json").read_text())
+        commits.add(about["commit"])
         evals = [row for row in rows if "eval/accuracy" in row]
         train = [row for row in rows if "reward/tool_calls" in row]
         if not lines:
@@ -67,7 +68,8 @@ def report(folders):
         lines += ["", f"seed {folder.name}, step 0: {len(called) / len(first):.1%} of {len(first)} samples "
                       f"call; right: {fmean(called):.1%} of these, {fmean(guessed):.1%} of the others"]
     versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
-    lines += ["", f"commit {about['commit']}, {about['device']}, {versions}; `python bench/tools.py`"]
+    commits = ", ".join(sorted(commits))
+    lines += ["", f"commit {commits}, {about['device']}, {versions}; `python bench/tools.py`"]
     results = ROOT / "bench/results"
     (results / "tools.md").write_text("\n".join(lines) + "\n")
     curve.draw(folders, results / "tools.png", [f"seed {folder.name}" for folder in folders])

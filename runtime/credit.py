@@ -27,10 +27,12 @@ def ends_in_tokens(rollouts, llm):
             text = tokenizer.decode(r.completion[:tokens], skip_special_tokens=True)
             return text[:end] == r.text[:end]
 
-        n = len(r.completion)
-        r.steps = [(n if end == len(r.text) else
-                    1 + bisect.bisect_left(range(1, n), True, key=lambda k: complete(k, end)), value)  # noqa: B023
-                   for end, value in r.steps]
+        def tokens_of(end):
+            if end == len(r.text):
+                return len(r.completion)
+            return 1 + bisect.bisect_left(range(1, len(r.completion)), True, key=lambda k: complete(k, end))
+
+        r.steps = [(tokens_of(end), value) for end, value in r.steps]
 
 
 def step_rewards(r, kl_coef):

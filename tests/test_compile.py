@@ -39,7 +39,7 @@ def packs(tokenizer, n):
     """Packs of n different lengths; the second one has a single completion token."""
     rng = random.Random(0)
     rollouts = [fixed_rollouts(tokenizer, rng.randint(1, 5), rng.randint(1, 5), seed) for seed in range(n)]
-    rollouts[1] = [nr.Rollout([5, 6], [7], "", False, [-1.0], advantage=1.0, weight=0.1)]
+    rollouts[1] = [nr.Rollout([5, 6], [7], "", False, [-1.0], advantages=[1.0], weight=0.1)]
     return [nr.collate(r) for r in rollouts]
 
 

@@ -258,7 +258,7 @@ def test_each_row_is_judged_by_its_own_spec_alone(my):
         values, parts, metrics = verify(texts, answer=["7"] * 6, reward=specs)
         assert values == [1.0, 2.0, 0.0, 0.1 * 4, 2.5, [(1, 0.0), (2, 1.0)]] and not any(metrics.values())
         assert parts == {"gsm8k": [1, 1, 0, None, 1, None], "format": [None, 0, None, 0, 1, None],
-                         "size": [None, None, None, 4, None, None], "letters": [None] * 5 + [1]}
+                         "size": [None, None, None, 4, None, None], "letters": [None] * 5 + [0.5]}
         assert verify.weights_of(None) == verify.weights_of("") == verify.weights_of() == {"gsm8k": 1.0}
         assert list(verify.weights_of(specs[3]).items()) == [("format", 1.0), ("size", 0.1)]
         # without the column, or with one spec for all rows
@@ -293,7 +293,7 @@ def test_whole_batch_functions_see_the_completions_of_their_spec_only(my):
     # index, correct (-1: no other function in the spec), number of completions; size is a step at the end
     assert values == [[(1, 0), (2, 4), (3, 1), (4, 4)], [(1, 1), (2, -1), (3, 2)], 3.0,
                       [(1, 3), (2, -1), (3, 2)]]
-    assert parts == {"size": [4, None, 3, None], "batch": [5, 2, None, 4]}
+    assert parts == {"size": [4, None, 3, None], "batch": [5 / 3, 2 / 3, None, 4 / 3]}
 
 
 @pytest.mark.parametrize("bad, says", [

@@ -406,7 +406,7 @@ def loop(tmp_path, tokenizer, judge, **changes):
     cfg = make_config(**sizes | unchecked | changes)
     lines = []
 
-    def write(step, metrics, groups=()):
+    def write(step, metrics, groups=(), answers=()):
         lines.append((metrics, [r for group in groups for r in group]))
 
     log = SimpleNamespace(folder=tmp_path, tokenizer=tokenizer, write=write, close=lambda: None,

@@ -1,0 +1,54 @@
+"""Runs the notebooks from top to bottom and stores their outputs and plots in them.
+
+    python notebooks/run.py            all of them
+    python notebooks/run.py 01 02      those whose names begin so
+
+What libraries print to stderr is left out, and all text of cells tagged "quiet": the start of the engines.
+"""
+import base64
+import io
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from PIL import Image
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def shrink(output):
+    """Stores the plot of a cell's output, if it has one, with 64 colours: in a third of the bytes."""
+    png = output.get("data", {}).get("image/png")
+    if png:
+        small = io.BytesIO()
+        image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
+        image.quantize(64, dither=Image.Dither.NONE).save(small, "png", optimize=True)
+        output["data"]["image/png"] = base64.b64encode(small.getvalue()).decode()
+
+
+def execute(path, env=os.environ):
+    """The notebook with the outputs of a new run. env: its environment variables.
+
+    Raises nbclient's CellExecutionError if a cell fails.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    where = {"metadata": {"path": FOLDER}}
+    NotebookClient(notebook, timeout=600, record_timing=False, resources=where).execute(env=env)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":  # on stderr are only warnings of libraries
+            hidden = ("stderr", "stdout") if "quiet" in cell.metadata.get("tags", ()) else ("stderr",)
+            cell.outputs = [output for output in cell.outputs if output.get("name") not in hidden]
+            for output in cell.outputs:
+                shrink(output)
+    notebook.metadata.pop("language_info", None)  # this machine's Python
+    return notebook
+
+
+if __name__ == "__main__":
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        if not sys.argv[1:] or path.name.startswith(tuple(sys.argv[1:])):
+            notebook = execute(path)
+            nbformat.write(notebook, path)
+            print(f"{path.name}: {len(notebook.cells)} cells, {path.stat().st_size / 1024:.0f} KiB")
