@@ -174,7 +174,7 @@ def test_the_lock_of_a_killed_compilation_is_named(monkeypatch, tmp_path, capsys
 
 
 @pytest.mark.parametrize("field, value, says", [
-    ("gate", "foo", "--gate foo: choose one of clip, detach, soft"),
+    ("gate", "foo", "--gate foo: choose one of clip, detach, soft, squared"),
     ("baseline", "mean", "--baseline mean: choose one of group, leave_one_out, batch, running, none"),
     ("zero_stage", 4, "--zero_stage 4: choose one of 1, 2, 3"),
     ("correction", None, "--correction None: choose one of none, token_truncate, token_mask, sequence_mask"),
@@ -230,7 +230,7 @@ def test_help_shows_the_groups_every_flag_and_the_values_of_the_preset(capsys):
     flat = " ".join(out.replace("│", " ").split())
     for f in dataclasses.fields(nr.Config):
         assert f"--{f.name}" in flat, f.name
-    assert "AdamW's learning rate" in flat and "weight of the k3 KL" in flat
+    assert "AdamW's learning rate" in flat and "weight of the KL to the starting model" in flat
     assert re.search(r"--scale [^(]*\S.*?\(default: none\)", flat)
     assert re.search(r"--aggregate [^(]*\S.*?\(default: constant\)", flat)
 
