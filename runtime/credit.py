@@ -15,8 +15,8 @@ def ends_in_tokens(rollouts, llm):
     A step ends with the token that completes its last character (a character may have several tokens). A step
     that covers the whole text also covers the tokens after it, which have no text: the end of the sequence.
     """
-    tokenizer = llm.get_tokenizer()
     for r in (r for r in rollouts if r.steps):
+        tokenizer = llm.get_tokenizer()
         pieces = tokenizer.batch_decode([[token] for token in r.completion], skip_special_tokens=True)
         covered = list(itertools.accumulate(map(len, pieces)))  # characters
         exact = "".join(pieces) == r.text  # no token has a part of a character or depends on those before it
