@@ -37,6 +37,7 @@ RANGES = (
     ("[0, 16384]", "lora_rank", ""),
     ("[0, 1000]", "resample", ""),
     ("[1, 1000]", "epochs", ""),
+    ("[1, 64]", "tp", ""),
     ("[0, 1]", "lr lr_end clip_low", ""),
     ("(0, 2]", "temperature", "vLLM's limit; evaluation is always greedy"),
     ("(0, 1]", "top_p", ""),
@@ -157,6 +158,7 @@ def check(cfg, tasks, parse_spec):
          "--samples 1: a group of one has no mean or deviation to compare with; "
          "use at least 2, or --baseline none --scale none"),
         (cfg.prompts % ranks, f"--prompts {cfg.prompts} cannot be shared evenly by {ranks} ranks"),
+        (ranks % cfg.tp, f"--tp {cfg.tp}: must divide the number of ranks, {ranks}"),
         (cfg.prompts // ranks % cfg.minibatches,
          f"--minibatches {cfg.minibatches} must divide the {cfg.prompts // ranks} prompts of each rank"),
         (cfg.task not in tasks,
