@@ -298,6 +298,7 @@ def load_tokenizer(cfg):
                          "copy the tokenizer's files of the model it was made from")
     config = model.config.get_text_config()
     check_layers(cfg, config, model)
+    check_heads(cfg, config)
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):  # TokenLogps does not do that
             raise ValueError(f"--model {cfg.model} changes its logits by {name}, which is not supported")
@@ -340,6 +341,15 @@ def check_weights(cfg):
         if names:
             raise ValueError(f"--model {cfg.model}: its weights {fault}: {', '.join(sorted(names)[:3])}"
                              + f" and {len(names) - 3} more" * (len(names) > 3))
+
+
+def check_heads(cfg, config):
+    """Raises ValueError unless vLLM can divide the attention heads of the model by --tp."""
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % cfg.tp or key_heads % cfg.tp and cfg.tp % key_heads:
+        raise ValueError(f"--tp {cfg.tp}: {cfg.model} has {heads} attention heads and {key_heads} key heads; "
+                         "--tp must divide the first number and divide, or be divisible by, the second")
 
 
 def check_layers(cfg, config, model):
