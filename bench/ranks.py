@@ -165,9 +165,6 @@ def reduce():
 # carries what one GPU of a ring sends
 LINKS = {"8 GPUs, NVLink": (8, 450e9), "2 nodes of 8 GPUs, 400 Gb/s per node": (16, 50e9),
          "2 nodes of 8 GPUs, 8 x 400 Gb/s per node": (16, 400e9)}
-MODELS = plan.SHAPES | {"Qwen2.5-32B": ModelShape(
-    parameters=32_763_876_352, hidden=5120, layers=64, attention=5120, mlp=27648, vocab=152064,
-    kv_cache=2 * 64 * 8 * 128, qk_norms=False)}
 PEAK, USE = 989e12, 0.4  # bf16 FLOP/s of an H100; the share of them that an update is assumed to reach
 PACK = 32768  # tokens
 
@@ -193,7 +190,7 @@ def state(stage, ranks):
 
 def paper(prompts=64, samples=8):
     rollouts, rows = common.make_rollouts(prompts * samples, 3000, 1000), []
-    for name, shape in MODELS.items():
+    for name, shape in plan.SHAPES.items():
         for link, (ranks, speed) in LINKS.items():
             packs = math.ceil(sum(map(len, rollouts)) / ranks / PACK)
             compute = 4 * shape.forward_flops(rollouts) / ranks / PEAK / USE  # with recomputed activations

@@ -7,9 +7,15 @@ import time
 
 import torch
 
+
+def local_world_size():
+    """Number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 # CPU cores for this process: an equal part for each process of the machine. Read before vLLM pins threads.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-CORES = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+CORES = max(1, CORES // local_world_size())
 
 
 def rank():
