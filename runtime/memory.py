@@ -93,6 +93,8 @@ def step_bytes(cfg, shape, gpu, reference_stays=False):
     weights = whole / dist.world_size() if sharded else whole
     generate_weights = 0 if offload and cfg.lora_rank else weights  # lora.place_frozen_weights
     gathered = size * sharded * min(shape.parameters, ZERO3_LIVE)
+    # vLLM holds the embedding, the head and what it fuses until the end of the sync, but no activations yet
+    synced = sharded * max(0, size * 2 * (shape.vocab + shape.mlp) * shape.hidden - VLLM_ACTIVATIONS)
     optimizer = 0 if offload else 12 * trained / dist.world_size()
     offload_buffer = largest * size * offload
     buckets = (size + 4) * min(trained, max(BUCKET, largest))
@@ -116,7 +118,7 @@ def step_bytes(cfg, shape, gpu, reference_stays=False):
 
     return {
         "weights": Phases(generate_weights, weights, weights),
-        "gathered weights": Phases(size * sharded * largest, gathered, gathered),
+        "gathered weights": Phases(synced, gathered, gathered),
         "fp32 weights and AdamW": Phases(optimizer, optimizer, optimizer),
         "gradients": Phases(*[gradients * bf16_optimizer] * 2, gradients + 2 * trained * bf16_optimizer),
         "offload buffer": Phases(offload_buffer, offload_buffer, offload_buffer),
