@@ -48,14 +48,14 @@ def init_process_group(timeout=10.0):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
-    global _timeout
-    _timeout = datetime.timedelta(minutes=timeout)
+    timeout = datetime.timedelta(minutes=timeout)
+    c10d = torch.distributed.distributed_c10d  # groups that DeepSpeed and vLLM make would wait for 30 minutes
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     if not torch.distributed.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        torch.distributed.init_process_group(backend, timeout=_timeout)
+        torch.distributed.init_process_group(backend, timeout=timeout)
 
 
-_timeout = None  # of init_process_group
 _engine_group = None  # the ranks that share a vLLM engine with this one; None = no others
 
 
@@ -63,7 +63,7 @@ def share_engine(ranks):
     """Ranks 0 to ranks - 1 share a vLLM engine, the next ones the second, and so on. Collective."""
     global _engine_group
     if ranks > 1:
-        _engine_group, _ = torch.distributed.new_subgroups(ranks, timeout=_timeout)
+        _engine_group, _ = torch.distributed.new_subgroups(ranks)
 
 
 def engine_ranks():

@@ -101,6 +101,25 @@ def test_a_rank_that_fails_ends_all_ranks_and_its_error_comes_first(failure, fir
     assert "rank      : 1" in done.stdout
 
 
+def test_groups_that_libraries_make_wait_no_longer_than_timeout():
+    """DeepSpeed reduces gradients in a copy of the group of all ranks. PyTorch's own limit is 30 minutes."""
+    code = """if True:
+        import time, torch
+        from runtime import dist, stop
+        with stop.on_signals(), stop.with_one_line():
+            dist.init_process_group(timeout=0.05)
+            group = torch.distributed.new_group([0, 1])
+            torch.distributed.all_reduce(torch.ones(3), group=group)
+            if dist.rank() == 1:
+                time.sleep(600)
+            torch.distributed.all_reduce(torch.ones(3), group=group)
+        """
+    done = subprocess.run([*TORCHRUN, "--no-python", sys.executable, "-c", code], env=ENV, cwd=ROOT,
+                          text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+    line = "nano_rlvr: another rank has ended, or has not answered for --timeout minutes"
+    assert done.stdout.count(line) == 1
+
+
 def test_a_sync_from_zero_3_gathers_one_tensor_at_a_time(fresh_llm, monkeypatch):
     """DeepSpeed gathers the largest tensor at most. vLLM keeps what it gets until all parts of a fused matrix
     have come, here gate_proj and up_proj, and an embedding to the end."""

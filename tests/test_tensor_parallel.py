@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 import nano_rlvr as nr
 from conftest import ENV, ROOT, make_config
-from runtime import checksum, dist, engines, preflight, tensor_parallel
+from runtime import checksum, dist, engines, preflight, stop, tensor_parallel
 from runtime.errors import RunError
 from test_checksum import Fused
 
@@ -97,15 +98,48 @@ def test_two_ranks_with_one_engine_sample_as_single_ranks_do_and_notice_a_damage
         assert results["damaged"].keys() == DAMAGED.keys()
 
 
-def test_random_sampling_without_a_seed_is_refused(monkeypatch):
-    from vllm import SamplingParams
-    inner = SimpleNamespace(llm_engine=SimpleNamespace(step=None), generate=lambda prompts, params: prompts)
-    llm = tensor_parallel.SharedLLM(inner)
-    assert llm.generate([1, 2], SamplingParams(temperature=0)) == [1, 2]
-    assert llm.generate([1, 2], [SamplingParams(seed=1), SamplingParams(seed=2)]) == [1, 2]
-    assert llm.generate([], []) == []
+@pytest.fixture
+def shared(monkeypatch):
+    """(the LLM of the second of three ranks, what its engine was asked). The others have 2 and 1 prompts."""
+    greedy, asked = SamplingParams(temperature=0), []
+
+    def generate(prompts, params):
+        asked.append((prompts, params, stop.in_call))
+        return [str(prompt) for prompt in prompts]
+
+    monkeypatch.setattr(dist, "engine_rank", lambda: 1)
+    monkeypatch.setattr(dist, "engine_gather", lambda item: [[(1, greedy), (2, greedy)], item, [(3, greedy)]])
+    return tensor_parallel.SharedLLM(
+        SimpleNamespace(llm_engine=SimpleNamespace(step=lambda: "step"), generate=generate)), asked
+
+
+def test_a_rank_gets_the_completions_of_its_own_prompts(shared):
+    llm, asked = shared
+    assert llm.generate([7, 8], [SamplingParams(seed=1), SamplingParams(seed=2)]) == ["7", "8"]
+    assert llm.generate([9], SamplingParams(temperature=0)) == ["9"] and llm.generate([], []) == []
+    assert [prompts for prompts, *_ in asked] == [[1, 2, 7, 8, 3], [1, 2, 9, 3], [1, 2, 3]]
+    assert [params.seed for params in asked[0][1]] == [None, None, 1, 2, None]
+
+
+def test_random_sampling_without_a_seed_is_refused(shared):
     with pytest.raises(RunError, match="a seed"):
-        llm.generate([1], SamplingParams(temperature=1))
+        shared[0].generate([1], SamplingParams(temperature=1))
+
+
+def test_a_signal_ends_a_shared_call_at_the_same_step_on_all_ranks_and_nowhere_else(shared, monkeypatch):
+    llm, asked = shared
+    monkeypatch.setattr(stop, "in_call", True)
+    llm.generate([7], SamplingParams(temperature=0))
+    assert asked[0][2] is False  # the handler raises nothing
+    monkeypatch.setattr(dist, "engine_gather", lambda item: [False, item, True])  # another rank got a signal
+    for _ in range(tensor_parallel.STEPS - 1):
+        assert llm.llm_engine.step() == "step"
+    with pytest.raises(stop.Stopped):
+        llm.llm_engine.step()
+    monkeypatch.setattr(stop, "in_call", False)  # not within stop.interruptible
+    monkeypatch.setattr(dist, "engine_gather", lambda item: [item])
+    llm.generate([7], SamplingParams(temperature=0))
+    assert {llm.llm_engine.step() for _ in range(2 * tensor_parallel.STEPS)} == {"step"}
 
 
 @pytest.mark.parametrize("tp, heads, key_heads, fits", [
