@@ -129,6 +129,7 @@ class Config:
     offload: Literal["auto", "none", "optimizer"] = "auto"  # keep optimizer and fp32 weights in host memory
     vllm_memory: float = 0.0  # share of the GPU for vLLM while it generates; 0 = what is left
     compile: Literal["on", "off"] = "off"  # fuse element-wise work in layers and head with torch.compile
+    tp: int = 1  # ranks per vLLM engine (tensor parallel), which generate their prompts together
     zero_stage: Literal[1, 2, 3] = 2  # ZeRO shards over the ranks: 1 optimizer, 2 + gradients, 3 + weights
     timeout: float = 10.0  # minutes after which a rank that does not answer ends the run
     mismatch_bound: float = 0.0  # stop above this mean |trainer - vLLM log-prob|; 0 = 1e-3 fp32, 0.15 bf16
@@ -650,12 +651,12 @@ def make_llm(cfg):
     # The trainer's log-probs include the temperature, but not top-p and top-k. vLLM's processed log-probs
     # include all three, its raw ones none: raw is right with top-p or top-k, as temperature is then 1.
     logprobs_mode = "processed_logprobs" if (cfg.top_p, cfg.top_k) == (1.0, 0) else "raw_logprobs"
-    sequences = max(cfg.prompts * cfg.samples, cfg.eval_size * max(cfg.eval_n, 1)) // dist.world_size()
     return engines.start_vllm(
         model=cfg.model, dtype=cfg.dtype, seed=cfg.seed, logprobs_mode=logprobs_mode,
-        max_model_len=cfg.max_prompt + cfg.max_tokens, max_num_seqs=sequences, enable_prefix_caching=True,
+        max_model_len=cfg.max_prompt + cfg.max_tokens, max_num_seqs=memory.most_sequences(cfg),
+        enable_prefix_caching=True, tensor_parallel_size=cfg.tp,
         trust_remote_code=cfg.trust_remote_code,
-        distributed_executor_backend="external_launcher",  # one engine per rank, in our process group
+        distributed_executor_backend="external_launcher",  # engines of cfg.tp ranks, in our process group
         cuda_args=dict(gpu_memory_utilization=cfg.vllm_memory, enable_sleep_mode=True,
                        kv_cache_memory_bytes=memory.kv_cache_bytes(cfg)))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "bench/faults.py",
-          "examples/*.py", "models/tiny/*")
+          "examples/*.py", "models/tiny/*", "bench/results/ranks_reduce.json")
 STAGES = (  # each runs if the one before it passed
     ["tests/test_credit.py", "tests/test_variants.py", "tests/test_math.py", "tests/test_guard.py"],
     ["tests/test_process_rewards.py"],
@@ -26,10 +26,14 @@ STAGES = (  # each runs if the one before it passed
     ["tests/test_trl.py", "-k", "gradients_equal"],
     ["tests/test_families.py", "-k", "one_sequence_at_a_time"],
     ["tests/test_checksum.py", "-k", "not damaged"],
+    ["tests/test_tensor_parallel.py", "-k", "not sample_as_single_ranks"],
+    ["tests/test_memory.py", "-k", "planned_state or keys_and_values"],
     ["tests/test_evaluation.py", "-k", "not vllm"],
     ["tests/test_tools.py", "-k", "not program and not example"],
     ["tests/test_resume.py", "-k", "not killed and not two_ranks and not does_not_answer"])
 EVALUATION = "runtime/evaluation.py"
+TENSOR_PARALLEL = "runtime/tensor_parallel.py"
+CHECKSUM = "runtime/checksum.py"
 CREDIT = "runtime/credit.py"
 CHECKPOINT, FOLDER = "runtime/checkpoint.py", "runtime/folder.py"
 VERIFIER = "verify/verifier.py"
@@ -139,8 +143,8 @@ FAULTS = [  # (description, file, text, what replaces it)
     ("checksum: the position does not count", "runtime/checksum.py",
      "(rest * factors(tensor.device)[:len(rest)]).sum(0, keepdim=True)", "rest.sum(0, keepdim=True)"),
     ("checksum: one tensor is not compared", "runtime/checksum.py",
-     "visible = [name for name, tensor in tensors.items() if tensor is not None]",
-     "visible = [name for name, tensor in tensors.items() if tensor is not None][1:]"),
+     "visible = [name for name, shard in shards.items() if shard is not None]",
+     "visible = [name for name, shard in shards.items() if shard is not None][1:]"),
     ("checksum: a missing tensor is ignored", "runtime/checksum.py",
      "    if unmatched:\n", "    if not sent:\n"),
     ("checksum: not looked at after a sync", SCRIPT, "    weights.check(llm)\n", ""),
@@ -215,6 +219,16 @@ FAULTS = [  # (description, file, text, what replaces it)
     ("tools: all samples of a later turn share their noise", TOOL,
      "request_seed(seeds[i // n], i % n, turn)", "request_seed(seeds[i // n], turn)"),
     ("tools: no room is kept for the next turn", TOOL, "r.truncated = room <= 0", "r.truncated = False"),
+    ("tensor_parallel: a rank gets the completions of another one's prompts", TENSOR_PARALLEL,
+     "return outputs[first:first + len(prompts)]", "return outputs[:len(prompts)]"),
+    ("tensor_parallel: a signal takes one rank out of a shared call", TENSOR_PARALLEL,
+     "self._may_stop, stop.in_call = stop.in_call, False", "self._may_stop = stop.in_call"),
+    ("tensor_parallel: the checksum does not see where a shard belongs", CHECKSUM,
+     "start = dist.engine_rank() * parts // ranks", "start = 0"),
+    ("tensor_parallel: copies of a tensor count once", CHECKSUM,
+     "return cls(tensor, shape, 0, 0, ranks)", "return cls(tensor, shape, 0, 0, 1)"),
+    ("memory: ZeRO-3 keeps whole weights", "runtime/memory.py",
+     "whole / dist.world_size() if sharded else whole", "whole"),
 ]
 
 
