@@ -20,9 +20,9 @@ from runtime import curve, dist, memory, report, stats, tokens
 from runtime.errors import RunError
 from runtime.flops import ModelShape, peak_flops
 from runtime.folder import sync, to_json
+from runtime.report import STAGES
 
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")  # one JSON object per line
-STAGES = ("rollout", "reward", "update", "sync")
 WIDTH = 120  # columns of the screen
 # metrics on the screen's line per step, in this order
 SHOWN = {"reward/mean": "reward {:6.3f}", "reward/no_verdict": "no verdict {:4.0%}",

@@ -25,7 +25,7 @@ from runtime.stats import mean_interval
 TEMPLATE = Path(__file__).with_suffix(".html")
 SAME_BUT_SEED = folder.FREE - {"data", "eval_data"} | {"seed"}  # fields in which runs of one line may differ
 QUESTIONS = 1000  # of the evaluation, the first ones, are shown
-STAGES = ("rollout", "reward", "update", "sync", "evaluate")
+STAGES = ("rollout", "reward", "update", "sync")
 TEXT, GRID, LINES = "#000000", "#0000f0", [f"#0000{i:02x}" for i in range(1, 9)]  # for matplotlib ...
 COLORS = {TEXT: "var(--text)", GRID: "var(--grid)",  # ... and for the page, where they depend on the theme
           **{color: f"var(--c{i})" for i, color in enumerate(LINES)}}
@@ -204,7 +204,7 @@ def summary(lines):
     for i, (label, runs) in enumerate(lines.items()):
         about, last = runs[0]["about"], runs[0]["rows"][-1:]
         seconds = [row.get(f"seconds/{stage}", 0.0)
-                   for run in runs for row in run["rows"] for stage in STAGES]
+                   for run in runs for row in run["rows"] for stage in (*STAGES, "evaluate")]
         cells = [label, accuracy(runs, 0), accuracy(runs, -1), str(last[0]["step"]) if last else "0",
                  f"{sum(seconds) / len(runs):.0f} s"]
         where = f"{about.get('command', '')} (commit {about.get('commit', '')}, {about.get('device', '')})"
@@ -223,7 +223,7 @@ def write(folders, out):
              "rollouts": choose(read_lines(run, "rollouts.jsonl"), run["config"]["samples"],
                                 tokens.LIMIT // len(runs))} for run in runs]
     # compressed: a long run stays small; base64 has no "<": the browser reads no text of a model as HTML
-    packed = base64.b64encode(gzip.compress(json.dumps(data).encode(), mtime=0)).decode()
+    packed = base64.b64encode(gzip.compress(json.dumps(data).encode(), 6, mtime=0)).decode()
     page = TEMPLATE.read_text()
     for name, text in {"TITLE": html.escape(", ".join(lines)), "SUMMARY": summary(lines),
                        "CHARTS": charts(lines), "DATA": packed}.items():
