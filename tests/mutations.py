@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "bench/faults.py",
-          "examples/*.py", "models/tiny/*")
+          "examples/*.py", "models/tiny/*", "runtime/*.html", "bench/screenshots.py")
 STAGES = (  # each runs if the one before it passed
     ["tests/test_credit.py", "tests/test_variants.py", "tests/test_math.py", "tests/test_guard.py"],
     ["tests/test_process_rewards.py"],
@@ -28,12 +28,14 @@ STAGES = (  # each runs if the one before it passed
     ["tests/test_checksum.py", "-k", "not damaged"],
     ["tests/test_evaluation.py", "-k", "not vllm"],
     ["tests/test_tools.py", "-k", "not program and not example"],
+    ["tests/test_report.py"],
     ["tests/test_resume.py", "-k", "not killed and not two_ranks and not does_not_answer"])
 EVALUATION = "runtime/evaluation.py"
 CREDIT = "runtime/credit.py"
 CHECKPOINT, FOLDER = "runtime/checkpoint.py", "runtime/folder.py"
 VERIFIER = "verify/verifier.py"
 TOOL = "examples/python_tool.py"
+REPORT, TOKENS = "runtime/report.py", "runtime/tokens.py"
 SCRIPT, HEAD, ATTENTION, STATS = "nano_rlvr.py", "runtime/head.py", "runtime/attention.py", "runtime/stats.py"
 FAULTS = [  # (description, file, text, what replaces it)
     ("clip: maximum instead of minimum", SCRIPT, "torch.minimum(bounded", "torch.maximum(bounded"),
@@ -215,6 +217,11 @@ FAULTS = [  # (description, file, text, what replaces it)
     ("tools: all samples of a later turn share their noise", TOOL,
      "request_seed(seeds[i // n], i % n, turn)", "request_seed(seeds[i // n], turn)"),
     ("tools: no room is kept for the next turn", TOOL, "r.truncated = room <= 0", "r.truncated = False"),
+    ("report: gap of the wrong sign", TOKENS,
+     "x - y for x, y in zip(before, r.vllm_logps)", "y - x for x, y in zip(before, r.vllm_logps)"),
+    ("report: numbers per token in the order of the packs", TOKENS,
+     "[found[id(r)] for r in rollouts]", "list(found.values())[:len(rollouts)]"),
+    ("report: runs that differ in the seed are two lines", REPORT, ' | {"seed"}', ""),
 ]
 
 

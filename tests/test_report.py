@@ -1,7 +1,6 @@
 """The report: what it draws, which rollouts it has, and how the page behaves in headless Chromium."""
 import html
 import json
-import os
 import random
 import re
 import shutil
@@ -12,12 +11,12 @@ import pytest
 import torch
 
 import nano_rlvr as nr
+from bench import screenshots
 from conftest import EPS, ROOT, close, fixed_rollouts, make_config, within
 from runtime import curve, report, stats, tokens
 from runtime.log import WIDTH, Log
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-in_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium: apt-get install chromium")
+in_chromium = pytest.mark.skipif(not screenshots.CHROMIUM, reason="no chromium: apt-get install chromium")
 SCRIPT = "<script>alert(1)</script><img src=x onerror=\"document.title='read as HTML'\"> & </pre>"
 STEPS, GROUPS, SAMPLES = 6, 3, 4
 # what the test adds to a copy of a report: it goes through states of the page and leaves what it sees
@@ -99,12 +98,7 @@ def visit(page, states, width=1280, dark=False):
     (page.parent / "visited.html").write_text(text)
     frame = page.parent / "frame.html"
     frame.write_text(FRAME.replace("WIDTH", str(width)))
-    command = [CHROMIUM, "--headless", "--disable-gpu", "--no-first-run", "--virtual-time-budget=20000",
-               f"--user-data-dir={page.parent / 'profile'}", "--window-size=1400,1000", "--dump-dom",
-               frame.as_uri()]
-    command[1:1] = ["--no-sandbox"] * (os.geteuid() == 0)  # root has no sandbox
-    command[1:1] = ["--blink-settings=preferredColorScheme=0"] * dark
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    dom = screenshots.browse(frame.as_uri(), "--window-size=1400,1000", "--dump-dom", dark=dark)
     [seen] = re.findall(r'<pre id="seen">(.*)</pre>', dom, re.S)
     return json.loads(html.unescape(seen))
 
@@ -190,7 +184,7 @@ def test_the_color_of_a_token_has_the_sign_and_the_size_of_its_number(one, seen)
 
 @in_chromium
 def test_two_thousand_long_rollouts_are_a_small_page_in_every_state(tmp_path):
-    """The bound: the charts, a page of the list, and one group of 16, of whose 410 tokens each 400 are shown."""
+    """The bound: the charts, a page of the list, and one group of 16 with 400 tokens each."""
     write_run(tmp_path / "long", length=410, steps=125, groups=1, samples=16)
     report.write([tmp_path / "long"], tmp_path / "report.html")
     states = ["", "step=77", "finish=length&color=gap", "group=124:0&color=change", "min=1&page=5"]
