@@ -121,8 +121,9 @@ class Log:
         yield
         with timed(metrics, "report"):
             after = tokens.logps(policy, rollouts, collate, self.cfg)
-            self.per_token = {id(r): tokens.numbers(r, *pair, self.tokenizer)
-                              for r, *pair in zip(rollouts, before, after)}
+            if dist.rank() == 0:
+                self.per_token = {id(r): tokens.numbers(r, *pair, self.tokenizer)
+                                  for r, *pair in zip(rollouts, before, after)}
 
     def trace(self, step):
         """With --profile: starts PyTorch's profiler in step 1 (step 0 is the warm-up). write() stops it."""
