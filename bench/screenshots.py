@@ -22,8 +22,8 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 IMAGES = ROOT / "docs/images"
 STATE = "#step=2&color=change"  # of the page: a step with right and wrong completions
 # name -> width and height of the window, what is cut out of it (top and bottom), dark mode
-PICTURES = {"report": (1200, 1060, (0, 1060), False), "report_rollouts": (1200, 2600, (1060, 2100), False),
-            "report_phone": (500, 5000, (2850, 4100), True)}
+PICTURES = {"report": (1200, 1060, (0, 1060), False), "report_rollouts": (1200, 2600, (1480, 2480), False),
+            "report_phone": (500, 4700, (3380, 4340), True)}
 
 
 def browse(page, *flags, dark=False):
@@ -37,11 +37,6 @@ def browse(page, *flags, dark=False):
     return done.stdout
 
 
-def shrink(path):
-    """64 colours are enough for a page."""
-    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
-
-
 def main(folder):
     if not CHROMIUM:
         raise ValueError("no chromium: apt-get install chromium")
@@ -53,10 +48,8 @@ def main(folder):
             path = IMAGES / f"{name}.png"
             size = f"--window-size={width},{height}"
             browse(page.as_uri() + STATE, f"--screenshot={path}", size, dark=dark)
-            Image.open(path).crop((0, top, width, bottom)).save(path)
-            shrink(path)
+            Image.open(path).convert("RGB").crop((0, top, width, bottom)).save(path, optimize=True)
     curve.draw([folder], IMAGES / "curve.png")
-    shrink(IMAGES / "curve.png")
     for path in sorted(IMAGES.glob("*.png")):
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB")
 

@@ -201,8 +201,7 @@ class Log:
         self.bar.close()
         final = self.folder / "final"
         more = f"; more steps: --resume {self.folder} --steps N" if self.cfg.lr_end == 1 else ""
-        print(f"next: open {self.folder / 'report.html'}; the model is in {final} "
-              f"(--model {final} --steps 0 evaluates it){more}")
+        print(f"next: open {self.folder / 'report.html'}; the model is {final}: --model {final}{more}")
         if self.wandb:
             self.wandb.finish()
 

@@ -397,7 +397,7 @@ def test_the_screen_says_what_goes_on_and_where_to_look_next(screen, capsys):
     shutil.copytree(log.folder.parent / "other", log.folder, dirs_exist_ok=True)
     log.close()
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"next: open {log.folder}/report.html; the model is in {log.folder}/final (")
+    assert last.startswith(f"next: open {log.folder}/report.html; the model is {log.folder}/final: ")
     assert (log.folder / "report.html").stat().st_size > 10_000 and (log.folder / "curve.png").exists()
 
 
