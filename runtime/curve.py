@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 
-def read(folder, name="metrics.jsonl", **options):
+def read(folder, name="metrics.jsonl", only=b"", **options):
     """metrics.jsonl of a run folder -> list of dicts, one per line: every step, and the last evaluation.
-    name: another file with a JSON object per line. options: of json.loads.
+    name: another file with a JSON object per line. only: of the lines with these bytes. options: of
+    json.loads.
 
     A last line that is cut off, as a killed run leaves it, is skipped with a note on stderr. Raises
     ValueError for any other line that is not JSON, OSError if the file cannot be read.
@@ -19,7 +20,8 @@ def read(folder, name="metrics.jsonl", **options):
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line, **options))
+            if only in line:
+                rows.append(json.loads(line, **options))
         except ValueError as e:
             if number < len(lines):
                 raise ValueError(f"{path}:{number}: not a line of JSON ({e})") from e

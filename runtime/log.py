@@ -30,7 +30,6 @@ SHOWN = {"reward/mean": "reward {:6.3f}", "reward/no_verdict": "no verdict {:4.0
          "entropy": "entropy {:.3f}", "tokens_per_second": "{:6.0f} tok/s"}
 
 
-
 def provenance(*packages):
     """Commit, device and versions of the main libraries and of `packages`: a dict."""
     commit = ""
@@ -165,7 +164,7 @@ class Log:
             shown = [text.format(metrics[name]) for name, text in SHOWN.items()
                      if name in metrics and (metrics[name] or name != "reward/no_verdict")]
             self.bar.write("  ".join([f"step {step:4d}", *shown, f"{stage_seconds([metrics]):.1f} s"]))
-            short = [text for text in shown if text.startswith(("reward", "length", "kl", "tok/s"))]
+            short = [text for text in shown if text.startswith(("reward", "length", "kl"))]
             self.bar.set_postfix_str("  ".join(short))
             self.bar.update()
 

@@ -83,10 +83,16 @@ def choose(rollouts, samples, limit):
             for step in sorted(steps)[::every] for i, r in enumerate(steps[step][:most])]
 
 
-def read_lines(run, name):
+def read_lines(run, name, only=b""):
     """The rows of rollouts.jsonl or eval.jsonl, NaN as None; none if there is no such file."""
     there = (run["path"] / name).exists()
-    return curve.read(run["path"], name, parse_constant=lambda _: None) if there else []
+    return curve.read(run["path"], name, only, parse_constant=lambda _: None) if there else []
+
+
+def rollouts(run, limit):
+    """The rollouts for the page. Lines without numbers per token are read only if there are no others."""
+    rows = read_lines(run, "rollouts.jsonl", b'"per_token": {') or read_lines(run, "rollouts.jsonl")
+    return choose(rows, run["config"]["samples"], limit)
 
 
 def questions(answers):
@@ -220,8 +226,7 @@ def write(folders, out):
     runs = [read_run(path) for path in folders]
     lines = lines_of(runs)
     data = [{"name": run["name"], **questions(read_lines(run, "eval.jsonl")),
-             "rollouts": choose(read_lines(run, "rollouts.jsonl"), run["config"]["samples"],
-                                tokens.LIMIT // len(runs))} for run in runs]
+             "rollouts": rollouts(run, tokens.LIMIT // len(runs))} for run in runs]
     # compressed: a long run stays small; base64 has no "<": the browser reads no text of a model as HTML
     packed = base64.b64encode(gzip.compress(json.dumps(data).encode(), 6, mtime=0)).decode()
     page = TEMPLATE.read_text()
