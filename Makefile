@@ -9,7 +9,7 @@ demo: $(READY)
 
 test: $(READY)
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest tests -q --durations=10
+	.venv/bin/python -m pytest tests -q -rs --durations=10
 
 # plant faults, one at a time, and see which test notices each
 mutations: $(READY)

@@ -688,6 +688,7 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
     for step in range(progress.step, cfg.steps + 1):
         metrics, answers, progress.step = {}, [], step
         if step % cfg.eval_every == 0 or step == cfg.steps:
+            log.say(f"step {step}: evaluation of {len(eval_set)} examples ...")
             with timed(metrics, "evaluate"):
                 found, answers = evaluate(llm, eval_set, verifier, cfg, selector)
             metrics |= found
@@ -701,7 +702,7 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
         log.trace(step)
         with timed(metrics, "sync"):
             sleep.put_to_sleep(llm, policy)  # GPU memory: from vLLM to the trainer, and back in sync_weights
-        with timed(metrics, "update"):
+        with log.token_numbers(step, metrics, policy, sampled, collate), timed(metrics, "update"):
             if cfg.ref_reset_every and step and step % cfg.ref_reset_every == 0 and ref is not None:
                 ref.model.load_state_dict(dict(named_weights(policy)))  # preflight: not with LoRA
             if cfg.kl_in == "reward" and ref is not None:
@@ -748,11 +749,14 @@ def main(argv=None):
             checkpoints = Checkpoints(cfg, log)
         with stop.with_one_line(OSError, cfg=cfg):
             memory.limit_device(cfg)
+            log.say("loading the model into vLLM ...")
             llm = make_llm(cfg)  # before the trainer: vLLM measures how much GPU memory is free
             sleep.put_to_sleep(llm)
+            log.say("loading the model into the trainer ...")
             policy = make_policy(cfg)
             ref = make_reference(cfg, policy)
             if cfg.steps:  # --steps 0 only evaluates
+                log.say("rehearsal: two updates on the largest pack, at learning rate 0 ...")
                 rehearse(policy, ref, cfg, Rollout, collate, store_fixed_logps, update)
             with stop.with_checkpoint(checkpoints):
                 train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints, selector)

@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "bench/faults.py",
-          "examples/*.py", "models/tiny/*", "bench/results/ranks_reduce.json")
+          "examples/*.py", "models/tiny/*", "runtime/*.html", "bench/screenshots.py",
+          "bench/results/ranks_reduce.json")
 STAGES = (  # each runs if the one before it passed
     ["tests/test_credit.py", "tests/test_variants.py", "tests/test_math.py", "tests/test_guard.py"],
     ["tests/test_process_rewards.py"],
@@ -30,6 +31,7 @@ STAGES = (  # each runs if the one before it passed
     ["tests/test_memory.py", "-k", "planned_state or keys_and_values"],
     ["tests/test_evaluation.py", "-k", "not vllm"],
     ["tests/test_tools.py", "-k", "not program and not example"],
+    ["tests/test_report.py", "-k", "numbers_per_token_are or differ_only"],
     ["tests/test_resume.py", "-k", "not killed and not two_ranks and not does_not_answer"])
 EVALUATION = "runtime/evaluation.py"
 TENSOR_PARALLEL = "runtime/tensor_parallel.py"
@@ -38,6 +40,7 @@ CREDIT = "runtime/credit.py"
 CHECKPOINT, FOLDER = "runtime/checkpoint.py", "runtime/folder.py"
 VERIFIER = "verify/verifier.py"
 TOOL = "examples/python_tool.py"
+REPORT, TOKENS = "runtime/report.py", "runtime/tokens.py"
 SCRIPT, HEAD, ATTENTION, STATS = "nano_rlvr.py", "runtime/head.py", "runtime/attention.py", "runtime/stats.py"
 FAULTS = [  # (description, file, text, what replaces it)
     ("clip: maximum instead of minimum", SCRIPT, "torch.minimum(bounded", "torch.maximum(bounded"),
@@ -229,6 +232,11 @@ FAULTS = [  # (description, file, text, what replaces it)
      "return cls(tensor, shape, 0, 0, ranks)", "return cls(tensor, shape, 0, 0, 1)"),
     ("memory: ZeRO-3 keeps whole weights", "runtime/memory.py",
      "whole / dist.world_size() if sharded else whole", "whole"),
+    ("report: gap of the wrong sign", TOKENS,
+     "x - y for x, y in zip(before, r.vllm_logps)", "y - x for x, y in zip(before, r.vllm_logps)"),
+    ("report: numbers per token in the order of the packs", TOKENS,
+     "[found[id(r)] for r in rollouts]", "list(found.values())[:len(rollouts)]"),
+    ("report: runs that differ in the seed are two lines", REPORT, ' | {"seed"}', ""),
 ]
 
 
