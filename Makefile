@@ -19,7 +19,7 @@ mutations: $(DEV)
 # run the notebooks and store their outputs
 notebooks: $(DEV)
 	.venv/bin/python notebooks/run.py
-	PYTHONPATH=. .venv/bin/python tests/test_translations.py
+	.venv/bin/python tests/test_translations.py
 
 # every exercise's test fails on an empty function and passes on the solution
 exercises: $(DEV)

@@ -1,7 +1,7 @@
-"""Find the bug: a copy of the repository with one of the faults of tests/mutations.py, which you do not see.
+"""Find the bug: a copy of the repository with one of the faults of tests/mutations.py, unseen.
 
     python docs/find_the_bug.py            plants a fault in exercises/bug/
-    python docs/find_the_bug.py clip       one of this topic (python docs/find_the_bug.py --topics lists them)
+    python docs/find_the_bug.py clip       one of this topic (--topics lists them)
     python docs/find_the_bug.py --check    runs the tests of the copy: which one fails, if any
     python docs/find_the_bug.py --reveal   shows the fault, or that you have repaired it
 """

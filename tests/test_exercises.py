@@ -1,7 +1,7 @@
 """The exercises of docs/exercises.md: what each function has to do, with numbers derived by hand.
 
-`python docs/exercise.py 3` makes a copy in which the functions of exercise 3 are empty. There its test fails
-until they are written: `pytest -m exercise_3`. Here all pass. `make exercises` proves both.
+`python docs/exercise.py 3` makes a copy in which the functions of exercise 3 are empty. There its test
+fails until they are written: `pytest -m exercise_3`. Here all pass. `make exercises` proves both.
 """
 import math
 from types import SimpleNamespace
@@ -74,10 +74,11 @@ def test_an_advantage_is_a_z_score_within_the_group():
     (1.5, -1, -1.5, -1.),  # has risen although it was bad: full gradient
     (0.5, -1, -0.8, 0.0),  # has fallen far enough: no gradient
     (1.1, +1, 1.10, 1.0), (0.9, -1, -0.9, -1.),  # inside of [0.8, 1.28] nothing is bounded
+    (5.0, -1, -3.0, 0.0),  # --delta 3: a second bound, for negative advantages
 ])
 def test_the_clip_stops_a_token_that_has_moved_far_enough_and_never_one_that_must_come_back(
         ratio, advantage, objective, gradient):
-    cfg = nr.Config(clip_low=0.2, clip_high=0.28)
+    cfg = nr.Config(clip_low=0.2, clip_high=0.28, delta=3.0)
     x = tensor(ratio, requires_grad=True)
     value, bounded = nr.gated_objective(x, x.log(), tensor(advantage), cfg)
     check(value, [objective], f"ratio {ratio}, advantage {advantage}: min(ratio * A, clip(ratio) * A)")
@@ -101,9 +102,9 @@ def test_the_weight_of_a_token_makes_a_weighted_sum_a_mean():
 
 @pytest.mark.exercise_5
 def test_the_loss_is_0_while_the_gradient_is_not():
-    """Sequences of 2 and 1 tokens, advantages +1 and -1: weights 1/4, 1/4, 1/2, so the sum of w A is 0."""
+    """A pack with 2 of the step's 4 sequences, of 2 and 1 tokens with advantages +1 and -1: w A sums to 0."""
     batch = SimpleNamespace(lengths=torch.tensor([2, 1]), sequence_ids=torch.tensor([0, 0, 1]),
-                            weight=tensor(1 / 4, 1 / 4, 1 / 2), advantage=tensor(1, 1, -1))
+                            weight=tensor(1 / 8, 1 / 8, 1 / 4), advantage=tensor(1, 1, -1))
 
     def loss_and_gradient(logp, old, ref=None, **flags):
         logp = tensor(*logp, requires_grad=True)
@@ -111,20 +112,23 @@ def test_the_loss_is_0_while_the_gradient_is_not():
         loss.backward()
         return loss, logp.grad, sums
 
-    on_policy = [-1 / 4, -1 / 4, 1 / 2]
-    for ratio in ("token", "sequence"):
-        loss, gradient, sums = loss_and_gradient([-1, -2, -3], None, ratio=ratio)
-        check(loss, 0, f"--ratio {ratio}, on-policy: old None means old = logp, every ratio is 1")
-        check(gradient, on_policy, f"--ratio {ratio}, on-policy: -w A; a ratio of 1 has a gradient")
+    on_policy = [-1 / 8, -1 / 8, 1 / 4]
+    for flags in ({"ratio": "token"}, {"ratio": "sequence"}, {"gate": "soft"}, {"gate": "detach"}):
+        loss, gradient, sums = loss_and_gradient([-1, -2, -3], None, **flags)
+        check(gradient, on_policy, f"{flags}, on-policy: -w A; a ratio of 1 has a gradient")
+        if "ratio" in flags:
+            check(loss, 0, f"{flags}, on-policy: old None means old = logp, every ratio is 1")
+    _, gradient, _ = loss_and_gradient([-1, -2, -3], None, ratio="product")
+    check(gradient, [-1 / 4, -1 / 4, 1 / 4], "product: a token moves the ratio of its sequence")
     assert sums["tokens"] == 3 and {"ratio", "clipped", "loss"} <= sums.keys(), "sums for the metrics"
 
     doubled = [-1 + LOG_2, -2, -3 + LOG_2]  # the first and the last token are twice as likely as before
     loss, gradient, _ = loss_and_gradient(doubled, tensor(-1, -2, -3))
-    check(loss, -1.2 / 4 - 1 / 4 + 2 / 2, "ratios 2, 1, 2: the first is clipped to 1.2, the last is not")
-    check(gradient, [0, -1 / 4, 2 / 2], "clipped: no gradient; else -w A ratio")
+    check(loss, -1.2 / 8 - 1 / 8 + 2 / 4, "ratios 2, 1, 2: only the first is clipped, to 1.2")
+    check(gradient, [0, -1 / 8, 2 / 4], "clipped: no gradient; else -w A ratio")
     loss, gradient, _ = loss_and_gradient([-1, -2, -3], None, tensor(-1 + LOG_2, -2, -3), kl_coef=0.1)
-    check(loss, 0.1 / 4 * (1 - LOG_2), "kl_coef * k3 is added per token, with the weight of the token")
-    check(gradient, [-1 / 4 - 0.1 / 4, -1 / 4, 1 / 2], "the KL raises the first token to the reference")
+    check(loss, 0.1 / 8 * (1 - LOG_2), "kl_coef * k3 is added per token, with the weight of the token")
+    check(gradient, [-1 / 8 - 0.1 / 8, -1 / 8, 1 / 4], "the KL raises the first token to the reference")
 
 
 @pytest.mark.exercise_6
@@ -152,23 +156,25 @@ def test_packs_are_filled_first_fit_with_the_largest_group_first():
 
 @pytest.mark.exercise_8
 def test_a_row_holds_each_prompt_once_and_no_padding():
-    """Prompt 5 6 with completions 7 and 8 9 becomes the row 5 6 7 8 9. A tool wrote the 9: not sampled."""
+    """Prompt 5 6 with completions 7 and 8 9, prompt 3 with 4: 5 6 7 8 9 3 4. A tool wrote the 9."""
     a = completion([7], prompt=[5, 6], advantages=[1.0], weight=2.0)
     b = completion([8, 9], prompt=[5, 6], sampled=[True, False], advantages=[-1.0, 0.0], weight=3.0)
     b.vllm_logps = [-0.5, 0.0]
-    batch = nr.collate([a, b])
+    batch = nr.collate([a, b, completion([4], prompt=[3], advantages=[0.5], weight=4.0)])
     for name, wanted, hint in (
-            ("input_ids", [[5, 6, 7, 8, 9]], "one row; the prompt stands before its first completion"),
-            ("position_ids", [[0, 1, 2, 2, 3]], "8 and 9 do not know that they stand behind 7"),
-            ("cu_seqlens_q", [0, 3, 5], "queries: 5 6 7, then 8 9"),
-            ("cu_seqlens_k", [0, 3, 7], "keys: 5 6 7, then 5 6 8 9"),
-            ("kv_index", [0, 1, 2, 0, 1, 3, 4], "where in the row the keys are"),
-            ("predictors", [1, 1], "the place before each sampled token: 6 predicts both 7 and 8"),
-            ("targets", [7, 8], "the sampled tokens; what a tool wrote is only read"),
-            ("sequence_ids", [0, 1], "the sequence of each target"),
-            ("lengths", [1, 1], "targets per sequence"), ("advantage", [1, -1], "of each target"),
-            ("weight", [2, 3], "of each target"),
-            ("vllm_logps", [0, -0.5], "of each target"), ("max_seqlen", 4, "tokens of the longest sequence")):
+            ("input_ids", [[5, 6, 7, 8, 9, 3, 4]], "one row; a prompt stands before its first completion"),
+            ("position_ids", [[0, 1, 2, 2, 3, 0, 1]], "8 and 9 do not know that they stand behind 7"),
+            ("cu_seqlens_q", [0, 3, 5, 7], "queries: 5 6 7, then 8 9, then 3 4"),
+            ("cu_seqlens_k", [0, 3, 7, 9], "keys: 5 6 7, then 5 6 8 9, then 3 4"),
+            ("kv_index", [0, 1, 2, 0, 1, 3, 4, 5, 6], "where in the row the keys are"),
+            ("predictors", [1, 1, 5], "the place before each sampled token: 6 predicts both 7 and 8"),
+            ("targets", [7, 8, 4], "the sampled tokens; what a tool wrote is only read"),
+            ("sequence_ids", [0, 1, 2], "the sequence of each target"),
+            ("lengths", [1, 1, 1], "targets per sequence"),
+            ("advantage", [1, -1, 0.5], "of each target"),
+            ("weight", [2, 3, 4], "of each target"),
+            ("vllm_logps", [0, -0.5, 0], "of each target"),
+            ("max_seqlen", 4, "tokens of the longest sequence")):
         check(getattr(batch, name), wanted, f"{name}: {hint}")
     assert batch.old is None and batch.ref is None, "old and ref are filled later"
 
@@ -237,7 +243,7 @@ def test_each_step_is_judged_and_each_token_gets_what_comes_after_it():
         f"16 is right, 26 is not, the answer is right whatever the totals were; yours: {steps}")
     guesses = ["<think></think><answer>25</answer>"] * 2
     [guess, no_sum] = rewards.steps_reward(guesses, question=["14+2+9", "Who?"])
-    assert guess == [(34, 1.0)] and no_sum is None, "a guess has one step; what is no sum gets no verdict"
+    assert guess == [(34, 1.0)] and no_sum is None, "a guess is one step; no sum, no verdict"
     text = "<think>14+2=16 =16 =25</think><answer>25</answer>"
     [repeated] = rewards.steps_reward([text], question="14+2+9")
     assert [value for _, value in repeated] == [1, 0, 0, 1], "a total that is repeated does not pay"
@@ -332,4 +338,4 @@ def test_after_a_sync_vllm_has_the_new_weights_and_a_broken_sync_stops_the_run(g
     assert not llm.cache_is_stale, "cached keys belong to the old weights: sleep.wake_kv_cache"
     with pytest.raises(RuntimeError) as error:
         nr.sync_weights(policy, broken)
-    assert "layers.2.mlp.down_proj.weight" in str(error.value), "the error names the tensor that differs"
+    assert "layers.2.mlp.down_proj.weight" in str(error.value), "the error names the tensor"

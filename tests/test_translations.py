@@ -1,6 +1,6 @@
 """The Chinese README and notebook have the commands, figures and links of the English ones.
 
-`python tests/test_translations.py` gives the Chinese notebook the code cells and outputs of the English one.
+`python tests/test_translations.py` gives the Chinese notebook the present code cells and outputs.
 """
 import copy
 import re
