@@ -248,14 +248,33 @@ def faulty_text(file, old, new):
     return text.replace(old, new)
 
 
-def plant(folder, file, old, new):
-    """A copy, in a folder, of what the tests need, with one fault."""
-    for pattern in COPIED:
+def copy(folder, patterns=COPIED):
+    """Copies what the tests need into a folder."""
+    for pattern in patterns:
         for path in ROOT.glob(pattern):
             target = folder / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
+
+
+def plant(folder, file, old, new):
+    """A copy, in a folder, of what the tests need, with one fault."""
+    copy(folder)
     (folder / file).write_text(faulty_text(file, old, new))
+
+
+def import_libraries():
+    """Once for all forked children."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork
+    sys.dont_write_bytecode = True
+    import datasets  # noqa: F401
+    import deepspeed  # noqa: F401
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import tyro  # noqa: F401
+    from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: F401
+    from vllm import SamplingParams  # noqa: F401
 
 
 class FirstFailure:
@@ -273,7 +292,7 @@ class FirstFailure:
             self.name = "cannot be collected"
 
 
-def caught_by(folder, topic=""):
+def caught_by(folder, topic="", stages=STAGES):
     """The first failing test of a copy, "" if all pass. Forks a child; its output is <folder>/log.
 
     A stage with a test file named after the topic runs first.
@@ -289,7 +308,7 @@ def caught_by(folder, topic=""):
         sys.path[:] = [str(folder / "tests"), str(folder), *libraries]
         import pytest
         first = FirstFailure()
-        for stage in sorted(STAGES, key=lambda stage: f"tests/test_{topic}.py" not in stage):
+        for stage in sorted(stages, key=lambda stage: f"tests/test_{topic}.py" not in stage):
             if not first.name:
                 code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *stage], plugins=[first])
                 first.name = first.name or ("" if code == 0 else f"pytest ended with {int(code)}")
@@ -306,16 +325,7 @@ def main(words):
         compile(faulty_text(*fault), fault[0], "exec")
     if words == "--dry":
         sys.exit()
-    os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork
-    sys.dont_write_bytecode = True
-    import datasets  # noqa: F401  once for all children
-    import deepspeed  # noqa: F401
-    import hypothesis  # noqa: F401
-    import pytest  # noqa: F401
-    import tyro  # noqa: F401
-    from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
-    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: F401
-    from vllm import SamplingParams  # noqa: F401
+    import_libraries()
     begin, missed = time.time(), 0
     faults = [fault for fault in FAULTS if words in fault[0]]
     with tempfile.TemporaryDirectory() as temporary:
