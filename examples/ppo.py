@@ -17,13 +17,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 
 import data  # noqa: E402
 import nano_rlvr as nr  # noqa: E402
 from runtime import dist, engines, evaluation, log, memory, preflight, sleep, stats, stop  # noqa: E402
 
 
-def gae(rewards, values, gamma=1.0, lam=0.95):
+def gae(rewards, values, gamma=1.0, lam=1.0):
     """Generalised advantage estimation (Schulman et al., arXiv:1506.02438, eq. 16) of one completion.
 
     rewards[t]: reward for token t. values[t]: V before token t. Lists of numbers -> list of advantages:
@@ -45,13 +46,14 @@ def gae(rewards, values, gamma=1.0, lam=0.95):
 class Critic(torch.nn.Module):
     """V: a copy of the starting model with one output instead of the LM head, and its AdamW."""
 
-    def __init__(self, cfg, lr=1e-3, epochs=2, gamma=1.0, lam=0.95):
+    def __init__(self, cfg, lr=3e-4, epochs=1, minibatches=8, gamma=1.0, lam=1.0):
         super().__init__()
         model = engines.load_model(cfg)
         self.decoder, self.head = model.get_decoder(), torch.nn.Linear(model.config.hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)  # V is 0 before the first step
         torch.nn.init.zeros_(self.head.bias)
-        self.epochs, self.gamma, self.lam, self.max_grad_norm = epochs, gamma, lam, cfg.max_grad_norm
+        self.epochs, self.minibatches, self.gamma, self.lam = epochs, minibatches, gamma, lam
+        self.max_grad_norm = cfg.max_grad_norm
         self.to(dist.device())
         self.adam = torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=0.0)
 
@@ -62,48 +64,38 @@ class Critic(torch.nn.Module):
         return self.head(output.last_hidden_state[0, batch.predictors])[:, 0]  # (R,)
 
     @torch.no_grad()
-    def assign_advantages(self, packs):
+    def assign_advantages(self, rollouts):
         """Fills the advantages of each rollout with GAE, normalised over all tokens of the step.
 
-        Returns the batches of the packs with the targets of V in batch.returns: V plus the advantage before
-        normalisation, as in TRL. The tokens of a completion must all be sampled: no tool outputs.
+        Returns the minibatches of the critic. batch.values: V (R,). batch.returns: its target, V plus the
+        advantage before normalisation, as in TRL (R,). All tokens must be sampled: no tool outputs.
         """
-        batches = [nr.collate(pack, dist.device()) for pack in packs]
-        for pack, batch in zip(packs, batches):
+        batches, advantages = [], []
+        for i in range(min(self.minibatches, len(rollouts))):
+            part = rollouts[i::self.minibatches]  # completions of all prompts
+            batch = nr.collate(part, dist.device())
             batch.values = self(batch)  # (R,)
-            for r, values in zip(pack, batch.values.split(batch.lengths.tolist())):
+            for r, values in zip(part, batch.values.split(batch.lengths.tolist())):
                 rewards = [0.0] * len(values)
                 for end, reward in r.steps or [(len(values), r.reward)]:  # an outcome is at the last token
                     rewards[end - 1] += reward
                 r.advantages = gae(rewards, values.tolist(), self.gamma, self.lam)
-            advantages = torch.tensor([a for r in pack for a in r.advantages])  # (R,)
-            batch.returns = batch.values + advantages.to(batch.values)  # (R,)
-        rollouts = [r for pack in packs for r in pack]
-        advantages = torch.tensor([a for r in rollouts for a in r.advantages])  # (tokens,)
+            advantages.append(torch.tensor([a for r in part for a in r.advantages]))  # (R,)
+            batch.returns = batch.values + advantages[-1].to(batch.values)  # (R,)
+            batches.append(batch)
+        advantages = torch.cat(advantages)  # (tokens,)
         mean, std = advantages.mean().item(), advantages.std(correction=0).item()
         for r in rollouts:
             r.advantages = [(a - mean) / (std + 1e-4) for a in r.advantages]
         return batches
 
     def update(self, batches):
-        """AdamW steps on the squared error of V, each over all tokens of the step."""
-        tokens = sum(len(batch.targets) for batch in batches)
-        for _ in range(self.epochs):
+        """One AdamW step on the mean squared error of V per minibatch and epoch."""
+        for batch in batches * self.epochs:
             self.adam.zero_grad()
-            for batch in batches:
-                loss = (self(batch) - batch.returns).square().sum() / tokens  # ()
-                loss.backward()
+            F.mse_loss(self(batch), batch.returns).backward()
             torch.nn.utils.clip_grad_norm_(self.parameters(), self.max_grad_norm)
             self.adam.step()
-
-
-def explained(packs, batches):
-    """1 - (mean squared error of V) / (variance of the rewards), over all tokens. V predicts the reward: 1;
-    V knows only the mean reward: 0; worse: negative. NaN if all rewards are equal."""
-    rewards = torch.tensor([r.reward for pack in packs for r in pack for _ in r.completion])  # (tokens,)
-    values = torch.cat([batch.values for batch in batches]).cpu()  # (tokens,)
-    variance = rewards.var(correction=0).item()
-    return 1 - (values - rewards).square().mean().item() / variance if variance else math.nan
 
 
 def train(cfg, llm, policy, ref, train_set, eval_set, verifier, critic=None):
@@ -126,9 +118,10 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, critic=None):
         else:
             with log.timed(metrics, "critic"):
                 judged = [r for group in groups for r in group if r.reward is not None]
-                packs = nr.pack(judged, cfg.pack_tokens)
-                batches = critic.assign_advantages(packs)
-                metrics["critic/explained"] = explained(packs, batches)
+                batches = critic.assign_advantages(judged)
+                values, returns = (torch.cat([getattr(b, x) for b in batches]) for x in ("values", "returns"))
+                # the share of the variance of the returns that V explains, before it is trained on them
+                metrics["critic/explained"] = 1 - ((returns - values).var() / returns.var()).item()
                 critic.update(batches)
         with log.timed(metrics, "update"):
             minibatches = []  # as in nano_rlvr.train
@@ -149,10 +142,10 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--critic", choices=("on", "off"), default="on", help="off: GRPO")
-    parser.add_argument("--critic_lr", type=float, default=1e-3, help="AdamW's learning rate, constant")
-    parser.add_argument("--critic_epochs", type=int, default=2, help="AdamW steps per batch of rollouts")
+    parser.add_argument("--critic_lr", type=float, default=3e-4, help="AdamW's learning rate, constant")
+    parser.add_argument("--critic_epochs", type=int, default=1, help="passes over the samples of a step")
     parser.add_argument("--gamma", type=float, default=1.0, help="discount per token")
-    parser.add_argument("--lam", type=float, default=0.95, help="lambda of GAE")
+    parser.add_argument("--lam", type=float, default=1.0, help="lambda of GAE")
     own, flags = parser.parse_known_args(argv)
     with stop.with_one_line(ValueError, OSError, RuntimeError):
         cfg = nr.parse_config(flags)
@@ -166,7 +159,7 @@ def main(argv=None):
     sleep.put_to_sleep(llm)
     policy, ref, critic = nr.make_policy(cfg), nr.make_reference(cfg), None
     if own.critic == "on":
-        critic = Critic(cfg, own.critic_lr, own.critic_epochs, own.gamma, own.lam)
+        critic = Critic(cfg, own.critic_lr, own.critic_epochs, gamma=own.gamma, lam=own.lam)
     history = train(cfg, llm, policy, ref, train_set, eval_set, verifier, critic)
     before, after = history[0], history[-1]
     print(f"{'PPO' if critic else cfg.algo}: held-out accuracy {before['eval/accuracy']:.1%} -> "

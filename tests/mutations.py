@@ -28,12 +28,13 @@ STAGES = (  # each runs if the one before it passed
     ["tests/test_checksum.py", "-k", "not damaged"],
     ["tests/test_evaluation.py", "-k", "not vllm"],
     ["tests/test_tools.py", "-k", "not program and not example"],
+    ["tests/test_ppo.py", "-k", "gae"],
     ["tests/test_resume.py", "-k", "not killed and not two_ranks and not does_not_answer"])
 EVALUATION = "runtime/evaluation.py"
 CREDIT = "runtime/credit.py"
 CHECKPOINT, FOLDER = "runtime/checkpoint.py", "runtime/folder.py"
 VERIFIER = "verify/verifier.py"
-TOOL = "examples/python_tool.py"
+TOOL, PPO = "examples/python_tool.py", "examples/ppo.py"
 SCRIPT, HEAD, ATTENTION, STATS = "nano_rlvr.py", "runtime/head.py", "runtime/attention.py", "runtime/stats.py"
 FAULTS = [  # (description, file, text, what replaces it)
     ("clip: maximum instead of minimum", SCRIPT, "torch.minimum(bounded", "torch.maximum(bounded"),
@@ -215,6 +216,11 @@ FAULTS = [  # (description, file, text, what replaces it)
     ("tools: all samples of a later turn share their noise", TOOL,
      "request_seed(seeds[i // n], i % n, turn)", "request_seed(seeds[i // n], turn)"),
     ("tools: no room is kept for the next turn", TOOL, "r.truncated = room <= 0", "r.truncated = False"),
+    ("ppo: an advantage without the discount of those after it", PPO,
+     "delta + gamma * lam * next_advantage", "delta + lam * next_advantage"),
+    ("ppo: the target of the critic is the normalised advantage", PPO,
+     "batch.returns = batch.values + advantages[-1].to(batch.values)",
+     "batch.returns = batch.values + advantages[-1].to(batch.values) / advantages[-1].std()"),
 ]
 
 
