@@ -32,6 +32,7 @@ STAGES = (  # each runs if the one before it passed
     ["tests/test_evaluation.py", "-k", "not vllm"],
     ["tests/test_tools.py", "-k", "not program and not example"],
     ["tests/test_report.py", "-k", "numbers_per_token_are or differ_only"],
+    ["tests/test_ppo.py", "-k", "gae"],
     ["tests/test_resume.py", "-k", "not killed and not two_ranks and not does_not_answer"])
 EVALUATION = "runtime/evaluation.py"
 TENSOR_PARALLEL = "runtime/tensor_parallel.py"
@@ -39,8 +40,8 @@ CHECKSUM = "runtime/checksum.py"
 CREDIT = "runtime/credit.py"
 CHECKPOINT, FOLDER = "runtime/checkpoint.py", "runtime/folder.py"
 VERIFIER = "verify/verifier.py"
-TOOL = "examples/python_tool.py"
 REPORT, TOKENS = "runtime/report.py", "runtime/tokens.py"
+TOOL, PPO = "examples/python_tool.py", "examples/ppo.py"
 SCRIPT, HEAD, ATTENTION, STATS = "nano_rlvr.py", "runtime/head.py", "runtime/attention.py", "runtime/stats.py"
 FAULTS = [  # (description, file, text, what replaces it)
     ("clip: maximum instead of minimum", SCRIPT, "torch.minimum(bounded", "torch.maximum(bounded"),
@@ -237,6 +238,11 @@ FAULTS = [  # (description, file, text, what replaces it)
     ("report: numbers per token in the order of the packs", TOKENS,
      "[found[id(r)] for r in rollouts]", "list(found.values())[:len(rollouts)]"),
     ("report: runs that differ in the seed are two lines", REPORT, ' | {"seed"}', ""),
+    ("ppo: an advantage without the discount of those after it", PPO,
+     "delta + gamma * lam * next_advantage", "delta + lam * next_advantage"),
+    ("ppo: the target of the critic is the normalised advantage", PPO,
+     "batch.returns = batch.values + advantages[-1].to(batch.values)",
+     "batch.returns = batch.values + advantages[-1].to(batch.values) / advantages[-1].std()"),
 ]
 
 
