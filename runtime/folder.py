@@ -18,7 +18,7 @@ FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout"
         "judge_url", "data", "eval_data"}  # the examples themselves are compared: _check_inputs
 # ... or only how it is rounded
 ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "compile", "offload", "vllm_memory",
-            "memory_gb"}
+            "memory_gb", "tp"}
 _lock = None  # the open file whose lock this process holds
 
 

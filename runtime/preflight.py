@@ -37,6 +37,7 @@ RANGES = (
     ("[0, 16384]", "lora_rank", ""),
     ("[0, 1000]", "resample", ""),
     ("[1, 1000]", "epochs", ""),
+    ("[1, 64]", "tp", ""),
     ("[0, 1]", "lr lr_end clip_low", ""),
     ("(0, 2]", "temperature", "vLLM's limit; evaluation is always greedy"),
     ("(0, 1]", "top_p", ""),
@@ -157,6 +158,7 @@ def check(cfg, tasks, parse_spec):
          "--samples 1: a group of one has no mean or deviation to compare with; "
          "use at least 2, or --baseline none --scale none"),
         (cfg.prompts % ranks, f"--prompts {cfg.prompts} cannot be shared evenly by {ranks} ranks"),
+        (ranks % cfg.tp, f"--tp {cfg.tp}: must divide the number of ranks, {ranks}"),
         (cfg.prompts // ranks % cfg.minibatches,
          f"--minibatches {cfg.minibatches} must divide the {cfg.prompts // ranks} prompts of each rank"),
         (cfg.task not in tasks,
@@ -296,6 +298,7 @@ def load_tokenizer(cfg):
                          "copy the tokenizer's files of the model it was made from")
     config = model.config.get_text_config()
     check_layers(cfg, config, model)
+    check_heads(cfg, config)
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):  # TokenLogps does not do that
             raise ValueError(f"--model {cfg.model} changes its logits by {name}, which is not supported")
@@ -338,6 +341,15 @@ def check_weights(cfg):
         if names:
             raise ValueError(f"--model {cfg.model}: its weights {fault}: {', '.join(sorted(names)[:3])}"
                              + f" and {len(names) - 3} more" * (len(names) > 3))
+
+
+def check_heads(cfg, config):
+    """Raises ValueError unless vLLM can divide the attention heads of the model by --tp."""
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % cfg.tp or key_heads % cfg.tp and cfg.tp % key_heads:
+        raise ValueError(f"--tp {cfg.tp}: {cfg.model} has {heads} attention heads and {key_heads} key heads; "
+                         "--tp must divide the first number and divide, or be divisible by, the second")
 
 
 def check_layers(cfg, config, model):

@@ -74,6 +74,14 @@ def nan_mean_std(x, dim):
     return mean, variance.sqrt()
 
 
+def without_linear_part(x, lengths):
+    """(G, n) -> (G, n): x without the part of each row that is linear in lengths (G, n), by least squares.
+    Entries whose length is NaN do not count and stay as they are."""
+    centred = (lengths - nan_mean_std(lengths, dim=1)[0]).nan_to_num()  # (G, n)
+    slope = (x * centred).sum(1, keepdim=True) / (centred**2).sum(1, keepdim=True).clamp(min=1e-4)  # (G, 1)
+    return x - slope * centred
+
+
 def token_means(sums):
     """Metrics of an optimizer step, over all ranks, from sums over the tokens of each pack. Collective.
 

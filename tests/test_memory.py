@@ -3,6 +3,7 @@
 Nothing is allocated.
 """
 import dataclasses
+import json
 import math
 import tempfile
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import fixed_rollouts, make_config
+from conftest import ROOT, fixed_rollouts, make_config
 from runtime import engines, lora, memory, sleep
 from runtime.attention import packed_attention
 from runtime.flops import ModelShape
@@ -23,6 +24,12 @@ SIZES = {
     "Qwen3": dict(  # Qwen3-0.6B: queries and keys have norms and are twice as wide as the model
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, vocab_size=151936, model_type="qwen3"),
+    "7B": dict(  # Qwen2.5-7B
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False),
+    "32B": dict(  # Qwen2.5-32B
+        hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40,
+        num_key_value_heads=8, vocab_size=152064, tie_word_embeddings=False),
     "wide": dict(  # as many key heads as query heads
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=8, num_attention_heads=32,
         num_key_value_heads=32, vocab_size=32000),
@@ -177,6 +184,48 @@ def test_planned_host_memory_holds_pinned_tensors_rounded_up_to_powers_of_two(si
     no_kl, offload = dataclasses.replace(cfg, kl_coef=0.0), dataclasses.replace(cfg, offload="optimizer")
     assert memory.host_bytes(no_kl, shape) == memory.host_bytes(cfg, shape, True)
     assert memory.host_bytes(offload, shape) == memory.host_bytes(cfg, shape) + 24 * shape.parameters
+
+
+def set_ranks(monkeypatch, ranks):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+
+
+@pytest.mark.parametrize("size, ranks, gib, host", [("7B", 2, 24, 256), ("32B", 8, 80, 1024)])
+def test_zero_3_and_shared_engines_are_planned_where_one_gpu_cannot_hold_the_model(
+        monkeypatch, size, ranks, gib, host):
+    set_ranks(monkeypatch, ranks)
+    cfg, peak = card(gib, size, host, zero_stage=3, tp=ranks, kl_coef=0.0)
+    assert peak <= 0.905 * gib and cfg.offload == "optimizer" and cfg.pack_tokens >= 4024
+    shape = shape_of(SIZES[size])
+    device = memory.Device(True, gib * memory.GIB, gib * memory.GIB)
+    assert memory.kv_cache_bytes(cfg, device, shape) > 2 * memory.sequence_bytes(cfg, shape)
+    for changes in (dict(zero_stage=2), dict(tp=1), dict(kl_coef=0.001)):  # each of them is needed
+        if (size, *changes) != ("32B", "tp"):  # vLLM's whole 61 GiB fit beside 8 of the trainer
+            with pytest.raises(ValueError, match="needs about") as e:
+                card(gib, size, host, **dict(zero_stage=3, tp=ranks, kl_coef=0.0) | changes)
+            name, = changes
+            assert f"--{name} {dict(zero_stage=3, tp=ranks, kl_coef=0)[name]}" in str(e.value)
+
+
+def test_keys_and_values_are_divided_by_the_ranks_of_an_engine_but_not_below_one_head():
+    shape, cfg = shape_of(SIZES["7B"]), nr.Config(dtype="bfloat16")  # 4 key heads
+    for tp, parts in ((1, 1), (2, 2), (4, 4), (8, 4)):
+        of_rank = memory.sequence_bytes(dataclasses.replace(cfg, tp=tp), shape)
+        assert of_rank * parts == 4024 * 2 * 2 * 28 * 4 * 128
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_planned_state_is_what_two_ranks_hold_before_the_step(monkeypatch, dtype, stage):
+    """Measured by `python bench/ranks.py reduce`; in stage 3 DeepSpeed does not shard tensors below 1e5."""
+    set_ranks(monkeypatch, 2)
+    rows = json.loads((ROOT / "bench/results/ranks_reduce.json").read_text())
+    measured = rows.get("numbers", rows)[f"{dtype} {stage}"]["held"]
+    shape = shape_of(SIZES["1.5B"])
+    parts = memory.step_bytes(nr.Config(dtype=dtype, zero_stage=stage), shape, gpu=False)
+    planned = sum(parts[name].update for name in ("weights", "fp32 weights and AdamW", "gradients"))
+    assert 0.9 * measured < planned / shape.parameters < 1.05 * measured
 
 
 def test_a_large_card_capped_is_planned_like_a_small_one():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import nano_rlvr as nr
+import zero_worker
 from conftest import ENV, EPS, EXACT, ROOT, close, make_config, within
 from runtime import engines, packing
 from runtime.flops import ModelShape
@@ -44,6 +45,110 @@ def test_two_ranks_take_the_step_of_one(tmp_path, aggregate, stage, tied, first,
     start = model.state_dict()
     for name, w in one.items():
         within((w - two[name]).norm(), EXACT * (w - start[name]).norm())
+
+
+@pytest.fixture(scope="module")
+def after_five_steps(tmp_path_factory):
+    """{ranks: {setting: weights}} from zero_worker.py, for the bundled model cut to one layer."""
+    out, folder = {}, tmp_path_factory.mktemp("zero")
+    model = engines.load_model(make_config())
+    model.model.layers, model.config.layer_types = model.model.layers[:1], ["full_attention"]
+    model.config.num_hidden_layers = 1
+    model.save_pretrained(folder)
+    for ranks in (1, 2, 4):
+        launcher = TORCHRUN[:-1] + [str(ranks)] if ranks > 1 else [sys.executable]
+        command = [*launcher, ROOT / "tests/zero_worker.py", folder / "weights", folder]
+        subprocess.run(command, check=True, env=ENV)
+        out[ranks] = torch.load(folder / "weights")
+    return out
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("setting", zero_worker.SETTINGS)
+def test_five_steps_do_not_depend_on_the_number_of_ranks_or_the_zero_stage(after_five_steps, ranks, setting):
+    """In float64. Each tensor differs by at most EXACT times the distance it moved."""
+    start = engines.load_model(make_config()).state_dict()
+    one, several = after_five_steps[1][setting], after_five_steps[ranks][setting]
+    of_stage = after_five_steps[1]["stage 1"] if setting.startswith("stage") else one
+    for name, w in of_stage.items():
+        assert (w - start[name]).norm() > 0.01 * 1e-3 * w.numel() ** 0.5
+        within((w - several[name]).norm(), EXACT * (w - start[name]).norm())
+
+
+@pytest.mark.parametrize("failure, first", [
+    ("raise LookupError('of rank 1')", "LookupError: of rank 1"),
+    ("raise RunError('of rank 1')", "nano_rlvr: of rank 1"),
+    ("os.kill(os.getpid(), 9)", "")])
+def test_a_rank_that_fails_ends_all_ranks_and_its_error_comes_first(failure, first):
+    """The other rank waits for it in a collective call, but not for the 10 minutes of --timeout."""
+    code = f"""if True:
+        import os, torch
+        from runtime import dist, stop
+        from runtime.errors import RunError
+        with stop.on_signals(), stop.with_one_line():
+            dist.init_process_group()
+            dist.all_gather([0])
+            if dist.rank() == 1:
+                {failure}
+            dist.all_gather([1])
+        """
+    done = subprocess.run([*TORCHRUN, "--no-python", sys.executable, "-c", code], env=ENV, cwd=ROOT,
+                          text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+    assert done.returncode == 1
+    assert (first in done.stdout if first else "Signal 9 (SIGKILL)" in done.stdout), done.stdout[-3000:]
+    lost = done.stdout.find("another rank has ended")
+    assert lost == -1 or done.stdout.find(first) < lost
+    assert "rank      : 1" in done.stdout
+
+
+def test_groups_that_libraries_make_wait_no_longer_than_timeout():
+    """DeepSpeed reduces gradients in a copy of the group of all ranks. PyTorch's own limit is 30 minutes."""
+    code = """if True:
+        import time, torch
+        from runtime import dist, stop
+        with stop.on_signals(), stop.with_one_line():
+            dist.init_process_group(timeout=0.05)
+            group = torch.distributed.new_group([0, 1])
+            torch.distributed.all_reduce(torch.ones(3), group=group)
+            if dist.rank() == 1:
+                time.sleep(600)
+            torch.distributed.all_reduce(torch.ones(3), group=group)
+        """
+    done = subprocess.run([*TORCHRUN, "--no-python", sys.executable, "-c", code], env=ENV, cwd=ROOT,
+                          text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+    line = "nano_rlvr: another rank has ended, or has not answered for --timeout minutes"
+    assert done.stdout.count(line) == 1
+
+
+def test_a_sync_from_zero_3_gathers_one_tensor_at_a_time(fresh_llm, monkeypatch):
+    """DeepSpeed gathers the largest tensor at most. vLLM keeps what it gets until all parts of a fused matrix
+    have come, here gate_proj and up_proj, and an embedding to the end."""
+    import deepspeed
+    from torch.multiprocessing.reductions import StorageWeakRef
+    initialize = deepspeed.initialize
+
+    def without_threshold(config, **others):
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # small tensors are sharded too
+        return initialize(config=config, **others)
+
+    monkeypatch.setattr(deepspeed, "initialize", without_threshold)
+    policy = nr.make_policy(make_config(zero_stage=3))
+    parameters = list(policy.module.parameters())
+    named_weights, gathered, alive, handed_out = nr.checkpoint.named_weights, [], [], []
+
+    def watched(engine):
+        for name, w in named_weights(engine):
+            handed_out.append((StorageWeakRef(w.untyped_storage()), w.numel()))
+            gathered.append(sum(p.numel() for p in parameters if p.ds_status.name == "AVAILABLE"))
+            alive.append(sum(size for storage, size in handed_out if not storage.expired()))
+            yield name, w
+            del w
+
+    monkeypatch.setattr(nr.checkpoint, "named_weights", watched)
+    nr.sync_weights(policy, fresh_llm)
+    largest = max(p.ds_numel for p in parameters)
+    assert max(gathered) == largest == 384 * 128 and len(gathered) > len(parameters)
+    assert largest <= max(alive) <= 3 * largest
 
 
 def sequences(lengths):

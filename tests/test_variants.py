@@ -475,7 +475,7 @@ def test_a_reference_is_reset_before_the_kl_in_the_reward(group, tmp_path, token
         equal.append(all(map(torch.equal, seen[-1], policy.module.model.parameters())))
         return store_fixed_logps(policy, *args)
 
-    monkeypatch.setattr(nr, "store_kl", kl)
+    monkeypatch.setattr(nr.credit, "store_kl", kl)
     monkeypatch.setattr(nr, "store_fixed_logps", fixed)
     loop(tmp_path, tokenizer, by_step, steps=4, ref_reset_every=2, kl_coef=0.01, kl_in="reward")
     assert equal == [True, False, True, False]
