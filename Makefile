@@ -10,7 +10,7 @@ demo: $(READY)
 
 test: $(DEV)
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest tests -q -rs --durations=10
+	.venv/bin/python -m pytest tests -q -rs -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 # plant faults, one at a time, and see which test notices each
 mutations: $(DEV)

@@ -57,6 +57,16 @@ def close(ours, wanted, bound=EXACT):
     within((ours - wanted).abs().max(), bound * (wanted.abs().max().item() or 1.0))
 
 
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # a worker of pytest -n
+        session.config.workeroutput["ratios"] = RATIOS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    RATIOS.update(getattr(node, "workeroutput", {}).get("ratios", {}))
+
+
 def pytest_terminal_summary(terminalreporter):
     """One line per test file: the test that used the largest fraction of its bound."""
     for file in sorted({test.split("::")[0] for test in RATIOS}):
