@@ -312,9 +312,9 @@ class FakeVllm:
         assert name == "reload_weights", name
         # without an iterator, the old checkpoint is read again
         weights = dict((kwargs or {}).get("weights_iterator") or self.on_disk)
-        tensors, _ = checksum.by_checkpoint_name(self.model, {n: w.shape for n, w in weights.items()})
-        for name in tensors.keys() - {self.forgets}:
-            tensors[name].copy_(weights[name])
+        shards, _ = checksum.by_checkpoint_name(self.model, {n: w.shape for n, w in weights.items()})
+        for name in shards.keys() - {self.forgets}:
+            shards[name].tensor.copy_(weights[name])
 
     def apply_model(self, function):
         return [function(self.model)]

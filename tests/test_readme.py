@@ -73,8 +73,8 @@ def test_every_flag_in_the_pages_exists():
     commands = [line for line in text.splitlines() if "nano_rlvr.py" in line]
     commands += re.findall(r"`(--\w+[^`]*)`", text)
     flags = {flag for command in commands for flag in re.findall(r"--([\w-]+)", command)}
-    torchruns = {"nproc_per_node", "signals-to-handle", "shutdown-timeout"}
-    assert flags - fields <= {"help"} | torchruns and len(flags & fields) > 20
+    launchers = {"nproc_per_node", "signals-to-handle", "shutdown-timeout", "kill-on-bad-exit"}
+    assert flags - fields <= {"help"} | launchers and len(flags & fields) > 20
 
 
 def test_the_reward_of_the_readme_runs(tmp_path):
