@@ -206,7 +206,7 @@ def test_a_full_gpu_ends_in_advice_and_another_error_does_not(monkeypatch, tmp_p
 @pytest.fixture
 def gpu(monkeypatch):
     """gpu(gib): a simulated GPU, on which Qwen2.5-1.5B is planned."""
-    shape = ModelShape(parameters=1_543_714_304, hidden=1536, layers=28, attention=1536, mlp=8960,
+    shape = ModelShape(parameters=1_543_714_304, kv_heads=2, hidden=1536, layers=28, attention=1536, mlp=8960,
                        vocab=151936, kv_cache=2 * 28 * 2 * 128, qk_norms=False)
 
     def simulate(gib):
