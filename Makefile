@@ -1,25 +1,33 @@
 # make demo    set up .venv (once) and train the bundled model with the defaults: minutes on two CPU cores
-# make test    set up .venv (once), check the style and run the tests
+# make test    install what the tests need as well (once), check the style and run the tests
 PYTHON ?= python3
 REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)
 READY := .venv/ready-$(REQUIREMENTS)
+DEV := .venv/ready-requirements-dev.txt
 
 demo: $(READY)
 	.venv/bin/python nano_rlvr.py
 
-test: $(READY)
+test: $(DEV)
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest tests -q --durations=10
+	.venv/bin/python -m pytest tests -q -rs --durations=10
 
 # plant faults, one at a time, and see which test notices each
-mutations: $(READY)
+mutations: $(DEV)
 	.venv/bin/python tests/mutations.py
 
 # run the notebooks and store their outputs
-notebooks: $(READY)
+notebooks: $(DEV)
 	.venv/bin/python notebooks/run.py
+	.venv/bin/python tests/test_translations.py
+
+# every exercise's test fails on an empty function and passes on the solution
+exercises: $(DEV)
+	.venv/bin/python docs/exercise.py --prove
 
 setup: $(READY)
+
+dev: $(DEV)
 
 $(READY): $(REQUIREMENTS)
 	$(PYTHON) -m venv .venv
@@ -34,7 +42,11 @@ ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 endif
 	touch $@
 
+$(DEV): requirements-dev.txt $(READY)
+	.venv/bin/pip install -q -r requirements-dev.txt
+	touch $@
+
 clean:
 	rm -rf .venv
 
-.PHONY: demo test mutations notebooks setup clean
+.PHONY: demo test mutations notebooks exercises setup dev clean

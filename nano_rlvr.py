@@ -20,9 +20,9 @@ Differences from a textbook PPO: no critic, no GAE, no padding, no means per mic
 has a weight, computed from the number of sequences and tokens in the optimizer step over all ranks, and
 weighted losses are summed. The gradient is then the same for any packing and any number of ranks.
 
-Shapes: G prompts, n completions per prompt, N = G*n sequences. Per pack: B sequences, R completion tokens,
-T tokens with each prompt stored once, K tokens with the prompt repeated for each completion. H hidden size,
-V vocabulary. Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
+Shapes: G prompts, n completions per prompt, N = G*n sequences. Per pack: B sequences, R sampled tokens, T
+tokens with each prompt stored once, K tokens with the prompt repeated for each completion. H hidden size, V
+vocabulary. Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import dataclasses
 import itertools
@@ -44,17 +44,15 @@ import torch.nn.functional as F
 
 import data
 import rewards
-from runtime import checkpoint, credit, dist, engines, evaluation, guard, memory, preflight, rehearsal
-
-# isort: split
-from runtime import sleep, stats, stop
-from runtime.checkpoint import Checkpoints
+from runtime import credit, dist, engines, evaluation, guard, memory, preflight, sleep, stats, stop
+from runtime.checkpoint import Checkpoints, named_weights
 from runtime.checksum import SentWeights
 from runtime.folder import claim_folder
 from runtime.head import CHUNK, HeadLogps
 from runtime.log import Log, summary, timed
 from runtime.lora import WithoutAdapters
 from runtime.packing import balance, pack, pack_evenly  # noqa: F401  users reach pack() here
+from runtime.rehearsal import rehearse
 
 # ---------------------------------------------------------------------------------------------------- config
 
@@ -177,11 +175,7 @@ MODELS = {
 
 
 def parse_config(argv=None):
-    """Command line -> checked Config. The rows of --algo and --model give the defaults of the other flags;
-    with --resume, the run so far does.
-
-    Exits with the usage for an unknown flag or a wrong type. Raises ValueError with one line for a bad value.
-    """
+    """Command line -> checked Config: see preflight.parse. Raises ValueError with one line."""
     argv = sys.argv[1:] if argv is None else argv
     return preflight.parse(Config, ALGOS, MODELS, argv, check_config, description=__doc__.split("\n\n")[0])
 
@@ -342,11 +336,9 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
     elif scale != "none":
         raise ValueError(f"unknown scale {scale!r}")
     advantages = advantages.masked_fill(no_verdict, 0.0)  # (G, n)
-    if lengths is not None:  # subtract the projection on the centred lengths
-        x = lengths.to(advantages).masked_fill(no_verdict, math.nan)  # (G, n)
-        x = (x - stats.nan_mean_std(x, dim=1)[0]).nan_to_num()  # (G, n)
-        slope = (advantages * x).sum(1, keepdim=True) / (x * x).sum(1, keepdim=True).clamp(min=eps)  # (G, 1)
-        advantages = advantages - slope * x  # (G, n)
+    if lengths is not None:
+        lengths = lengths.to(advantages).masked_fill(no_verdict, math.nan)  # (G, n)
+        advantages = stats.without_linear_part(advantages, lengths)  # (G, n)
     return advantages
 
 
@@ -492,22 +484,6 @@ def store_fixed_logps(policy, ref, batches, cfg):
             batch.old, _ = policy(batch)  # (R,)
 
 
-@torch.no_grad()
-def store_kl(ref, rollouts, filler, cfg):
-    """--kl_in reward: fills r.kl, the sum of k1 = log pi - log ref over the sequence, as in TRL's RLOO.
-
-    log pi is vLLM's, which sampled the tokens. Returns the mean per token as a metric. Collective.
-    """
-    with sleep.on_device(ref):
-        for packed in pack_evenly(rollouts, filler, cfg.pack_tokens):
-            batch = collate(packed, dist.device())
-            logp, _ = ref(batch)  # (R,)
-            for r, kl in zip(packed, sequence_sum(batch.vllm_logps - logp, batch).tolist()):
-                r.kl = kl
-    total, tokens = dist.all_sum(sum(r.kl for r in rollouts), sum(r.length for r in rollouts))
-    return {"kl": total / tokens} if tokens else {}
-
-
 # --------------------------------------------------------------------------------------------------- 6. loss
 
 MAX_LOG_RATIO = 20.0  # a ratio beyond e^20 has no gradient; the value of verl, SkyRL and OpenRLHF
@@ -579,7 +555,7 @@ def policy_loss(logp, old, ref, batch, cfg):
     log_ratio = logp - before  # (R,) on-policy it is 0, but has a gradient
     if cfg.ratio == "sequence":  # GSPO: geometric mean over the sequence
         log_ratio = sequence_mean(log_ratio, batch)  # (R,)
-    elif cfg.ratio == "product":  # RLOO: the ratio of the whole sequence
+    elif cfg.ratio == "product":  # RLOO: the ratio of the whole sequence (|o| equal terms: 1 / |o| cancels)
         log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (R,)
     elif cfg.ratio != "token":
         raise ValueError(f"unknown ratio {cfg.ratio!r}")
@@ -604,7 +580,7 @@ def policy_loss(logp, old, ref, batch, cfg):
 # ------------------------------------------------------------------------------------------------- 7. update
 
 def make_policy(cfg):
-    """The DeepSpeed engine around TokenLogps: ZeRO, AdamW on fp32 master weights, gradients summed in fp32.
+    """The DeepSpeed engine around TokenLogps: ZeRO, AdamW on fp32 master weights, packs summed in fp32.
 
     bf16 weights alone would not learn: at lr 1e-6 an update is below the last bit of nearly every weight.
     """
@@ -689,7 +665,7 @@ def sync_weights(policy, llm):
     """Copies the policy's weights into vLLM, in place. Raises RunError if one bit differs afterwards."""
     sleep.wake_weights(llm, policy)
     # Without an iterator, reload_weights reads the old checkpoint from disk again, without a message.
-    weights = SentWeights(checkpoint.named_weights(policy))  # keeps a checksum of each tensor
+    weights = SentWeights(named_weights(policy))  # keeps a checksum of each tensor
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     weights.check(llm)
     sleep.wake_kv_cache(llm)  # empty: cached keys and values belong to the old weights
@@ -698,10 +674,7 @@ def sync_weights(policy, llm):
 # ------------------------------------------------------------------------------------------------- the loop
 
 def evaluate(llm, examples, verifier, cfg, selector=None):
-    """Metrics of the held-out examples, and a dict per greedy completion for eval.jsonl: see evaluation.run.
-
-    Greedy accuracy; with --eval_n mean@n, pass@k, maj@n, best@n; with --eval_budget the accuracy per budget.
-    """
+    """Metrics of the held-out examples, and a dict per greedy completion: see evaluation.run."""
     seeds = [data.request_seed(cfg.seed, "eval", i) for i in range(len(examples))]  # in every evaluation
     _, opener = data.split_template(cfg.template)
     return evaluation.run(cfg, llm, examples, sampler(cfg.rollout), score, verifier, selector, seeds, opener,
@@ -715,6 +688,7 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
     for step in range(progress.step, cfg.steps + 1):
         metrics, answers, progress.step = {}, [], step
         if step % cfg.eval_every == 0 or step == cfg.steps:
+            log.say(f"step {step}: evaluation of {len(eval_set)} examples ...")
             with timed(metrics, "evaluate"):
                 found, answers = evaluate(llm, eval_set, verifier, cfg, selector)
             metrics |= found
@@ -728,11 +702,11 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
         log.trace(step)
         with timed(metrics, "sync"):
             sleep.put_to_sleep(llm, policy)  # GPU memory: from vLLM to the trainer, and back in sync_weights
-        with timed(metrics, "update"):
+        with log.token_numbers(step, metrics, policy, sampled, collate), timed(metrics, "update"):
             if cfg.ref_reset_every and step and step % cfg.ref_reset_every == 0 and ref is not None:
-                ref.model.load_state_dict(dict(checkpoint.named_weights(policy)))  # preflight: not with LoRA
+                ref.model.load_state_dict(dict(named_weights(policy)))  # preflight: not with LoRA
             if cfg.kl_in == "reward" and ref is not None:
-                metrics |= store_kl(ref, [r for g in groups for r in g], sampled[0][0], cfg)
+                metrics |= credit.store_kl(ref, groups, sampled[0][0], cfg, collate)  # for 3.
             progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
             minibatches = []  # 4. one list of batches per optimizer step
             for i in range(cfg.minibatches):
@@ -759,17 +733,6 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
 
 # ------------------------------------------------------------------------------------------------------ main
 
-def rehearse(policy, ref, cfg):
-    """Updates on the largest possible pack at learning rate 0: too little memory then shows before step 0."""
-    rehearsal.check_packing(policy, Rollout, collate, cfg)
-    rollouts = [Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion, weight=1.0)
-                for i, (prompt, completion) in enumerate(rehearsal.largest_pack(cfg))]  # no two prompts equal
-    largest = collate(rollouts, dist.device())
-    cfg = dataclasses.replace(cfg, mismatch_bound=math.inf, kl_in="loss")  # vLLM did not sample these tokens
-    store_fixed_logps(policy, ref, [largest], cfg)
-    rehearsal.run(policy, lambda: update(policy, [largest], cfg), cfg.dtype)
-
-
 def main(argv=None):
     stop.keep_printing()
     with stop.on_signals():
@@ -786,16 +749,20 @@ def main(argv=None):
             checkpoints = Checkpoints(cfg, log)
         with stop.with_one_line(OSError, cfg=cfg):
             memory.limit_device(cfg)
+            log.say("loading the model into vLLM ...")
             llm = make_llm(cfg)  # before the trainer: vLLM measures how much GPU memory is free
             sleep.put_to_sleep(llm)
+            log.say("loading the model into the trainer ...")
             policy = make_policy(cfg)
             ref = make_reference(cfg, policy)
             if cfg.steps:  # --steps 0 only evaluates
-                rehearse(policy, ref, cfg)
+                log.say("rehearsal: two updates on the largest pack, at learning rate 0 ...")
+                rehearse(policy, ref, cfg, Rollout, collate, store_fixed_logps, update)
             with stop.with_checkpoint(checkpoints):
                 train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints, selector)
-        for opened in filter(None, (verifier, selector)):
-            opened.close()
+        verifier.close()
+        if selector:
+            selector.close()
     # The process group is left to vLLM, which closes it at exit.
 
 

@@ -86,7 +86,8 @@ def main():
 
     name, conditions, axes = "scale-gpu" if common.CUDA else "scale", common.conditions(), {}
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    slopes = ["| axis | seconds = a + b x: R² | exponent of seconds | exponent of memory |", "|---" * 4 + "|"]
+    slopes = ["| axis | seconds = a + b x: R² | exponent of seconds | exponent of memory |",
+              "|---" * 4 + "|"]
     with tempfile.TemporaryDirectory() as folder:
         for axis, changes in AXES.items():
             axes[axis] = rows = []

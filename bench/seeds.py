@@ -22,7 +22,6 @@ therefore gives no figures: it has runs of its own (race-<label>-<seed>) and onl
 has to be run again with other seeds (--first_seed).
 """
 import argparse
-import functools
 import json
 import math
 import re
@@ -31,7 +30,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import fmean, stdev
 
 import numpy as np
 
@@ -39,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path = [p for p in sys.path if Path(p).resolve() != ROOT / "bench"] + [str(ROOT)]
 
 from runtime import curve, log  # noqa: E402
+from runtime.curve import series  # noqa: E402
+from runtime.stats import mean_interval, t_quantile  # noqa: E402, F401
 
 SCRIPT = [sys.executable, str(ROOT / "nano_rlvr.py")]
 README_COMMAND = [*SCRIPT, *"--eval_n 8 --eval_every 25 --save_every 0".split()]
@@ -46,36 +46,6 @@ README_SETTINGS = ["default=", "control: random rewards=--rewards gsm8k:0,random
 POLL = 1.0  # seconds between looks at the running processes
 PANELS = {"held-out accuracy": "eval/accuracy", "reward of the training samples": "reward/mean",
           "tokens per completion": "completion/length"}
-
-
-# ---- statistics
-
-@functools.cache
-def t_quantile(df, level=0.95):
-    """t with P(|T| <= t) = level for Student's t distribution with df degrees of freedom.
-
-    With t = sqrt(df) tan(a), this probability is the integral of cos^(df-1) from 0 to a, divided by that from
-    0 to pi/2: it is summed on a grid, with an error below 1e-8 in the probability.
-
-    >>> round(t_quantile(4), 6)
-    2.776445
-    """
-    a = np.linspace(0, np.pi / 2, 100_001)
-    density = np.cos(a) ** (df - 1)
-    cumulative = np.cumsum((density[1:] + density[:-1]) / 2)
-    return math.sqrt(df) * math.tan(np.interp(level, cumulative / cumulative[-1], a[1:]))
-
-
-def mean_interval(values):
-    """(mean, low, high): 95 % t interval of the mean of at least two values."""
-    mean, half = fmean(values), t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return mean, mean - half, mean + half
-
-
-def series(rows, key):
-    """{step: value} of a metric, or of a function of a row, in rows of metrics.jsonl. None = no value."""
-    get = key if callable(key) else lambda row: row.get(key)
-    return {row["step"]: get(row) for row in rows if get(row) is not None}
 
 
 def fell_behind(own, rivals):
@@ -210,10 +180,10 @@ def draw(results, panels, path):
 
     results: {label: [rows of each seed]}; panels: {title: key, or a function of a row}.
     """
-    plt, height = curve.pyplot(), 1 if len(panels) <= 3 else 2
+    height = 1 if len(panels) <= 3 else 2
     width = math.ceil(len(panels) / height)
-    fig, axes = plt.subplots(height, width, figsize=(4.2 * width, 3.4 * height), squeeze=False,
-                             constrained_layout=True)
+    fig = curve.figure(figsize=(4.2 * width, 3.4 * height))
+    axes = fig.subplots(height, width, squeeze=False)
     for axis, (title, key) in zip(axes.flat, panels.items()):
         for i, (label, runs) in enumerate(results.items()):
             values = [series(rows, key) for rows in runs]
@@ -227,7 +197,6 @@ def draw(results, panels, path):
         axis.grid(alpha=0.3)
     axes[0, 0].legend(fontsize=8)
     fig.savefig(path, dpi=120)
-    plt.close(fig)
 
 
 def report(folders, path, command, columns=None, panels=PANELS, text=""):

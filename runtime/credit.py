@@ -6,7 +6,8 @@ import math
 import numpy as np
 import torch
 
-from runtime import dist
+from runtime import dist, sleep
+from runtime.packing import pack_evenly
 
 
 def ends_in_tokens(rollouts, llm):
@@ -40,6 +41,25 @@ def step_rewards(r, kl_coef):
     reward is one step. r.kl, see --kl_in, is subtracted from the last one."""
     rewards = [reward for _, reward in r.steps] or [math.nan if r.reward is None else r.reward]
     return rewards[:-1] + [rewards[-1] - kl_coef * r.kl]
+
+
+@torch.no_grad()
+def store_kl(ref, groups, filler, cfg, collate):
+    """--kl_in reward: fills r.kl, the sum of k1 = log pi - log ref over the sequence, as in TRL's RLOO.
+
+    log pi is vLLM's, which sampled the tokens. filler: a rollout for ranks with fewer packs. collate: that of
+    nano_rlvr. Returns the mean per token as a metric. Collective.
+    """
+    rollouts = [r for group in groups for r in group]
+    with sleep.on_device(ref):
+        for packed in pack_evenly(rollouts, filler, cfg.pack_tokens):
+            batch = collate(packed, dist.device())
+            k1 = batch.vllm_logps - ref(batch)[0]  # (R,)
+            sums = k1.new_zeros(len(packed)).index_add(0, batch.sequence_ids, k1)  # (B,)
+            for r, kl in zip(packed, sums.tolist()):
+                r.kl = kl
+    total, tokens = dist.all_sum(sum(r.kl for r in rollouts), sum(r.length for r in rollouts))
+    return {"kl": total / tokens} if tokens else {}
 
 
 def gather(groups, get, cfg):

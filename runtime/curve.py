@@ -8,17 +8,20 @@ import sys
 from pathlib import Path
 
 
-def read(folder):
+def read(folder, name="metrics.jsonl", only=b"", **options):
     """metrics.jsonl of a run folder -> list of dicts, one per line: every step, and the last evaluation.
+    name: another file with a JSON object per line. only: of the lines with these bytes. options: of
+    json.loads.
 
     A last line that is cut off, as a killed run leaves it, is skipped with a note on stderr. Raises
     ValueError for any other line that is not JSON, OSError if the file cannot be read.
     """
-    path, rows = Path(folder) / "metrics.jsonl", []
+    path, rows = Path(folder) / name, []
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            if only in line:
+                rows.append(json.loads(line, **options))
         except ValueError as e:
             if number < len(lines):
                 raise ValueError(f"{path}:{number}: not a line of JSON ({e})") from e
@@ -26,15 +29,22 @@ def read(folder):
     return rows
 
 
-def pyplot():
-    """matplotlib.pyplot without windows. Raises ValueError if it cannot be imported."""
+def series(rows, key):
+    """{step: value} of a metric, or of a function of a row, in rows of metrics.jsonl. None = no value."""
+    get = key if callable(key) else lambda row: row.get(key)
+    return {row["step"]: get(row) for row in rows if get(row) is not None}
+
+
+def figure(**args):
+    """A matplotlib Figure. Raises ValueError if matplotlib cannot be imported.
+
+    Without pyplot, whose backend a notebook needs for its own plots.
+    """
     try:
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
+        from matplotlib.figure import Figure
     except ImportError as e:
-        raise ValueError(f"curve.png needs matplotlib ({e}): pip install matplotlib") from e
-    return plt
+        raise ValueError(f"curve.png and report.html need matplotlib ({e}): pip install matplotlib") from e
+    return Figure(layout="constrained", **args)
 
 
 def check_wandb(mode):
@@ -62,8 +72,8 @@ def draw(folders, out, labels=None):
     Left: held-out greedy accuracy with its interval; thin: mean reward of the training samples.
     Right: mean completion length in tokens.
     """
-    plt = pyplot()
-    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
+    fig = figure(figsize=(10, 3.6))
+    left, right = fig.subplots(1, 2)
     for i, (folder, label) in enumerate(zip(folders, labels or [Path(f).name for f in folders])):
         rows, color = read(folder), f"C{i}"
         train = [row for row in rows if "reward/mean" in row]
@@ -81,7 +91,6 @@ def draw(folders, out, labels=None):
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     fig.savefig(out, dpi=120)
-    plt.close(fig)
 
 
 if __name__ == "__main__":

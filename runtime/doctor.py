@@ -147,7 +147,8 @@ def vllm():
 
 def matplotlib():
     from runtime import curve
-    return "ok", f"matplotlib {curve.pyplot().matplotlib.__version__} draws curve.png"
+    curve.figure()
+    return "ok", f"matplotlib {metadata.version('matplotlib')} draws curve.png and report.html"
 
 
 def git():

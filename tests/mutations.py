@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "bench/faults.py",
-          "examples/*.py", "models/tiny/*", "bench/results/ranks_reduce.json")
+          "examples/*.py", "models/tiny/*", "runtime/*.html", "bench/screenshots.py",
+          "bench/results/ranks_reduce.json")
 STAGES = (  # each runs if the one before it passed
     ["tests/test_credit.py", "tests/test_variants.py", "tests/test_math.py", "tests/test_guard.py"],
     ["tests/test_process_rewards.py"],
@@ -30,6 +31,8 @@ STAGES = (  # each runs if the one before it passed
     ["tests/test_memory.py", "-k", "planned_state or keys_and_values"],
     ["tests/test_evaluation.py", "-k", "not vllm"],
     ["tests/test_tools.py", "-k", "not program and not example"],
+    ["tests/test_report.py", "-k", "numbers_per_token_are or differ_only"],
+    ["tests/test_ppo.py", "-k", "gae"],
     ["tests/test_resume.py", "-k", "not killed and not two_ranks and not does_not_answer"])
 EVALUATION = "runtime/evaluation.py"
 TENSOR_PARALLEL = "runtime/tensor_parallel.py"
@@ -37,7 +40,8 @@ CHECKSUM = "runtime/checksum.py"
 CREDIT = "runtime/credit.py"
 CHECKPOINT, FOLDER = "runtime/checkpoint.py", "runtime/folder.py"
 VERIFIER = "verify/verifier.py"
-TOOL = "examples/python_tool.py"
+REPORT, TOKENS = "runtime/report.py", "runtime/tokens.py"
+TOOL, PPO = "examples/python_tool.py", "examples/ppo.py"
 SCRIPT, HEAD, ATTENTION, STATS = "nano_rlvr.py", "runtime/head.py", "runtime/attention.py", "runtime/stats.py"
 FAULTS = [  # (description, file, text, what replaces it)
     ("clip: maximum instead of minimum", SCRIPT, "torch.minimum(bounded", "torch.maximum(bounded"),
@@ -98,8 +102,8 @@ FAULTS = [  # (description, file, text, what replaces it)
      "group_rewards - (group_mean * n - group_rewards) / n"),
     ("advantage: no verdict counts as 0", SCRIPT, "    group_mean, group_std = stats",
      "    group_rewards = group_rewards.nan_to_num()\n    group_mean, group_std = stats"),
-    ("advantage: length added instead of removed", SCRIPT,
-     "advantages = advantages - slope * x", "advantages = advantages + slope * x"),
+    ("advantage: length added instead of removed", STATS,
+     "return x - slope * centred", "return x + slope * centred"),
     ("advantage: running baseline updated before it is used", SCRIPT,
      "if math.isnan(running_mean):", "if True:"),
     ("weight: local counts instead of global ones", SCRIPT,
@@ -133,7 +137,7 @@ FAULTS = [  # (description, file, text, what replaces it)
      'ref is not None and cfg.kl_in == "loss"', "ref is not None"),
     ("credit: tokens of a tool count in the length", SCRIPT,
      "r.truncated else r.length", "r.truncated else len(r.completion)"),
-    ("credit: KL over the packs in another order", SCRIPT,
+    ("credit: KL over the packs in another order", CREDIT,
      "for r, kl in zip(packed,", "for r, kl in zip(packed[::-1],"),
     ("maxrl: divides where the mean is negative", SCRIPT,
      "torch.where(group_mean > 0, advantages / (group_mean + eps), 0.0)", "advantages / (group_mean + eps)"),
@@ -229,6 +233,16 @@ FAULTS = [  # (description, file, text, what replaces it)
      "return cls(tensor, shape, 0, 0, ranks)", "return cls(tensor, shape, 0, 0, 1)"),
     ("memory: ZeRO-3 keeps whole weights", "runtime/memory.py",
      "whole / dist.world_size() if sharded else whole", "whole"),
+    ("report: gap of the wrong sign", TOKENS,
+     "x - y for x, y in zip(before, r.vllm_logps)", "y - x for x, y in zip(before, r.vllm_logps)"),
+    ("report: numbers per token in the order of the packs", TOKENS,
+     "[found[id(r)] for r in rollouts]", "list(found.values())[:len(rollouts)]"),
+    ("report: runs that differ in the seed are two lines", REPORT, ' | {"seed"}', ""),
+    ("ppo: an advantage without the discount of those after it", PPO,
+     "delta + gamma * lam * next_advantage", "delta + lam * next_advantage"),
+    ("ppo: the target of the critic is the normalised advantage", PPO,
+     "batch.returns = batch.values + advantages[-1].to(batch.values)",
+     "batch.returns = batch.values + advantages[-1].to(batch.values) / advantages[-1].std()"),
 ]
 
 
@@ -240,14 +254,33 @@ def faulty_text(file, old, new):
     return text.replace(old, new)
 
 
-def plant(folder, file, old, new):
-    """A copy, in a folder, of what the tests need, with one fault."""
-    for pattern in COPIED:
+def copy(folder, patterns=COPIED):
+    """Copies what the tests need into a folder."""
+    for pattern in patterns:
         for path in ROOT.glob(pattern):
             target = folder / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
+
+
+def plant(folder, file, old, new):
+    """A copy, in a folder, of what the tests need, with one fault."""
+    copy(folder)
     (folder / file).write_text(faulty_text(file, old, new))
+
+
+def import_libraries():
+    """Once for all forked children."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork
+    sys.dont_write_bytecode = True
+    import datasets  # noqa: F401
+    import deepspeed  # noqa: F401
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import tyro  # noqa: F401
+    from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: F401
+    from vllm import SamplingParams  # noqa: F401
 
 
 class FirstFailure:
@@ -265,7 +298,7 @@ class FirstFailure:
             self.name = "cannot be collected"
 
 
-def caught_by(folder, topic=""):
+def caught_by(folder, topic="", stages=STAGES):
     """The first failing test of a copy, "" if all pass. Forks a child; its output is <folder>/log.
 
     A stage with a test file named after the topic runs first.
@@ -281,7 +314,7 @@ def caught_by(folder, topic=""):
         sys.path[:] = [str(folder / "tests"), str(folder), *libraries]
         import pytest
         first = FirstFailure()
-        for stage in sorted(STAGES, key=lambda stage: f"tests/test_{topic}.py" not in stage):
+        for stage in sorted(stages, key=lambda stage: f"tests/test_{topic}.py" not in stage):
             if not first.name:
                 code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *stage], plugins=[first])
                 first.name = first.name or ("" if code == 0 else f"pytest ended with {int(code)}")
@@ -298,16 +331,7 @@ def main(words):
         compile(faulty_text(*fault), fault[0], "exec")
     if words == "--dry":
         sys.exit()
-    os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork
-    sys.dont_write_bytecode = True
-    import datasets  # noqa: F401  once for all children
-    import deepspeed  # noqa: F401
-    import hypothesis  # noqa: F401
-    import pytest  # noqa: F401
-    import tyro  # noqa: F401
-    from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
-    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: F401
-    from vllm import SamplingParams  # noqa: F401
+    import_libraries()
     begin, missed = time.time(), 0
     faults = [fault for fault in FAULTS if words in fault[0]]
     with tempfile.TemporaryDirectory() as temporary:

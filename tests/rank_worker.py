@@ -12,8 +12,8 @@ import torch
 from transformers import AutoTokenizer
 
 import nano_rlvr as nr
-from conftest import fixed_rollouts, float64, make_checkpoints, make_config
-from runtime import checkpoint, dist, engines, rehearsal
+from conftest import fixed_rollouts, float64, make_checkpoints, make_config, rehearse
+from runtime import checkpoint, dist, engines
 
 out, model, aggregate, stage, steps, folder, first, balanced = sys.argv[1:]
 initialize = deepspeed.initialize
@@ -43,7 +43,7 @@ with float64():
     packs = nr.pack_evenly(trained, filler, budget=cfg.pack_tokens)
     batches = [nr.collate(p) for p in packs]
     if folder:
-        rehearsal.run(engine, lambda: nr.update(engine, batches, cfg), "float32")  # creates AdamW's moments
+        rehearse(engine, None, cfg)  # creates AdamW's moments
         checkpoints = make_checkpoints(engine, out=folder, name="run", resume=folder + "/run")
         engines.set_lr(engine, cfg.lr)
     for _ in range(int(steps)):

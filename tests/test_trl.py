@@ -17,7 +17,7 @@ import torch
 
 import nano_rlvr as nr
 from conftest import EXACT, GROUP_VARIABLES, ROOT, close, exactly, make_config, within
-from runtime import checkpoint, engines
+from runtime import checkpoint, credit, engines
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 MAX_TOKENS = 40
@@ -464,7 +464,7 @@ def run_ours(table, order, per_batch, factor, cfg):
             batch = table.rollouts[i * 16:][:16]
             for r, logp in zip(batch, map(logps(engine, batch).get, map(id, batch))):
                 r.vllm_logps = logp.tolist()
-            nr.store_kl(reference, batch, batch[0], cfg)
+            credit.store_kl(reference, [batch], batch[0], cfg, nr.collate)
             nr.assign_advantages([batch[j:j + 4] for j in range(0, 16, 4)], cfg, math.nan)
         ref = logps(reference, table.rollouts) if reference and cfg.kl_in == "loss" else None
         engines.set_lr(engine, nr.lr_at(i, cfg))

@@ -2,6 +2,7 @@
 
 The other parts: test_math.py, test_trl.py.
 """
+import contextlib
 import dataclasses
 import math
 import random
@@ -410,7 +411,8 @@ def loop(tmp_path, tokenizer, judge, **changes):
         lines.append((metrics, [r for group in groups for r in group]))
 
     log = SimpleNamespace(folder=tmp_path, tokenizer=tokenizer, write=write, close=lambda: None,
-                          trace=lambda step: None)
+                          trace=lambda step: None, say=lambda text: None,
+                          token_numbers=lambda *_: contextlib.nullcontext())
     checkpoints = SimpleNamespace(restore=lambda policy, ref: Progress(), save=lambda final: None,
                                   check=lambda: None, wait=lambda: None)
     nr.train(cfg, Sampler(tokenizer), nr.make_policy(cfg), nr.make_reference(cfg), TRAIN[:200], TRAIN[:2],
@@ -473,7 +475,7 @@ def test_a_reference_is_reset_before_the_kl_in_the_reward(group, tmp_path, token
         equal.append(all(map(torch.equal, seen[-1], policy.module.model.parameters())))
         return store_fixed_logps(policy, *args)
 
-    monkeypatch.setattr(nr, "store_kl", kl)
+    monkeypatch.setattr(nr.credit, "store_kl", kl)
     monkeypatch.setattr(nr, "store_fixed_logps", fixed)
     loop(tmp_path, tokenizer, by_step, steps=4, ref_reset_every=2, kl_coef=0.01, kl_in="reward")
     assert equal == [True, False, True, False]

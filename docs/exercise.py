@@ -1,0 +1,101 @@
+"""Exercises: copies of the repository in which you write a function again. See docs/exercises.md.
+
+    python docs/exercise.py           lists them
+    python docs/exercise.py 3         makes exercises/3/, a copy without the bodies of its functions
+    python docs/exercise.py --prove   every test fails in such a copy and passes here (make exercises)
+"""
+import ast
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+import mutations  # noqa: E402
+
+SCRIPT, STATS, CHECKSUM = "nano_rlvr.py", "runtime/stats.py", "runtime/checksum.py"
+HEAD = "runtime/head.py"
+EXERCISES = {  # number -> (title, functions to write, as file:name)
+    1: ("k3", [f"{SCRIPT}:k3"]),
+    2: ("advantages", [f"{SCRIPT}:group_advantages"]),
+    3: ("the clip in quadrants", [f"{SCRIPT}:gated_objective"]),
+    4: ("the weight of a token", [f"{SCRIPT}:token_weights"]),
+    5: ("the loss", [f"{SCRIPT}:policy_loss"]),
+    6: ("two engines, two log-probs", [f"{SCRIPT}:importance"]),
+    7: ("packs", ["runtime/packing.py:pack"]),
+    8: ("one row without padding", [f"{SCRIPT}:collate"]),
+    9: ("the head's backward pass", [f"{HEAD}:chunk_backward", f"{HEAD}:HeadLogps.backward"]),
+    10: ("a verifier", ["rewards.py:countdown_reward", "rewards.py:_evaluate"]),
+    11: ("MaxRL", [f"{SCRIPT}:group_advantages"]),
+    12: ("process rewards", ["rewards.py:steps_reward", "runtime/credit.py:spread"]),
+    13: ("pass@k and the majority", [f"{STATS}:pass_at_k", f"{STATS}:majority_vote"]),
+    14: ("data without state", ["data.py:batch_at"]),
+    15: ("a checksum of weights", [f"{CHECKSUM}:checksum"]),
+    16: ("the broken sync", [f"{SCRIPT}:sync_weights", f"{CHECKSUM}:SentWeights.check"]),
+}
+COPIED = [pattern for pattern in mutations.COPIED if pattern != "tests/*.py"]
+COPIED += [f"tests/{name}.py" for name in ("conftest", "test_exercises", "test_checksum")]
+
+
+def without_body(source, name):
+    """Source code in which only the docstring is left of the body of a function or Class.method."""
+    node = ast.parse(source)
+    for part in name.split("."):
+        node = next(child for child in node.body if getattr(child, "name", "") == part)
+    first = node.body[0]
+    has_docstring = ast.get_docstring(node) is not None
+    start = first.end_lineno if has_docstring else first.lineno - 1  # lines before it stay
+    lines = source.splitlines(keepends=True)
+    return "".join([*lines[:start], " " * first.col_offset + "raise NotImplementedError\n",
+                    *lines[node.end_lineno:]])
+
+
+def make(number, folder):
+    """A copy of what its test needs in a folder, without the bodies of the functions of an exercise."""
+    mutations.copy(folder, COPIED)
+    for function in EXERCISES[number][1]:
+        file, name = function.split(":")
+        path = folder / file
+        path.write_text(without_body(path.read_text(), name))
+
+
+def prove():
+    """Shows that the tests pass in a plain copy and each fails in its exercise. Exits with 1 if not."""
+    mutations.import_libraries()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, unproven = Path(temporary), 0
+        mutations.copy(folder / "plain", COPIED)
+        solution = mutations.caught_by(folder / "plain", stages=[["tests/test_exercises.py"]])
+        print(f"solutions: {solution or 'all tests pass'}")
+        for number, (title, _) in EXERCISES.items():
+            stub = folder / str(number)
+            make(number, stub)
+            stage = ["tests/test_exercises.py", "-m", f"exercise_{number}"]
+            test = mutations.caught_by(stub, stages=[stage])
+            fails = "::" in test and "NotImplementedError" in (stub / "log").read_text()
+            unproven += not fails
+            result = "fails until it is written" if fails else f"NOT PROVEN: {test}"
+            print(f"exercise {number}, {title}: {result}", flush=True)
+    sys.exit(bool(solution or unproven))
+
+
+def main(word=""):
+    if word == "--prove":
+        prove()
+    if not word.isdigit() or int(word) not in EXERCISES:
+        for number, (title, functions) in EXERCISES.items():
+            print(f"{number:2}  {title:27} {', '.join(functions)}")
+        sys.exit(f"no exercise {word!r}" if word else 0)
+    folder = ROOT / "exercises" / word
+    if folder.exists():
+        sys.exit(f"{folder} exists already: continue there, or delete it to begin again")
+    make(int(word), folder)
+    title, functions = EXERCISES[int(word)]
+    print(f"exercise {word}, {title}: write {' and '.join(functions)}\n"
+          f"    cd {os.path.relpath(folder)}\n"
+          f"    {sys.executable} -m pytest -m exercise_{word}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

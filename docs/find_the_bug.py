@@ -1,0 +1,57 @@
+"""Find the bug: a copy of the repository with one of the faults of tests/mutations.py, unseen.
+
+    python docs/find_the_bug.py            plants a fault in exercises/bug/
+    python docs/find_the_bug.py clip       one of this topic (--topics lists them)
+    python docs/find_the_bug.py --check    runs the tests of the copy: which one fails, if any
+    python docs/find_the_bug.py --reveal   shows the fault, or that you have repaired it
+"""
+import difflib
+import random
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+import mutations  # noqa: E402
+
+FOLDER = ROOT / "exercises" / "bug"
+
+
+def plant(folder, topic=""):
+    """Plants a random fault of a topic, the word before the colon in its description."""
+    faults = [fault for fault in mutations.FAULTS if fault[0].startswith(topic)]
+    if not faults:
+        sys.exit(f"no topic {topic!r}: python docs/find_the_bug.py --topics lists them")
+    mutations.plant(folder, *random.choice(faults)[1:])
+
+
+def reveal(folder):
+    """Lines that say how the copy differs from the repository, and which fault that is."""
+    for file in dict.fromkeys(file for _, file, *_ in mutations.FAULTS):
+        right, copied = (ROOT / file).read_text(), (folder / file).read_text()
+        yield from difflib.unified_diff(copied.splitlines(), right.splitlines(), f"exercises/bug/{file}",
+                                        file, n=0, lineterm="")
+        yield from (what for what, *fault in mutations.FAULTS
+                    if fault[0] == file and mutations.faulty_text(*fault) == copied != right)
+
+
+def main(word=""):
+    if word == "--topics":
+        topics = [what.partition(":")[0] for what, *_ in mutations.FAULTS]
+        print("\n".join(f"{topics.count(topic):3} {topic}" for topic in sorted(set(topics))))
+    elif word == "--check":
+        mutations.import_libraries()
+        print(mutations.caught_by(FOLDER) or "all tests pass")
+    elif word == "--reveal":
+        print("\n".join(reveal(FOLDER)) or "no difference: it is repaired")
+    elif FOLDER.exists():
+        sys.exit(f"{FOLDER} exists already: continue there, or delete it to begin again")
+    else:
+        plant(FOLDER, word)
+        print("One line in exercises/bug/ is wrong. Read, run, repair it there. Then:\n"
+              "    python docs/find_the_bug.py --check    runs the tests of the copy (minutes)\n"
+              "    python docs/find_the_bug.py --reveal   shows the fault, or that it is repaired")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

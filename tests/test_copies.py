@@ -1,0 +1,100 @@
+"""The copies of the repository that docs/exercise.py and docs/find_the_bug.py make."""
+import ast
+import configparser
+import difflib
+import random
+import re
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+import exercise  # noqa: E402
+import find_the_bug  # noqa: E402
+
+import mutations  # noqa: E402
+
+PAGE = (ROOT / "docs/exercises.md").read_text()
+
+
+def differences(folder):
+    """{file: [removed and added lines]} of a copy."""
+    found = {}
+    for path in folder.rglob("*.*"):
+        file = path.relative_to(folder)
+        if path.suffix in (".py", ".ini") and path.read_text() != (ROOT / file).read_text():
+            old, new = ((base / file).read_text().splitlines() for base in (ROOT, folder))
+            found[str(file)] = [line for line in difflib.ndiff(old, new) if line[0] in "-+"]
+    return found
+
+
+def functions_of(path):
+    """[(name, decorators, parameters, docstring)] of the functions in a file."""
+    return [(f.name, [*map(ast.unparse, f.decorator_list)], ast.unparse(f.args), ast.get_docstring(f))
+            for f in ast.walk(ast.parse(path.read_text())) if isinstance(f, ast.FunctionDef)]
+
+
+@pytest.mark.parametrize("number", exercise.EXERCISES)
+def test_an_exercise_lacks_the_bodies_of_its_functions_and_nothing_else(number, tmp_path):
+    exercise.make(number, tmp_path)
+    functions = exercise.EXERCISES[number][1]
+    changed = differences(tmp_path)
+    assert changed.keys() == {function.split(":")[0] for function in functions}
+    added = [line for lines in changed.values() for line in lines if line[0] == "+"]
+    assert [line.split() for line in added] == [["+", "raise", "NotImplementedError"]] * len(functions)
+    for file in changed:  # all is left but what stood in the bodies
+        assert {*map(str, functions_of(tmp_path / file))} <= {*map(str, functions_of(ROOT / file))}
+        assert {function.split(":")[1].split(".")[-1] for function in functions if file in function} <= {
+            name for name, *_ in functions_of(tmp_path / file)}
+
+
+def test_the_page_the_markers_and_the_tests_name_every_exercise():
+    markers = configparser.ConfigParser()
+    markers.read(ROOT / "pytest.ini")
+    tests = (ROOT / "tests/test_exercises.py").read_text()
+    for number, (title, functions) in exercise.EXERCISES.items():
+        assert f"exercise_{number}:" in markers["pytest"]["markers"]
+        assert tests.count(f"@pytest.mark.exercise_{number}\n") == 1
+        [section] = re.findall(rf"^## {number}\. (.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+        assert section.lower().startswith(title.lower()), number
+        assert all(f"`{function.split(':')[1]}`" in section for function in functions), number
+    assert len(exercise.EXERCISES) >= 12 and tests.count("@pytest.mark.exercise_") == len(exercise.EXERCISES)
+
+
+def test_a_planted_bug_is_one_place_and_the_reveal_names_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(find_the_bug, "FOLDER", tmp_path / "bug")
+    monkeypatch.setattr(random, "choice", lambda faults: chosen.append(faults[-1]) or faults[-1])
+    chosen = []
+    find_the_bug.main("kl")
+    [(what, file, old, new)] = chosen
+    assert what.startswith("kl:") and what not in capsys.readouterr().out  # unseen
+    assert differences(tmp_path / "bug").keys() == {file}
+    with pytest.raises(SystemExit, match="exists already"):
+        find_the_bug.main()
+    find_the_bug.main("--reveal")
+    shown = capsys.readouterr().out
+    assert what in shown and file in shown
+    (tmp_path / "bug" / file).write_text((ROOT / file).read_text())
+    find_the_bug.main("--reveal")
+    assert capsys.readouterr().out == "no difference: it is repaired\n"
+
+
+def test_every_fault_is_revealed_where_it_is(tmp_path):
+    mutations.copy(tmp_path)
+    for what, file, old, new in mutations.FAULTS:
+        right = (ROOT / file).read_text()
+        (tmp_path / file).write_text(mutations.faulty_text(file, old, new))
+        *diff, named = find_the_bug.reveal(tmp_path)
+        assert named == what and f"--- exercises/bug/{file}" in diff
+        (tmp_path / file).write_text(right)
+
+
+def test_an_unknown_topic_or_exercise_ends_with_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="no topic 'typo'"):
+        find_the_bug.plant(tmp_path, "typo")
+    for word in ("17", "k3", "0"):
+        with pytest.raises(SystemExit, match=f"no exercise '{word}'"):
+            exercise.main(word)
+    assert not list(tmp_path.iterdir())
