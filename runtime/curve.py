@@ -41,10 +41,10 @@ def figure(**args):
     Without pyplot, whose backend a notebook needs for its own plots.
     """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib import figure
     except ImportError as e:
         raise ValueError(f"curve.png and report.html need matplotlib ({e}): pip install matplotlib") from e
-    return Figure(layout="constrained", **args)
+    return figure.Figure(layout="constrained", **args)
 
 
 def check_wandb(mode):

@@ -7,6 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+
+# pytest -n 2: each worker gets its own cores. On shared ones, the threads of two vLLM engines are slow.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    cores = sorted(os.sched_getaffinity(0))
+    own = cores[int(worker.removeprefix("gw"))::int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
+    os.sched_setaffinity(0, own or cores)
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
