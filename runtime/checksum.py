@@ -101,8 +101,8 @@ def compare(model, sent):
     sizes = {name: sent[name][0].numel() for name in sent if name in shards or EXPERTS in name}
     compared, total = sum(sizes[name] for name in visible), sum(sizes.values())
     if compared < total:
-        print_each_once(f"note: {compared:,} of {total:,} weights of vLLM are visible on this device; "
-                        "the rest is checked by log-probs only")
+        print_each_once(f"note: checksums see {compared:,} of {total:,} weights of vLLM on this device, "
+                        "log-probs check the others (normal on a CPU)")
     return ""
 
 

@@ -82,6 +82,9 @@ class Log:
                     dir=str(self.folder), mode=cfg.wandb, config=config)
             except wandb.errors.Error as e:
                 raise ValueError(f"--wandb {cfg.wandb}: {str(e).splitlines()[0]}") from e
+        work = f"{cfg.algo}, {cfg.steps} steps of {cfg.prompts} prompts x {cfg.samples} samples"
+        self.say(f"{cfg.data or cfg.task}: {work if cfg.steps else 'evaluation'}; rewards {cfg.rewards} "
+                 "(accuracy: where the first is 1)")
 
     def sizes(self):
         """{file: bytes} of the logs, which are then on the disk."""

@@ -292,7 +292,8 @@ def describe(cfg, shape, parts, available, gpu, host):
     lines = [f"memory plan for {model} and {available / GIB:.1f} GiB: {flags}",
              f"  {'GiB per phase':24}" + "".join(f"{phase:>10}" for phase in Phases._fields)]
     for name, phases in {**parts, "total": totals(parts)}.items():
-        lines.append(f"  {name:24}" + "".join(f"{size / GIB:10.2f}" for size in phases))
+        if any(phases):
+            lines.append(f"  {name:24}" + "".join(f"{size / GIB:10.2f}" for size in phases))
     if gpu:
         lines.append(f"  host memory: {host / GIB:.0f} GiB")
     return "\n".join(lines)

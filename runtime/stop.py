@@ -89,7 +89,8 @@ def with_checkpoint(checkpoints):
         checkpoints.wait()
         number, step = max(dist.all_gather([received or 0])), checkpoints.progress.step
         dist.print_once(f"nano_rlvr: stopped by {signal.Signals(number).name} at step {step}; continue with: "
-                        f"python nano_rlvr.py --resume {checkpoints.folder}", file=sys.stderr)
+                        f"python nano_rlvr.py --resume {checkpoints.folder}; its charts so far: "
+                        f"python -m runtime.report {checkpoints.folder}", file=sys.stderr)
         raise SystemExit(128 + number) from None
 
 
