@@ -32,7 +32,8 @@ def processes_with(mark):
 def test_twenty_hung_programs_cost_one_limit_and_the_rest_are_judged_right():
     if jail.isolation() is None:
         pytest.skip("neither bubblewrap nor unshare can build a jail on this machine")
-    hung = ["```python\nwhile True: pass\n```", "```python\nimport time; time.sleep(600)\n```"] * 10
+    # most of them sleep: twenty that compute would leave the right one on one core without time
+    hung = ["```python\nwhile True: pass\n```"] * 2 + ["```python\nimport time; time.sleep(600)\n```"] * 18
     right = "```python\nprint(int(input()) + 1)\n```"
     with rewards.Verifier("code", timeout=15.0, workers=2) as verify:  # time for the right one, too
         start = time.monotonic()

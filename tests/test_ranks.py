@@ -134,7 +134,7 @@ def test_a_sync_from_zero_3_gathers_one_tensor_at_a_time(fresh_llm, monkeypatch)
     monkeypatch.setattr(deepspeed, "initialize", without_threshold)
     policy = nr.make_policy(make_config(zero_stage=3))
     parameters = list(policy.module.parameters())
-    named_weights, gathered, alive, handed_out = nr.checkpoint.named_weights, [], [], []
+    named_weights, gathered, alive, handed_out = nr.named_weights, [], [], []
 
     def watched(engine):
         for name, w in named_weights(engine):
@@ -144,7 +144,7 @@ def test_a_sync_from_zero_3_gathers_one_tensor_at_a_time(fresh_llm, monkeypatch)
             yield name, w
             del w
 
-    monkeypatch.setattr(nr.checkpoint, "named_weights", watched)
+    monkeypatch.setattr(nr, "named_weights", watched)
     nr.sync_weights(policy, fresh_llm)
     largest = max(p.ds_numel for p in parameters)
     assert max(gathered) == largest == 384 * 128 and len(gathered) > len(parameters)
