@@ -14,6 +14,7 @@ import vllm._custom_ops
 vllm._custom_ops._supports_onednn = False  # before LLM(): oneDNN would keep repacked linear weights only
 
 import nano_rlvr as nr  # noqa: E402
+from checksum_worker import outcome  # noqa: E402
 from conftest import make_config  # noqa: E402
 from runtime import dist  # noqa: E402
 
@@ -26,14 +27,6 @@ DAMAGED = {  # a parameter of vLLM on rank 1, of which one bit is flipped
 
 def prompts_of(rank):
     return [[60 + 10 * rank + i, 61, 62] for i in range(rank + 1)], [100 * rank + i for i in range(rank + 1)]
-
-
-def outcome(policy, llm):
-    try:
-        nr.sync_weights(policy, llm)
-    except RuntimeError as e:
-        return str(e)
-    return ""
 
 
 class Damaged:
