@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "bench/faults.py",
           "examples/*.py", "models/tiny/*", "runtime/*.html", "bench/screenshots.py",
-          "bench/results/ranks_reduce.json")
+          "bench/results/ranks_reduce.json", "docs/data_and_rewards.md")
 STAGES = (  # each runs if the one before it passed
     ["tests/test_credit.py", "tests/test_variants.py", "tests/test_math.py", "tests/test_guard.py"],
     ["tests/test_process_rewards.py"],
