@@ -299,14 +299,21 @@ class FirstFailure:
 
 
 def caught_by(folder, topic="", stages=STAGES):
-    """The first failing test of a copy, "" if all pass. Forks a child; its output is <folder>/log.
+    """The first failing test of a copy, "" if all pass. The output of the last stage is <folder>/log.
 
-    A stage with a test file named after the topic runs first.
+    A stage with a test file named after the topic runs first. Each has a process of its own: DeepSpeed makes
+    its groups once per process.
     """
+    stages = sorted(stages, key=lambda stage: f"tests/test_{topic}.py" not in stage)
+    return next(filter(None, (first_failure(folder, stage) for stage in stages)), "")
+
+
+def first_failure(folder, stage):
+    """The first failing test of a stage in a copy, "" if all pass. Runs in a forked child."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.chdir(folder)
@@ -314,11 +321,8 @@ def caught_by(folder, topic="", stages=STAGES):
         sys.path[:] = [str(folder / "tests"), str(folder), *libraries]
         import pytest
         first = FirstFailure()
-        for stage in sorted(stages, key=lambda stage: f"tests/test_{topic}.py" not in stage):
-            if not first.name:
-                code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *stage], plugins=[first])
-                first.name = first.name or ("" if code == 0 else f"pytest ended with {int(code)}")
-        os.write(writing, first.name.encode())
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *stage], plugins=[first])
+        os.write(writing, (first.name or ("" if code == 0 else f"pytest ended with {int(code)}")).encode())
         os._exit(0)
     os.close(writing)
     os.waitpid(child, 0)
