@@ -190,3 +190,9 @@ def test_store_kl_is_the_sum_of_log_pi_minus_log_ref_over_the_sampled_tokens(mod
     close(a.kl, -3.0 - logp[:2].sum().item())
     close(b.kl, -3.0 - logp[2].item())
     close(metrics["kl"], (a.kl + b.kl) / 3)
+
+
+def test_the_kl_in_the_reward_is_not_in_the_loss_too(group):
+    batch, ref = SimpleNamespace(old=None, ref=None), torch.nn.Identity()
+    nr.store_fixed_logps(None, ref, [batch], make_config(kl_coef=0.1, kl_in="reward"))
+    assert batch.ref is None
