@@ -248,13 +248,14 @@ def score(rollouts, examples, verifier, step=0):
 
     A reward function is f(completions, **columns) -> list of float, None or, for process supervision, lists
     of (end, reward): the reward of each step and how many characters of the text end with it. A completion is
-    a string, or with --template chat a list with one message. Columns: those of the examples and three more,
-    under TRL's names. An example without one of the columns has None there.
+    a string, or with --template chat a list with one message. Columns: those of the examples; prompts (the
+    questions), completion_ids and step; sample_index, the number of a completion among those of its prompt.
+    An example without one of the columns has None there.
     """
     n = len(rollouts) // len(examples)
     names = set().union(*examples) - {"prompt_ids", "completions"}
     columns = {name: [e.get(name) for e in examples for _ in range(n)] for name in names}  # N values each
-    columns |= {"prompts": columns["question"], "step": step}  # prompts without the template
+    columns |= {"prompts": columns["question"], "step": step, "sample_index": [*range(n)] * len(examples)}
     columns["completion_ids"] = [r.completion for r in rollouts]
     values, parts, counts = verifier([r.text for r in rollouts], **columns)
     for i, r in enumerate(rollouts):
@@ -265,18 +266,20 @@ def score(rollouts, examples, verifier, step=0):
 
 
 def collect_rollouts(cfg, llm, train_set, verifier, step, metrics):
-    """Stages 1 and 2 for this rank. -> (groups to train on, all sampled groups); a group is n rollouts.
+    """Stages 1 and 2 for this rank. -> (minibatches of groups to train on, all groups of n rollouts).
 
-    With drop_flat_groups, groups whose rewards are all the same are left out. With resample, new prompts are
-    then drawn until every rank has enough: DAPO's dynamic sampling. Each step owns 1 + resample batches of
-    prompts, used or not, so that the data does not depend on what came before.
+    The groups to train on are in one list per minibatch. With drop_flat_groups, groups whose rewards are all
+    the same are left out. With resample, new prompts are then drawn until the ranks together have enough:
+    DAPO's dynamic sampling. The ranks keep the groups that one rank would keep: the first of the data. Each
+    step owns 1 + resample batches of prompts, used or not: the data does not depend on what came before.
     """
     share = cfg.prompts // dist.world_size()
-    groups, sampled = [], []
+    groups, sampled = {}, []  # number of the prompt in this step -> group, all groups
     for draw in range(1 + cfg.resample):
         examples = data.batch_at(train_set, step * (1 + cfg.resample) + draw, cfg.prompts, cfg.seed,
                                  dist.rank(), dist.world_size())
-        seeds = [data.request_seed(cfg.seed, step, draw, dist.rank() * share + i) for i in range(share)]
+        first = dist.rank() * share  # number of this rank's first prompt in the batch
+        seeds = [data.request_seed(cfg.seed, step, draw, first + i) for i in range(share)]
         with timed(metrics, "rollout"):
             rollouts = sampler(cfg.rollout)(llm, [e["prompt_ids"] for e in examples], cfg.samples,
                                             cfg.temperature, cfg.max_tokens, seeds,
@@ -287,12 +290,16 @@ def collect_rollouts(cfg, llm, train_set, verifier, step, metrics):
         stats.add_counts(metrics, counts, "reward")
         new = [rollouts[i:i + cfg.samples] for i in range(0, len(rollouts), cfg.samples)]
         sampled += new
-        groups += [g for g in new if not (cfg.drop_flat_groups and stats.is_flat(g))]
-        if min(dist.all_gather([len(groups)])) >= share:
+        for i, group in enumerate(new):
+            if not (cfg.drop_flat_groups and stats.is_flat(group)):
+                groups[draw * cfg.prompts + first + i] = group
+        kept = sorted(dist.all_gather(list(groups)))[:cfg.prompts]  # of all ranks
+        if len(kept) == cfg.prompts:
             break
     guard.check_verdicts("reward", [r.reward for g in sampled for r in g], metrics, verifier)
     metrics["draws"] = draw + 1
-    return groups[:share], sampled
+    minibatches = [kept[i::cfg.minibatches] for i in range(cfg.minibatches)]
+    return [[groups[number] for number in part if number in groups] for part in minibatches], sampled
 
 
 # ---------------------------------------------------------------------------------------------- 3. advantage
@@ -492,10 +499,11 @@ MAX_LOG_RATIO = 20.0  # a ratio beyond e^20 has no gradient; the value of verl, 
 def k3(logp, ref):
     """Schulman's estimator of KL(pi || ref) from samples of pi: exp(d) - d - 1 with d = log ref - log pi.
 
-    (R,), (R,) -> (R,). Unbiased and never negative.
+    (R,), (R,) -> (R,). Never negative; its mean over samples of pi is KL(pi || ref). As a loss, its gradient
+    is on average that of the other direction, KL(ref || pi): see docs/algorithms.md.
     """
     d = ref - logp  # (R,)
-    return d.exp() - d - 1  # (R,)
+    return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away
 
 
 def sequence_sum(x, batch):
@@ -524,24 +532,25 @@ def importance(mismatch, batch, cfg):
     raise ValueError(f"unknown correction {cfg.correction!r}")
 
 
-def gated_objective(ratio, logp, advantage, cfg):
-    """Objective per token with a bound on the ratio, and where the bound is active: (R,), (R,)."""
+def gated_objective(ratio, log_ratio, logp, advantage, cfg):
+    """Objective per token with a bound on the ratio, and whether the bound takes its gradient: (R,), (R,)."""
+    beyond = log_ratio.abs() > MAX_LOG_RATIO  # (R,) the ratio is constant there
     if cfg.gate == "clip":  # PPO, arXiv:1707.06347
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
         # delta > 1 + clip_high, so it changes the minimum only for negative advantages
         bounded = ratio.clamp(max=cfg.delta) if cfg.delta else ratio  # (R,)
         # the minimum: a token that has moved far enough in the right direction gets no gradient
         objective = torch.minimum(bounded * advantage, clipped * advantage)  # (R,)
-        return objective, objective != ratio * advantage
+        return objective, beyond | (objective != ratio * advantage)
     if cfg.gate == "detach":  # CISPO: every token keeps its gradient; its weight is bounded from above
         weight = ratio.clamp(max=1 + cfg.clip_high).detach()  # (R,)
-        return weight * advantage * logp, ratio > 1 + cfg.clip_high
+        return weight * advantage * logp, torch.zeros_like(beyond)
     if cfg.gate == "soft":  # SAPO: at ratio 1 the gradient is the advantage; it fades to 0 on both sides
         tau = torch.full_like(ratio, cfg.soft_tau_neg).masked_fill(advantage > 0, cfg.soft_tau_pos)  # (R,)
-        return torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage, torch.zeros_like(ratio)
+        gate = torch.sigmoid(tau * (ratio - 1))  # (R,)
+        return gate * 4 / tau * advantage, beyond | (gate == 1)  # 1: rounded, its derivative is 0
     if cfg.gate == "squared":  # Kimi k1.5, eq. 3: no bound, but a penalty on the squared log-ratio
-        log_ratio = ratio.log()  # (R,)
-        return advantage * log_ratio - cfg.squared_tau / 2 * log_ratio**2, torch.zeros_like(ratio)
+        return advantage * log_ratio - cfg.squared_tau / 2 * log_ratio**2, torch.zeros_like(beyond)
     raise ValueError(f"unknown gate {cfg.gate!r}")
 
 
@@ -560,7 +569,7 @@ def policy_loss(logp, old, ref, batch, cfg):
     elif cfg.ratio != "token":
         raise ValueError(f"unknown ratio {cfg.ratio!r}")
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (R,) unbounded: inf and NaN
-    objective, clipped = gated_objective(ratio, logp, batch.advantage, cfg)  # (R,), (R,)
+    objective, clipped = gated_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,), (R,)
     token_loss = -objective  # (R,)
     sums = {"tokens": len(logp), "ratio": ratio, "clipped": clipped}
     if cfg.correction != "none":
@@ -698,7 +707,8 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
             log.write(step, metrics, answers=answers)
             break
 
-        groups, sampled = collect_rollouts(cfg, llm, train_set, verifier, step, metrics)  # 1. 2.
+        parts, sampled = collect_rollouts(cfg, llm, train_set, verifier, step, metrics)  # 1. 2.
+        groups = sum(parts, [])
         log.trace(step)
         with timed(metrics, "sync"):
             sleep.put_to_sleep(llm, policy)  # GPU memory: from vLLM to the trainer, and back in sync_weights
@@ -706,11 +716,11 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
             if cfg.ref_reset_every and step and step % cfg.ref_reset_every == 0 and ref is not None:
                 ref.model.load_state_dict(dict(named_weights(policy)))  # preflight: not with LoRA
             if cfg.kl_in == "reward" and ref is not None:
-                metrics |= credit.store_kl(ref, groups, sampled[0][0], cfg, collate)  # for 3.
+                metrics |= credit.store_kl(policy, ref, groups, sampled[0][0], cfg, collate)  # for 3.
             progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
             minibatches = []  # 4. one list of batches per optimizer step
-            for i in range(cfg.minibatches):
-                trained = assign_token_weights([r for g in groups[i::cfg.minibatches] for r in g], cfg)
+            for part in parts:
+                trained = assign_token_weights([r for group in part for r in group], cfg)
                 trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
                 # ranks with fewer packs add copies of the filler; pack_evenly sets their weight to 0
                 packs = pack_evenly(trained, filler=sampled[0][0], budget=cfg.pack_tokens)
@@ -719,7 +729,7 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints
             engines.set_lr(policy, lr_at(step, cfg))
             history = [update(policy, batches, cfg)  # 5. 6. 7.
                        for _ in range(cfg.epochs) for batches in minibatches if batches]
-            metrics |= stats.mean_of(history)  # empty if all groups are flat or have no verdict
+            metrics |= stats.step_means(history)  # empty if all groups are flat or have no verdict
             progress.skipped = guard.count_skipped(progress.skipped, step, history, groups, log.folder)
         with timed(metrics, "sync"):
             sync_weights(policy, llm)  # 8.

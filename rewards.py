@@ -498,17 +498,17 @@ def length_kimi_reward(completions, prompts, correct=None, completion_ids=None, 
 length_kimi_reward.whole_batch = True  # it compares with the other completions of the prompt
 
 
-def random_reward(completions, prompts=None, index=None, step=None, random_seed=0, **_):
+def random_reward(completions, prompts=None, sample_index=None, step=None, random_seed=0, **_):
     """A fair coin that ignores the answer: the control of Shao et al. (Spurious Rewards, arXiv 2506.10947).
 
-    0.0 or 1.0 from a hash of (random_seed, step, index, prompt, completion), so that a resumed run gets the
-    same values. `index`, the position in the batch (Verifier adds it), keeps equal texts from always getting
-    equal values, which could be learned. `step`, a number, changes the values of the same text from step to
-    step.
+    0.0 or 1.0 from a hash of (random_seed, step, sample_index, prompt, completion): a resumed run, and a run
+    on another number of ranks, get the same values. `sample_index`, the number of a completion among those of
+    its prompt, keeps equal texts from always getting equal values, which could be learned. `step`, a number,
+    changes the values of the same text from step to step.
     """
     n = len(completions)
     rewards = []
-    for row in zip(index or range(n), prompts or [None] * n, map(text_of, completions), strict=True):
+    for row in zip(sample_index or range(n), prompts or [None] * n, map(text_of, completions), strict=True):
         digest = hashlib.blake2b(repr((random_seed, step, *row)).encode(), digest_size=1).digest()
         rewards.append(float(digest[0] & 1))
     return rewards

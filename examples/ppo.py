@@ -111,7 +111,8 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, critic=None):
             print(f"step {step:4d}  {log.evaluation_text(metrics)}", flush=True)
         if step == cfg.steps:
             return history
-        groups, sampled = nr.collect_rollouts(cfg, llm, train_set, verifier, step, metrics)
+        parts, sampled = nr.collect_rollouts(cfg, llm, train_set, verifier, step, metrics)
+        groups = sum(parts, [])
         sleep.put_to_sleep(llm, policy)
         if critic is None:
             running_mean = nr.assign_advantages(groups, cfg, running_mean)
@@ -125,14 +126,14 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, critic=None):
                 critic.update(batches)
         with log.timed(metrics, "update"):
             minibatches = []  # as in nano_rlvr.train
-            for i in range(cfg.minibatches):
-                trained = nr.assign_token_weights([r for g in groups[i::cfg.minibatches] for r in g], cfg)
+            for part in parts:
+                trained = nr.assign_token_weights([r for group in part for r in group], cfg)
                 packs = nr.pack(trained, cfg.pack_tokens)
                 minibatches.append([nr.collate(pack, dist.device()) for pack in packs])
             nr.store_fixed_logps(policy, ref, sum(minibatches, []), cfg)
             engines.set_lr(policy, nr.lr_at(step, cfg))
-            metrics |= stats.mean_of([nr.update(policy, batches, cfg) for _ in range(cfg.epochs)
-                                      for batches in minibatches if batches])
+            metrics |= stats.step_means([nr.update(policy, batches, cfg) for _ in range(cfg.epochs)
+                                         for batches in minibatches if batches])
         with log.timed(metrics, "sync"):
             nr.sync_weights(policy, llm)
         metrics |= log.summary(cfg, groups, sampled, metrics)

@@ -44,17 +44,19 @@ def step_rewards(r, kl_coef):
 
 
 @torch.no_grad()
-def store_kl(ref, groups, filler, cfg, collate):
+def store_kl(policy, ref, groups, filler, cfg, collate):
     """--kl_in reward: fills r.kl, the sum of k1 = log pi - log ref over the sequence, as in TRL's RLOO.
 
-    log pi is vLLM's, which sampled the tokens. filler: a rollout for ranks with fewer packs. collate: that of
-    nano_rlvr. Returns the mean per token as a metric. Collective.
+    Both log-probs come from the trainer, so k1 is exactly 0 while the two models are equal. vLLM's log-probs
+    would add the difference of its kernels, up to 0.05 per token in bf16, and a group whose other rewards are
+    equal would be normalised by the deviation of this noise. filler: a rollout for ranks with fewer packs.
+    collate: that of nano_rlvr. Returns the mean per token as a metric. Collective.
     """
     rollouts = [r for group in groups for r in group]
     with sleep.on_device(ref):
         for packed in pack_evenly(rollouts, filler, cfg.pack_tokens):
             batch = collate(packed, dist.device())
-            k1 = batch.vllm_logps - ref(batch)[0]  # (R,)
+            k1 = policy(batch)[0] - ref(batch)[0]  # (R,)
             sums = k1.new_zeros(len(packed)).index_add(0, batch.sequence_ids, k1)  # (B,)
             for r, kl in zip(packed, sums.tolist()):
                 r.kl = kl

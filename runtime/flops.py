@@ -71,15 +71,19 @@ class ModelShape:
     def forward_flops(self, rollouts):
         """FLOPs of one forward pass over the completions and, once each, their prompts.
 
-        The LM head runs on completion tokens only.
+        The LM head runs on completion tokens only. Attention is causal: a query has half of the sequence's
+        keys on average. The queries of a completion read the keys of its prompt, too.
         """
-        prompt_tokens = sum(len(prompt) for prompt in {tuple(r.prompt) for r in rollouts})
+        prompts = {tuple(r.prompt) for r in rollouts}
+        prompt_tokens = sum(map(len, prompts))
         completion_tokens = sum(len(r.completion) for r in rollouts)
         # The embedding is a look-up, without FLOPs. An untied head is counted as body too: slightly too much.
         body = self.parameters - self.vocab * self.hidden
         body_flops = 2 * body * (prompt_tokens + completion_tokens)
         head_flops = 2 * self.vocab * self.hidden * completion_tokens
-        attention_flops = 2 * self.layers * self.attention * sum(len(r) ** 2 for r in rollouts)
+        pairs = sum(len(prompt) ** 2 for prompt in prompts)  # twice the number of (query, key) pairs
+        pairs += sum(len(r) ** 2 - len(r.prompt) ** 2 for r in rollouts)
+        attention_flops = 2 * self.layers * self.attention * pairs
         return body_flops + head_flops + attention_flops
 
 

@@ -293,9 +293,12 @@ def summary(cfg, trained_groups, sampled_groups, metrics):
         return [x for x in values if x is not None] or [0.0]
 
     names = dict.fromkeys(name for p in parts for name in p)  # rows may have rewards of their own
-    part_means = {f"reward/{name}": fmean(without_none(p.get(name) for p in parts)) for name in names}
+    values = {name: [p[name] for p in parts if p.get(name) is not None] for name in names}
+    part_means = {f"reward/{name}": fmean(given) for name, given in values.items() if given}
     # forward and backward are 3 forward passes; what checkpointing computes again is not counted as use
-    passes = 3 * cfg.epochs + bool(cfg.kl_coef) + (cfg.epochs * cfg.minibatches > 1)
+    passes = 3 * cfg.epochs + (cfg.epochs * cfg.minibatches > 1)
+    if cfg.kl_coef:
+        passes += 2 if cfg.kl_in == "reward" else 1  # the reference, and the policy beside it
     trained = [r for group in trained_groups for r in group if r.weight]
     [flops] = dist.all_sum(passes * ModelShape.of(cfg.model).forward_flops(trained))
     return {

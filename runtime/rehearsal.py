@@ -58,12 +58,17 @@ def check_packing(policy, rollout, collate, cfg):
 
 
 def largest_pack(cfg):
-    """(prompt tokens, completion tokens) of each sequence of the largest pack that can occur."""
-    longest = cfg.max_prompt + cfg.max_tokens
-    lengths = [longest] * max(1, cfg.pack_tokens // longest)
-    lengths += [max(2, cfg.pack_tokens - sum(lengths))]  # the rest of the budget
-    completions = [min(n - 1, cfg.max_tokens) for n in lengths]
-    return [(n - c, c) for n, c in zip(lengths, completions)]
+    """(prompt tokens, completion tokens) of each sequence of the largest pack that can occur.
+
+    One sequence has the largest length. The others have a prompt of one token, so that the pack has the most
+    tokens and nearly the most completion tokens, which are the rows of the LM head.
+    """
+    sequences = [(cfg.max_prompt, cfg.max_tokens)]
+    left = cfg.pack_tokens - cfg.max_prompt - cfg.max_tokens
+    while left >= 2:
+        sequences.append((1, min(left - 1, cfg.max_tokens)))
+        left -= sum(sequences[-1])
+    return sequences
 
 
 def rehearse(policy, ref, cfg, rollout, collate, store_fixed_logps, update):
@@ -75,8 +80,9 @@ def rehearse(policy, ref, cfg, rollout, collate, store_fixed_logps, update):
     (see check_packing), or if policy and reference differ already.
     """
     check_packing(policy, rollout, collate, cfg)
-    rollouts = [rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion, weight=1.0)
-                for i, (prompt, completion) in enumerate(largest_pack(cfg))]  # no two prompts are equal
+    vocab = empty_model(cfg.model).config.get_text_config().vocab_size
+    rollouts = [rollout([i % vocab] * prompt, [0] * completion, "", True, [0.0] * completion, weight=1.0)
+                for i, (prompt, completion) in enumerate(largest_pack(cfg))]  # hardly two equal prompts
     largest = collate(rollouts, dist.device())
     cfg = dataclasses.replace(cfg, mismatch_bound=math.inf, kl_in="loss")  # vLLM did not sample these tokens
     store_fixed_logps(policy, ref, [largest], cfg)

@@ -65,13 +65,17 @@ def majority_vote(answers):
 def nan_mean_std(x, dim):
     """Mean and population standard deviation of the entries that are not NaN, over `dim`, which is kept.
 
-    Both are 0 where all entries are NaN.
+    Both are 0 where all entries are NaN. Of equal entries, the mean is exactly their value and the deviation
+    exactly 0: the smallest entry is subtracted first, because the sum of n equal numbers is rounded.
     """
     known = ~x.isnan()
     count = known.sum(dim, keepdim=True).clamp(min=1)
-    mean = x.nan_to_num().sum(dim, keepdim=True) / count
-    variance = ((x.nan_to_num() - mean) ** 2 * known).sum(dim, keepdim=True) / count
-    return mean, variance.sqrt()
+    smallest = torch.where(known, x, torch.inf).amin(dim, keepdim=True)
+    smallest = torch.where(smallest.isinf(), 0.0, smallest)  # all entries are NaN
+    excess = torch.where(known, x - smallest, 0.0)
+    mean_excess = excess.sum(dim, keepdim=True) / count
+    variance = ((excess - mean_excess) ** 2 * known).sum(dim, keepdim=True) / count
+    return smallest + mean_excess, variance.sqrt()
 
 
 def without_linear_part(x, lengths):
@@ -86,25 +90,43 @@ def token_means(sums):
     """Metrics of an optimizer step, over all ranks, from sums over the tokens of each pack. Collective.
 
     sums: per pack a dict of tensors (), on any device; they are read in one transfer.
-    Means over the tokens, but `loss` stays a sum and `mismatch/max` becomes the maximum. `correction/ess` is
-    the effective sample size of the importance weights as a fraction of the tokens: 1 when all are equal.
+    Means over the tokens, but `loss` stays a sum, `mismatch/max` becomes the maximum and `tokens` the number
+    of tokens. `correction/ess` is the effective sample size of the importance weights as a fraction of the
+    tokens: 1 when all are equal.
     """
     largest = torch.stack([s.pop("mismatch/max") for s in sums]).max()  # ()
     totals = {name: sum(s[name] for s in sums) for name in sums[0]}
     *values, largest = torch.stack([x.double() for x in (*totals.values(), largest)]).tolist()
     largest = max(dist.all_gather([largest]))
     totals = dict(zip(totals, dist.all_sum(*values)))
-    tokens = totals.pop("tokens")
-    metrics = {name: x if name == "loss" else x / tokens for name, x in totals.items()}
+    tokens = totals["tokens"]
+    metrics = {name: x if name in ("loss", "tokens") else x / tokens for name, x in totals.items()}
     metrics["mismatch/max"] = largest
     if "correction/w2" in metrics:
         metrics["correction/ess"] = metrics["correction/w"] ** 2 / max(metrics.pop("correction/w2"), 1e-30)
     return metrics
 
 
-def mean_of(history):
-    """The mean of each metric over several optimizer steps; {} if there were none."""
-    return {name: fmean(metrics[name] for metrics in history) for name in (history[0] if history else ())}
+def step_means(history):
+    """Metrics of a rollout batch from those of its optimizer steps, as update returns them; {} without steps.
+
+    Means over the tokens of all optimizer steps, but the maximum of `mismatch/max`, and means over the steps
+    of loss, grad_norm and skipped, which a step has once.
+    """
+    if not history:
+        return {}
+    tokens = [metrics["tokens"] for metrics in history]
+    means = {}
+    for name in (name for name in history[0] if name != "tokens"):
+        values = [metrics[name] for metrics in history]
+        weights = None if name in ("loss", "grad_norm", "skipped") else tokens
+        means[name] = max(values) if name == "mismatch/max" else fmean(values, weights)
+    return means
+
+
+def mean_of(rows):
+    """The mean of each metric over several dicts."""
+    return {name: fmean(row[name] for row in rows) for name in rows[0]}
 
 
 def add_counts(metrics, counts, prefix):

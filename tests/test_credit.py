@@ -182,14 +182,24 @@ def test_kl_in_the_reward_is_subtracted_from_the_last_step(group):
 
 @torch.no_grad()
 def test_store_kl_is_the_sum_of_log_pi_minus_log_ref_over_the_sampled_tokens(model):
-    ref = nr.TokenLogps(model, 1.0)
+    policy, ref, cfg = nr.TokenLogps(model, 2.0), nr.TokenLogps(model, 1.0), make_config(pack_tokens=6)
     a = nr.Rollout([5, 6], [7, 8, 9], "", False, [-1.0, 0.0, -2.0], [True, False, True])
     b = nr.Rollout([5, 6], [10], "", False, [-3.0])
-    logp, _ = ref(nr.collate([a, b]))  # (3,)
-    metrics = credit.store_kl(ref, [[b, a]], a, make_config(pack_tokens=6), nr.collate)
-    close(a.kl, -3.0 - logp[:2].sum().item())
-    close(b.kl, -3.0 - logp[2].item())
+    batch = nr.collate([a, b])
+    k1 = policy(batch)[0] - ref(batch)[0]  # (3,)
+    metrics = credit.store_kl(policy, ref, [[b, a]], a, cfg, nr.collate)
+    close(a.kl, k1[:2].sum().item())
+    close(b.kl, k1[2].item())
     close(metrics["kl"], (a.kl + b.kl) / 3)
+
+
+def test_while_policy_and_reference_are_equal_the_kl_in_the_reward_is_0_whatever_vllm_says(model):
+    policy = nr.TokenLogps(model, 1.0)
+    group = [nr.Rollout([5, 6], [7 + i], "", False, [-1.0 - i], reward=1.0) for i in range(4)]
+    cfg = make_config(pack_tokens=6, kl_coef=0.1, kl_in="reward")
+    credit.store_kl(policy, policy, [group], group[0], cfg, nr.collate)
+    nr.assign_advantages([group], cfg, math.nan)
+    assert [r.advantages for r in group] == [[0.0]] * 4
 
 
 def test_the_kl_in_the_reward_is_not_in_the_loss_too(group):

@@ -80,7 +80,7 @@ def test_the_clip_stops_a_token_that_has_moved_far_enough_and_never_one_that_mus
         ratio, advantage, objective, gradient):
     cfg = nr.Config(clip_low=0.2, clip_high=0.28, delta=3.0)
     x = tensor(ratio, requires_grad=True)
-    value, bounded = nr.gated_objective(x, x.log(), tensor(advantage), cfg)
+    value, bounded = nr.gated_objective(x, x.log(), x.log(), tensor(advantage), cfg)
     check(value, [objective], f"ratio {ratio}, advantage {advantage}: min(ratio * A, clip(ratio) * A)")
     [slope] = torch.autograd.grad(value.sum(), x, allow_unused=True)
     check([0.0] if slope is None else slope, [gradient], f"ratio {ratio}, advantage {advantage}: gradient")

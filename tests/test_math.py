@@ -5,6 +5,7 @@ import math
 from statistics import NormalDist
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 import data
 import nano_rlvr as nr
-from conftest import EXACT, close, fixed_rollouts, make_config, within
+from conftest import EPS, EXACT, close, fixed_rollouts, make_config, within
+from runtime.rehearsal import largest_pack
 from runtime.stats import pass_at_k, wilson_interval
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
@@ -250,6 +252,27 @@ def test_an_unknown_gate_ratio_or_correction_is_an_error(axis):
 def test_importance_with_an_unknown_correction_is_an_error():
     with pytest.raises(ValueError, match="unknown correction 'typo'"):
         nr.importance(torch.zeros(1), None, dataclasses.replace(PLAIN, correction="typo"))
+
+
+@given(prompt=st.integers(1, 50), completion=st.integers(1, 50), budget=st.integers(1, 400))
+def test_the_rehearsed_pack_has_the_longest_sequence_all_tokens_and_the_most_head_rows(prompt, completion, budget):
+    sequences = largest_pack(make_config(max_prompt=prompt, max_tokens=completion, pack_tokens=budget))
+    tokens, head_rows = (sum(x) for x in zip(*([p + c, c] for p, c in sequences)))
+    assert sequences[0] == (prompt, completion) and all(p and c <= completion for p, c in sequences)
+    assert len(sequences) == 1 or budget - 1 <= tokens <= budget
+    # a pack of completions with prompts of one token has the most rows; one longest sequence costs its prompt
+    most = budget // (1 + completion) * completion + max(0, budget % (1 + completion) - 1)
+    assert head_rows >= min(most, budget) - prompt - completion
+
+
+def test_k3_in_float32_is_never_negative_and_exact_where_the_log_probs_hardly_differ():
+    """Against d^2 / 2 + d^3 / 6, whose next term is far below the rounding of d, EPS * d."""
+    d = np.logspace(-6, -3, 2000, dtype=np.float32)
+    d = torch.from_numpy(np.concatenate([d, -d]))
+    ours, d = nr.k3(torch.zeros_like(d), d), d.double()
+    assert ours.dtype is torch.float32 and (ours >= 0).all()
+    within((ours - (d**2 / 2 + d**3 / 6)).abs().div(10 * EPS * d.abs()).max(), 1)
+    within((ours.double().mean() - (d**2 / 2).mean()).abs(), 0.01 * (d**2 / 2).mean())
 
 
 def test_mean_of_k3_under_the_policy_is_the_exact_kl():

@@ -68,8 +68,19 @@ def test_an_update_is_six_flops_per_weight_and_token_and_attention():
 
 def test_a_forward_pass_has_the_flops_that_the_mfu_counts():
     rollouts = [nr.Rollout([g] * 100, [0] * 700, "", False, []) for g in range(64) for _ in range(8)]
-    mfu = SMALL.forward_flops(rollouts)  # counts the attention inside a prompt once per completion
+    mfu = SMALL.forward_flops(rollouts)
     assert flops(parts()["forward"]) == pytest.approx(mfu, rel=1e-3)
+
+
+def test_attention_reads_a_shared_prompt_once_for_its_own_queries_and_once_per_completion():
+    """Twice the pairs of query and key: counted one by one."""
+    rollouts = [nr.Rollout([1] * p, [0] * n, "", False, []) for p, lengths in ((5, (3, 7)), (6, (2,)))
+                for n in lengths]
+    pairs = sum(p * p for p in (5, 6))
+    for r in rollouts:
+        pairs += sum(2 * (len(r.prompt) + i) + 1 for i in range(len(r.completion)))  # keys: all up to itself
+    without = dataclasses.replace(SMALL, attention=0).forward_flops(rollouts)
+    assert SMALL.forward_flops(rollouts) - without == 2 * SMALL.layers * SMALL.attention * pairs
 
 
 def test_what_is_switched_off_costs_nothing_and_what_is_on_a_pass():

@@ -462,9 +462,7 @@ def run_ours(table, order, per_batch, factor, cfg):
             old = logps(engine, table.rollouts)
         if cfg.kl_in == "reward":
             batch = table.rollouts[i * 16:][:16]
-            for r, logp in zip(batch, map(logps(engine, batch).get, map(id, batch))):
-                r.vllm_logps = logp.tolist()
-            credit.store_kl(reference, [batch], batch[0], cfg, nr.collate)
+            credit.store_kl(engine, reference, [batch], batch[0], cfg, nr.collate)
             nr.assign_advantages([batch[j:j + 4] for j in range(0, 16, 4)], cfg, math.nan)
         ref = logps(reference, table.rollouts) if reference and cfg.kl_in == "loss" else None
         engines.set_lr(engine, nr.lr_at(i, cfg))

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import math
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
@@ -14,8 +16,9 @@ import torch
 
 import data
 import nano_rlvr as nr
+import rewards
 from conftest import EXACT, close, judged_by, make_config, within
-from runtime import dist, stats
+from runtime import dist, log, stats
 from runtime.checkpoint import Progress
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
@@ -34,6 +37,21 @@ def test_batch_baseline_subtracts_the_mean_of_all_verdicts():
     r = tensor([1.0, 0.0, 0.0], [1.0, 1.0, NAN])  # five verdicts, mean 3/5, variance 3/5 * 2/5
     close(nr.group_advantages(r, "batch", "none"), [[0.4, -0.6, -0.6], [0.4, 0.4, 0.0]])
     close(nr.group_advantages(r, "batch", "batch", eps=0.0)[0, 0], 0.4 / math.sqrt(6 / 25))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_flat_group_has_advantage_0_whatever_its_rewards(dtype):
+    """The sum of n equal numbers is rounded, and eps may be much smaller than its last bit."""
+    rng = random.Random(0)
+    for reward in (1.2, 100.1, 1234.56, -0.7, 1e30, *(rng.uniform(-1000, 1000) for _ in range(20))):
+        for n in (2, 3, 5, 7, 8, 16, 100):
+            flat = torch.full((1, n), reward, dtype=dtype)
+            with_others = torch.cat([torch.arange(n, dtype=dtype)[None], flat])
+            without_verdict = torch.where(torch.arange(n) == n // 2, NAN, flat)
+            for rows in (flat, with_others, without_verdict):
+                for baseline, scale in (("group", "group"), ("leave_one_out", "none"), ("group", "mean")):
+                    assert (nr.group_advantages(rows, baseline, scale)[-1] == 0).all()
+            assert (nr.group_advantages(flat, "batch", "batch") == 0).all()
 
 
 def test_running_baseline_subtracts_the_number_it_is_given():
@@ -132,7 +150,27 @@ def test_a_detached_ratio_multiplies_the_log_prob_and_is_bounded_from_above_only
     loss, gradient, sums = loss_and_gradient(batch, logp, gate="detach", clip_high=3.0)
     close(gradient, [-0.01, -4.0, 2.2])  # 5 is bounded to 1 + 3; every token has a gradient
     close(loss, sum(g * x for g, x in zip(gradient, logp)))
-    assert int(sums["clipped"]) == 1
+    assert int(sums["clipped"]) == 0
+
+
+@pytest.mark.parametrize("log_ratio", [-300.0, -21.0, -19.0, 0.3, 19.0, 21.0, 300.0])
+def test_the_squared_gate_pulls_back_a_sequence_however_far_it_has_moved(log_ratio):
+    """Kimi k1.5, eq. 3: the gradient of the objective is A - tau * log-ratio, also where e^log-ratio is inf."""
+    batch = single_tokens([-1.0], [0.5])
+    _, gradient, sums = loss_and_gradient(batch, [log_ratio - 1.0], gate="squared", squared_tau=0.1)
+    close(gradient, [-(0.5 - 0.1 * log_ratio)])
+    assert int(sums["clipped"]) == 0
+
+
+@pytest.mark.parametrize("gate", ["clip", "detach", "soft", "squared"])
+def test_clipped_counts_the_tokens_without_a_gradient(gate):
+    log_ratios = [-25.0, -19.0, -1.0, -0.1, 0.0, 0.1, 1.0, 3.0, 6.0, 19.0, 25.0]
+    for advantage in (1.0, -1.0):
+        batch = single_tokens([-30.0] * len(log_ratios), [advantage] * len(log_ratios))
+        logp = [x - 30 for x in log_ratios]
+        _, gradient, sums = loss_and_gradient(batch, logp, gate=gate)
+        assert int(sums["clipped"]) == gradient.count(0.0)
+        assert 0 < gradient.count(0.0) or gate in ("detach", "squared")
 
 
 RATIOS, SIGNS = (1.0, 1.0, 2.5, 2.5, 0.2), (1.0, -1.0, 1.0, -1.0, 1.0)
@@ -349,7 +387,7 @@ def prompts_of_draw(cfg, step, draw):
 
 def test_flat_groups_are_left_out_and_new_prompts_drawn_until_the_batch_is_full():
     cfg, metrics, llm = make_config(prompts=4, samples=2, drop_flat_groups=True, resample=9), {}, Sampler()
-    groups, sampled = nr.collect_rollouts(cfg, llm, TRAIN, verifier, 5, metrics)
+    [groups], sampled = nr.collect_rollouts(cfg, llm, TRAIN, verifier, 5, metrics)
     assert len(groups) == 4 and all({r.reward for r in g} == {0.0, 1.0} for g in groups)
     draws = metrics["draws"]
     prompts = [p for draw in range(draws) for p in prompts_of_draw(cfg, 5, draw)]
@@ -364,13 +402,60 @@ def test_flat_groups_are_left_out_and_new_prompts_drawn_until_the_batch_is_full(
 
 def test_draws_end_after_resample_rounds_even_without_enough_groups():
     cfg, metrics = make_config(prompts=4, samples=2, drop_flat_groups=True, resample=2), {}
-    groups, sampled = nr.collect_rollouts(cfg, Sampler(), TRAIN, constant_reward(1.0), 0, metrics)
+    [groups], sampled = nr.collect_rollouts(cfg, Sampler(), TRAIN, constant_reward(1.0), 0, metrics)
     assert groups == [] and len(sampled) == 12 and metrics["draws"] == 3
+
+
+def as_ranks(world, monkeypatch, function):
+    """What function() returns on each of `world` ranks: threads, whose collective calls meet at a barrier."""
+    own, shared, barrier = threading.local(), [None] * world, threading.Barrier(world, timeout=60)
+
+    def all_gather(items, group=None):
+        shared[own.rank] = items
+        barrier.wait()
+        lists = list(shared)
+        barrier.wait()
+        return [item for part in lists for item in part]
+
+    def on_rank(rank):
+        own.rank = rank
+        return function()
+
+    with monkeypatch.context() as patched, ThreadPoolExecutor(world) as pool:
+        patched.setattr(dist, "rank", lambda: own.rank)
+        patched.setattr(dist, "world_size", lambda: world)
+        patched.setattr(dist, "all_gather", all_gather)
+        patched.setattr(dist, "all_sum", lambda *values: [sum(x) for x in zip(*all_gather([values]))])
+        return list(pool.map(on_rank, range(world)))
+
+
+@pytest.mark.parametrize("resample", [0, 9])
+def test_any_number_of_ranks_keeps_the_groups_of_one_rank_in_its_minibatches(monkeypatch, resample):
+    """Also their rewards, which are random."""
+    cfg = make_config(prompts=8, samples=2, minibatches=2, drop_flat_groups=True, resample=resample)
+
+    @judged_by("random")
+    def coin(texts, **columns):
+        values = rewards.random_reward(texts, **columns)
+        return values, {"random": values}, {}
+
+    def minibatches(step):
+        parts, _ = nr.collect_rollouts(cfg, Sampler(), TRAIN, coin, step, {})
+        return [[[(r.prompt, r.completion, r.reward) for r in group] for group in part] for part in parts]
+
+    for step in (2, 3, 4):  # in step 1 all groups happen to be flat
+        [one] = as_ranks(1, monkeypatch, lambda: minibatches(step))
+        assert len(one[0] + one[1]) == 8 if resample else len(one[0] + one[1]) < 8
+        for world in (2, 4):
+            several = as_ranks(world, monkeypatch, lambda: minibatches(step))
+            for i in range(2):
+                together = [group for parts in several for group in parts[i]]
+                assert sorted(together) == sorted(one[i])
 
 
 def test_without_dropping_a_step_is_one_draw_and_keeps_its_flat_groups():
     cfg, metrics = make_config(prompts=4, samples=2), {}
-    groups, sampled = nr.collect_rollouts(cfg, Sampler(), TRAIN, verifier, 5, metrics)
+    [groups], sampled = nr.collect_rollouts(cfg, Sampler(), TRAIN, verifier, 5, metrics)
     assert groups == sampled and prompts_of(sampled) == prompts_of_draw(cfg, 5, 0) and metrics["draws"] == 1
     assert any(stats.is_flat(g) for g in groups)
 
@@ -388,6 +473,22 @@ def test_the_data_of_a_draw_is_a_function_of_step_and_draw_alone():
     assert tokens(7, constant_reward(0.0))[:len(first)] == first  # other rewards: more draws, but the same
     prompts = [p for step in range(5) for draw in range(4) for p in prompts_of_draw(cfg, step, draw)]
     assert len(set(prompts)) == len(prompts)  # no overlap: 80 prompts of an epoch of 1,000
+
+
+def test_metrics_of_a_rollout_batch_are_means_over_the_tokens_of_its_optimizer_steps():
+    history = [{"loss": 0.5, "tokens": 10, "kl": 0.2, "mismatch/max": 0.1, "grad_norm": 1.0, "skipped": 0.0},
+               {"loss": 0.1, "tokens": 30, "kl": 0.6, "mismatch/max": 0.7, "grad_norm": 3.0, "skipped": 1.0}]
+    means = stats.step_means(history)
+    assert means.keys() == history[0].keys() - {"tokens"} and stats.step_means([]) == {}
+    wanted = {"loss": 0.3, "kl": 0.5, "mismatch/max": 0.7, "grad_norm": 2.0, "skipped": 0.5}
+    close([means[name] for name in wanted], list(wanted.values()))
+
+
+def test_a_reward_without_any_verdict_has_no_mean():
+    judged = nr.Rollout([1], [2], "", False, [0.0], reward=1.0, parts={"a": 1.0, "b": None})
+    other = nr.Rollout([1], [2], "", False, [0.0], reward=0.0, parts={"a": 0.0, "b": None})
+    metrics = log.summary(make_config(), [], [[judged, other]], {"seconds/update": 1.0})
+    assert metrics["reward/a"] == 0.5 and "reward/b" not in metrics
 
 
 def test_a_group_is_flat_when_its_verdicts_agree():
@@ -467,7 +568,7 @@ def test_a_reference_that_is_reset_is_the_policy_of_that_step(group, tmp_path, t
 def test_a_reference_is_reset_before_the_kl_in_the_reward(group, tmp_path, tokenizer, monkeypatch):
     seen, equal, store_fixed_logps = [], [], nr.store_fixed_logps
 
-    def kl(ref, *args):
+    def kl(policy, ref, *args):
         seen.append([p.clone() for p in ref.model.parameters()])
         return {}
 

@@ -129,9 +129,9 @@ def solve(case, budget):
     groups, tables = rollouts_of(case)
     rollouts, logp = [r for group in groups for r in group], tables["logp"].requires_grad_()
     if case["options"]["kl_in"] == "reward":
-        ref = Table()
-        ref.logps = tables["ref"]
-        credit.store_kl(ref, [rollouts], rollouts[0], cfg, nr.collate)
+        policy, ref = Table(), Table()
+        policy.logps, ref.logps = logp if tables["old"].isnan().any() else tables["old"], tables["ref"]
+        credit.store_kl(policy, ref, [rollouts], rollouts[0], cfg, nr.collate)
     before = math.nan if case["running_mean"] is None else case["running_mean"]
     running_mean = nr.assign_advantages(groups, cfg, before)
     loss = torch.zeros(())

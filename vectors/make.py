@@ -59,9 +59,9 @@ def step_rewards(c, o):
     """Rewards of a completion's steps; [] = no verdict. kl_in reward: the last one includes the KL."""
     values = [value for _, value in c["rewards"]]
     if values and o["kl_in"] == "reward" and o["kl_coef"]:
-        for vllm, ref, sampled in zip(c["vllm"], c["ref"], c["sampled"]):
+        for policy, ref, sampled in zip(c["old"] or c["logp"], c["ref"], c["sampled"]):
             if sampled:
-                values[-1] -= o["kl_coef"] * (vllm - ref)  # k1 = log pi - log ref of a token
+                values[-1] -= o["kl_coef"] * (policy - ref)  # k1 = log pi - log ref of a token
     return values
 
 
@@ -143,8 +143,9 @@ def at_least(x, bound):
     return x if x.real >= bound else bound
 
 
-def objective(ratio, logp, advantage, o):
+def objective(log_ratio, logp, advantage, o):
     """What is maximised, of a token."""
+    ratio = cmath.exp(at_least(at_most(log_ratio, MAX_LOG_RATIO), -MAX_LOG_RATIO))
     if o["gate"] == "clip":  # PPO, arXiv:1707.06347
         clipped = at_least(at_most(ratio, 1 + o["clip_high"]), 1 - o["clip_low"])
         bounded = at_most(ratio, o["delta"]) if o["delta"] else ratio  # arXiv:2505.07291
@@ -154,7 +155,7 @@ def objective(ratio, logp, advantage, o):
     if o["gate"] == "soft":  # SAPO
         tau = o["soft_tau_pos"] if advantage > 0 else o["soft_tau_neg"]
         return 4 / tau / (1 + cmath.exp(-tau * (ratio - 1))) * advantage
-    log_ratio = cmath.log(ratio)  # Kimi k1.5, eq. 3, whose gradient this has
+    # Kimi k1.5, eq. 3, whose gradient this has
     return advantage * log_ratio - o["squared_tau"] / 2 * log_ratio * log_ratio
 
 
@@ -185,8 +186,7 @@ def sequence_loss(c, logps, advantages, weights, o):
     corrections = correction_of([old[t] - c["vllm"][t] for t in at], o)
     total = 0.0
     for t, log_ratio, correction in zip(at, log_ratios, corrections):
-        ratio = cmath.exp(at_least(at_most(log_ratio, MAX_LOG_RATIO), -MAX_LOG_RATIO))
-        loss = -objective(ratio, logps[t], advantages[t], o) * correction
+        loss = -objective(log_ratio, logps[t], advantages[t], o) * correction
         if o["kl_coef"] and o["kl_in"] == "loss":  # k3, http://joschu.net/blog/kl-approx.html
             d = c["ref"][t] - logps[t]
             loss += o["kl_coef"] * (cmath.exp(d) - d - 1)

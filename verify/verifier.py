@@ -16,7 +16,8 @@ from verify.pool import Pool
 
 WAITING = 64  # calls of functions that wait for a network, at a time
 ATTRIBUTES = ("whole_batch", "waits", "reads_gold")
-ADDED_COLUMNS = {"prompts", "step", "completion_ids", "index", "correct"}  # by the trainer and by Verifier
+# by the trainer and by Verifier
+ADDED_COLUMNS = {"prompts", "step", "sample_index", "completion_ids", "index", "correct"}
 
 
 class Verifier:
