@@ -255,7 +255,8 @@ def test_importance_with_an_unknown_correction_is_an_error():
 
 
 @given(prompt=st.integers(1, 50), completion=st.integers(1, 50), budget=st.integers(1, 400))
-def test_the_rehearsed_pack_has_the_longest_sequence_all_tokens_and_the_most_head_rows(prompt, completion, budget):
+def test_the_rehearsed_pack_has_the_longest_sequence_all_tokens_and_the_most_head_rows(
+        prompt, completion, budget):
     sequences = largest_pack(make_config(max_prompt=prompt, max_tokens=completion, pack_tokens=budget))
     tokens, head_rows = (sum(x) for x in zip(*([p + c, c] for p, c in sequences)))
     assert sequences[0] == (prompt, completion) and all(p and c <= completion for p, c in sequences)

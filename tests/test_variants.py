@@ -155,7 +155,7 @@ def test_a_detached_ratio_multiplies_the_log_prob_and_is_bounded_from_above_only
 
 @pytest.mark.parametrize("log_ratio", [-300.0, -21.0, -19.0, 0.3, 19.0, 21.0, 300.0])
 def test_the_squared_gate_pulls_back_a_sequence_however_far_it_has_moved(log_ratio):
-    """Kimi k1.5, eq. 3: the gradient of the objective is A - tau * log-ratio, also where e^log-ratio is inf."""
+    """Kimi k1.5, eq. 3: the objective's gradient is A - tau * log-ratio, also where e^log-ratio is inf."""
     batch = single_tokens([-1.0], [0.5])
     _, gradient, sums = loss_and_gradient(batch, [log_ratio - 1.0], gate="squared", squared_tau=0.1)
     close(gradient, [-(0.5 - 0.1 * log_ratio)])
@@ -494,8 +494,8 @@ def test_a_reward_without_any_verdict_has_no_mean():
 def test_a_group_is_flat_when_its_verdicts_agree():
     cases = (([1, 1, 1], True), ([0, 1, 0], False), ([1, None, 1], True), ([None, None], True),
              ([0, None, 1], False))
-    for rewards, flat in cases:
-        assert stats.is_flat([nr.Rollout([], [], "", False, [], reward=r) for r in rewards]) == flat
+    for values, flat in cases:
+        assert stats.is_flat([nr.Rollout([], [], "", False, [], reward=r) for r in values]) == flat
 
 
 # ---- the loop: real DeepSpeed and model, stand-ins for vLLM and the verifier
