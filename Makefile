@@ -16,6 +16,12 @@ test: $(DEV)
 mutations: $(DEV)
 	.venv/bin/python tests/mutations.py
 
+# draw random mutants, and see which of them no test notices (an hour and more)
+mutants: $(DEV)
+	COVERAGE_FILE=.pytest_cache/coverage.db .venv/bin/python -m pytest tests -q -n 2 --dist loadfile \
+		--no-loadscope-reorder --cov=. --cov-context=test --cov-report= --junitxml=.pytest_cache/durations.xml
+	.venv/bin/python tests/mutants.py
+
 # run the notebooks and store their outputs
 notebooks: $(DEV)
 	.venv/bin/python notebooks/run.py
@@ -49,4 +55,4 @@ $(DEV): requirements-dev.txt $(READY)
 clean:
 	rm -rf .venv
 
-.PHONY: demo test mutations notebooks exercises setup dev clean
+.PHONY: demo test mutations mutants notebooks exercises setup dev clean
