@@ -12,7 +12,7 @@ from runtime import dist
 def is_flat(group):
     """Whether all rewards of a group (of all its steps, if steps have rewards) are equal; None is ignored.
 
-    With a baseline and a scale of the group, all its advantages are then 0."""
+    With --baseline group or leave_one_out all its advantages are then 0, unless --kl_in is reward."""
     return len({reward for r in group for _, reward in r.steps or [(0, r.reward)]} - {None}) <= 1
 
 
