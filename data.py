@@ -240,8 +240,8 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
 
 # ---------------------------------------------------------------------------------------- prompts and batches
 
-# "{question}" is replaced by the question. After "{opener}" stands what a model that was stopped while it
-# thinks is made to say, so that it answers (--eval_budget); without it DEFAULT_OPENER.
+# "{question}" is replaced by the question. With --eval_budget, the text after "{opener}" is appended to a
+# completion that was cut off while thinking, to force an answer. Without "{opener}" it is DEFAULT_OPENER.
 TEMPLATES = {
     "chat": "{opener}</think><answer>",  # the prompt comes from the tokenizer's own chat template
     "none": "{question}",

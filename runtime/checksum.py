@@ -109,8 +109,8 @@ def compare(model, sent):
 class Shard(NamedTuple):
     """The part of a tensor that this rank's vLLM has: elements `start` and following of one dimension.
 
-    A checksum is a sum over positions: the shards of all ranks, each placed in zeros, have in all the
-    checksum of the whole tensor times the number of copies.
+    Checksums add up: if each rank pads its shard with zeros to the whole shape, the sum over the ranks is
+    `copies` times the checksum of the whole tensor.
     """
     tensor: torch.Tensor
     shape: torch.Size  # of the whole tensor

@@ -74,8 +74,8 @@ def gather(groups, get, cfg):
 
 
 def spread(groups, advantages):
-    """Fills r.advantages, one per completion token, from advantages (G, n K) of the steps of all ranks: the
-    sum over the steps that end at the token or later. Collective."""
+    """Fills r.advantages: each completion token gets the sum of the advantages of all steps that end at it or
+    after it. advantages (G, n K): those of the steps of all ranks. Collective."""
     start = sum(dist.all_gather([len(groups)])[:dist.rank()])  # groups of the ranks before this one
     for group, row in zip(groups, advantages[start:].tolist()):
         K = len(row) // len(group)

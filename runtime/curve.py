@@ -10,8 +10,8 @@ from pathlib import Path
 
 def read(folder, name="metrics.jsonl", only=b"", **options):
     """metrics.jsonl of a run folder -> list of dicts, one per line: every step, and the last evaluation.
-    name: another file with a JSON object per line. only: of the lines with these bytes. options: of
-    json.loads.
+    name: another file with a JSON object per line. only: keep the lines that contain these bytes. options:
+    passed to json.loads.
 
     A last line that is cut off, as a killed run leaves it, is skipped with a note on stderr. Raises
     ValueError for any other line that is not JSON, OSError if the file cannot be read.

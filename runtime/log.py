@@ -107,7 +107,7 @@ class Log:
             self.bar.update(len(self.rows))
 
     def say(self, text):
-        """What the run does now, after the seconds since its start: a line on the screen."""
+        """Prints a status line, prefixed with the seconds since the start."""
         if dist.rank() == 0:
             self.bar.write(f"{time.perf_counter() - self.start:6.1f} s  {text}")
 

@@ -188,8 +188,8 @@ def checkpoint_bytes(cfg, shape):
 
 
 def peak_bytes(cfg, shape, gpu, reference_stays=False):
-    """The most that any phase needs. On a GPU with the least that vLLM can run in; if the reference stays,
-    with a KV cache for all sequences at half of the largest length: no sequence waits for its sake."""
+    """The most that any phase needs. On a GPU, it includes vLLM with a KV cache for two sequences. If the
+    reference stays there, the KV cache holds all sequences at half of the largest length."""
     generate, reference, update = totals(step_bytes(cfg, shape, gpu, reference_stays))
     if gpu:
         generate += vllm_weights(cfg, shape) + VLLM_ACTIVATIONS

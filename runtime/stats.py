@@ -10,8 +10,9 @@ from runtime import dist
 
 
 def is_flat(group):
-    """Whether all rewards of a group of rollouts (of all steps, if steps have rewards) are the same, None not
-    counted: nothing to learn from."""
+    """Whether all rewards of a group (of all its steps, if steps have rewards) are equal; None is ignored.
+
+    With --baseline group or leave_one_out all its advantages are then 0, unless --kl_in is reward."""
     return len({reward for r in group for _, reward in r.steps or [(0, r.reward)]} - {None}) <= 1
 
 

@@ -49,6 +49,9 @@ def test_k3_is_never_negative_and_its_mean_is_the_kl():
     logp = tensor(-1.0, -1.0, requires_grad=True)
     nr.k3(logp, tensor(-1.0 + LOG_2, -1.0 - LOG_2)).sum().backward()
     check(logp.grad, [-1, 1 / 2], "the gradient is 1 - exp(d): where ref is higher, log pi has to rise")
+    logits = pi.log().requires_grad_()
+    (pi * nr.k3(logits.log_softmax(0), ref.log())).sum().backward()  # pi, the sampler, has no gradient
+    check(logits.grad, pi - ref, "the mean gradient over tokens that pi samples is that of KL(ref || pi)")
 
 
 @pytest.mark.exercise_2
@@ -67,24 +70,36 @@ def test_an_advantage_is_a_z_score_within_the_group():
           "batch: one mean over all groups, 5/8")
 
 
-@pytest.mark.exercise_3
-@pytest.mark.parametrize("ratio, advantage, objective, gradient", [
+QUADRANTS = [  # ratio, advantage, objective, gradient with --clip_low 0.2 --clip_high 0.28
     (1.5, +1, 1.28, 0.0),  # has risen far enough: no gradient
     (0.5, +1, 0.50, 1.0),  # has fallen although it was good: full gradient
     (1.5, -1, -1.5, -1.),  # has risen although it was bad: full gradient
     (0.5, -1, -0.8, 0.0),  # has fallen far enough: no gradient
     (1.1, +1, 1.10, 1.0), (0.9, -1, -0.9, -1.),  # inside of [0.8, 1.28] nothing is bounded
-    (5.0, -1, -3.0, 0.0),  # --delta 3: a second bound, for negative advantages
-])
+]
+
+
+@pytest.mark.exercise_3
+@pytest.mark.parametrize("ratio, advantage, objective, gradient", QUADRANTS)
 def test_the_clip_stops_a_token_that_has_moved_far_enough_and_never_one_that_must_come_back(
         ratio, advantage, objective, gradient):
-    cfg = nr.Config(clip_low=0.2, clip_high=0.28, delta=3.0)
+    cfg = nr.Config(clip_low=0.2, clip_high=0.28)
     x = tensor(ratio, requires_grad=True)
     value, bounded = nr.gated_objective(x, x.log(), x.log(), tensor(advantage), cfg)
     check(value, [objective], f"ratio {ratio}, advantage {advantage}: min(ratio * A, clip(ratio) * A)")
     [slope] = torch.autograd.grad(value.sum(), x, allow_unused=True)
     check([0.0] if slope is None else slope, [gradient], f"ratio {ratio}, advantage {advantage}: gradient")
     assert bool(bounded) == (gradient == 0), "the second value says whether the bound is active"
+
+
+def test_the_clip_of_the_ppo_paper_and_nothing_else_solves_exercise_3(monkeypatch):
+    def ppo_clip(ratio, logp, advantage, cfg):  # arXiv:1707.06347, eq. 7
+        clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * advantage
+        return torch.minimum(ratio * advantage, clipped), clipped < ratio * advantage
+
+    monkeypatch.setattr(nr, "gated_objective", ppo_clip)
+    for case in QUADRANTS:
+        test_the_clip_stops_a_token_that_has_moved_far_enough_and_never_one_that_must_come_back(*case)
 
 
 @pytest.mark.exercise_4

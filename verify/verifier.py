@@ -35,7 +35,8 @@ class Verifier:
     A step is (end, value): `end` is the number of characters of the text that it covers, 1..len(text), and
     rises from step to step. If a function with a weight other than 0 gives steps for a completion, the steps
     of all functions are weighted, added where they end at the same place, and sorted; a number of another
-    function is a step at the end of the text. A weight of 0 adds no step. No steps are no verdict.
+    function is a step at the end of the text. Functions with weight 0 add no steps. A completion without
+    steps has no verdict.
 
     The column `reward` may hold a spec per completion, which then replaces `spec` (None or "": `spec`
     itself). All of them are given in row_specs, which may contain them more than once.
