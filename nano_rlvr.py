@@ -493,14 +493,14 @@ def store_fixed_logps(policy, ref, batches, cfg):
 
 # --------------------------------------------------------------------------------------------------- 6. loss
 
-MAX_LOG_RATIO = 20.0  # a ratio beyond e^20 has no gradient; the value of verl, SkyRL and OpenRLHF
+MAX_LOG_RATIO = 20.0  # a ratio beyond e^20 is constant; the value of verl, SkyRL and OpenRLHF
 
 
 def k3(logp, ref):
     """Schulman's estimator of KL(pi || ref) from samples of pi: exp(d) - d - 1 with d = log ref - log pi.
 
-    (R,), (R,) -> (R,). Never negative; its mean over samples of pi is KL(pi || ref). As a loss, its gradient
-    is on average that of the other direction, KL(ref || pi): see docs/algorithms.md.
+    (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref). As a loss, its
+    mean gradient is that of KL(ref || pi): E[(1 - ref/pi) grad log pi] = -sum ref grad log pi.
     """
     d = ref - logp  # (R,)
     return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away
@@ -517,7 +517,8 @@ def sequence_mean(x, batch):
 
 
 def importance(mismatch, batch, cfg):
-    """Importance weight of each token, because it was sampled with vLLM's numerics and not the trainer's.
+    """Importance weight pi_trainer / pi_vllm per token: vLLM's kernels sample from a slightly different
+    distribution than the one that the trainer differentiates.
 
     mismatch (R,) = log pi_trainer - log pi_vllm -> (R,). token_truncate: at most correction_cap.
     token_mask: 0 above the cap. sequence_mask: 1 if the sequence's geometric mean is in [1/cap, cap], else 0.
@@ -564,7 +565,7 @@ def policy_loss(logp, old, ref, batch, cfg):
     log_ratio = logp - before  # (R,) on-policy it is 0, but has a gradient
     if cfg.ratio == "sequence":  # GSPO: geometric mean over the sequence
         log_ratio = sequence_mean(log_ratio, batch)  # (R,)
-    elif cfg.ratio == "product":  # RLOO: the ratio of the whole sequence (|o| equal terms: 1 / |o| cancels)
+    elif cfg.ratio == "product":  # RLOO: the ratio of the whole sequence, the same for its |o| tokens
         log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (R,)
     elif cfg.ratio != "token":
         raise ValueError(f"unknown ratio {cfg.ratio!r}")

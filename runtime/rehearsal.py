@@ -72,7 +72,7 @@ def largest_pack(cfg):
 
 
 def rehearse(policy, ref, cfg, rollout, collate, store_fixed_logps, update):
-    """Takes two steps on the largest possible pack at learning rate 0, then resets AdamW: weights and
+    """Takes two steps on the largest pack at learning rate 0, then resets AdamW: weights and
     optimizer are as before, and too little memory shows before step 0. Collective.
 
     Twice, because the first step creates AdamW's moments and the second needs memory beside them. The last

@@ -5,10 +5,10 @@
 
 Cosmic Ray changes one place: an operator, a number, a comparison, a condition. A place is drawn evenly from
 those of FILES, then one of its changes. A copy of the repository with the mutant is tested in a forked child
-(torch, TRL and vLLM are imported once, here). It runs the tests that reach the changed line, the quickest first,
-up to --seconds of them. `coverage.db` and `durations.xml` tell which they are; `make mutants` writes them.
-Prints a line per mutant and, for those that survived, the change: each may be the same program (say why) or a
-gap in the tests.
+(torch, TRL and vLLM are imported once, here). It runs the tests that reach the changed line, the quickest
+first, up to --seconds of them. `coverage.db` and `durations.xml` tell which they are; `make mutants` writes
+them. Prints a line per mutant and, for those that survived, the change: each may be the same program (say
+why) or a gap in the tests.
 """
 import argparse
 import ast
@@ -28,11 +28,12 @@ from pathlib import Path
 import mutations
 
 ROOT = Path(__file__).resolve().parents[1]
-NUMERIC = ("attention", "credit", "evaluation", "flops", "guard", "head", "packing", "rehearsal", "stats", "tokens")
-FILES = ["nano_rlvr.py", "rewards.py", "data.py", *(f"runtime/{name}.py" for name in NUMERIC)]
+FILES = ["nano_rlvr.py", "rewards.py", "data.py", *(f"runtime/{name}.py" for name in (
+    "attention", "credit", "evaluation", "flops", "guard", "head", "packing", "rehearsal", "stats",
+    "tokens"))]
 COVERAGE, DURATIONS = ROOT / ".pytest_cache/coverage.db", ROOT / ".pytest_cache/durations.xml"
-COPIED = ("*.md", "*.py", "*.ini", "*.toml", "*.txt", "runtime/*", "verify/*", "tests/*", "bench/*", "examples/*",
-          "docs/*", "models/tiny/*", "vectors/*", "bench/results/*", "notebooks/*.ipynb")
+COPIED = ("*.md", "*.py", "*.ini", "*.toml", "*.txt", "runtime/*", "verify/*", "tests/*", "bench/*",
+          "examples/*", "docs/*", "models/tiny/*", "vectors/*", "bench/results/*", "notebooks/*.ipynb")
 
 
 def places(source):
@@ -109,7 +110,7 @@ def tests_of(file, line, by_line):
 
 
 def first_failure(folder, tests, core, limit):
-    """The first failing test of a copy; "" if all pass. Runs in a forked child, for at most `limit` seconds."""
+    """The first failing test of a copy; "" if all pass. Runs in a forked child, `limit` seconds at most."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -186,8 +187,8 @@ def main():
             print(f"{file}:{line}: {name or f'**nothing** of {tests} tests'}", flush=True)
             if not name:
                 before = (ROOT / file).read_text().splitlines()
-                lines = difflib.unified_diff(before, changed.splitlines(), lineterm="", n=0)
-                survivors.append((file, line, [x for x in lines if x[:3] not in ("---", "+++") and x[0] in "+-"]))
+                lines = list(difflib.unified_diff(before, changed.splitlines(), lineterm="", n=0))[2:]
+                survivors.append((file, line, [x for x in lines if x[0] in "+-"]))
     for file, line, lines in survivors:
         print(f"\n{file}:{line}\n" + "\n".join(lines))
     print(f"\n{args.n - len(survivors)} of {args.n} caught")

@@ -93,7 +93,7 @@ def test_the_clip_stops_a_token_that_has_moved_far_enough_and_never_one_that_mus
 
 
 def test_the_clip_of_the_ppo_paper_and_nothing_else_solves_exercise_3(monkeypatch):
-    def ppo_clip(ratio, logp, advantage, cfg):  # arXiv:1707.06347, eq. 7
+    def ppo_clip(ratio, log_ratio, logp, advantage, cfg):  # arXiv:1707.06347, eq. 7
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * advantage
         return torch.minimum(ratio * advantage, clipped), clipped < ratio * advantage
 
