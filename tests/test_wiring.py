@@ -21,7 +21,7 @@ import vllm
 import data
 import nano_rlvr as nr
 import rewards
-from conftest import EPS, ROOT, close, fixed_rollouts, judged_by, make_checkpoints, make_config
+from conftest import EPS, ROOT, close, fixed_rollouts, judged_by, make_config
 from runtime import (
     checkpoint,
     credit,
@@ -34,7 +34,6 @@ from runtime import (
     log,
     memory,
     preflight,
-    tensor_parallel,
 )
 from runtime.checkpoint import Progress
 from runtime.errors import RunError
@@ -162,9 +161,11 @@ def setting(name):
 
 
 def splits(cfg):
-    """Training and held-out examples."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
-    return data.load_splits(cfg, tokenizer, notify=lambda text: None)
+    """Training and held-out examples; of a generated task at most 64 each."""
+    tokenizer, generate = transformers.AutoTokenizer.from_pretrained(TINY), data.generate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "generate", lambda make, split, size, seed: generate(make, split, min(size, 64), seed))
+        return data.load_splits(cfg, tokenizer, notify=lambda text: None)
 
 
 def first(name):
@@ -597,10 +598,11 @@ WIRES = {
                          ("other results with --lr 0.5 (was 0.25). --resume_force continues nevertheless", 0.5),
                          dict(resume="yes")),
     "keep_rollouts": Wire(RESULT, (4, 9), lines_kept, (4, 12), dict(name="r")),
-    "wandb": Wire(FREE, ("offline", "online"), wandb_modes, (["offline"] * 2, ["online"] * 2), dict(name="w")),
+    "wandb": Wire(FREE, ("offline", "online"), wandb_modes, (["offline"] * 2, ["online"] * 2),
+                  dict(name="w")),
     "profile": Wire(FREE, (False, True), profiled, ([], [1]), dict(name="p")),
-    "seed": Wire(RESULT, (1, 2), lambda cfg: [torch_seed(cfg), llm_args(cfg)["seed"], setting("random_seed")(cfg)],
-                 ([1] * 3, [2] * 3)),
+    "seed": Wire(RESULT, (1, 2), lambda cfg: [
+        torch_seed(cfg), llm_args(cfg)["seed"], setting("random_seed")(cfg)], ([1] * 3, [2] * 3)),
 }
 
 
@@ -640,3 +642,195 @@ def test_a_flag_is_in_the_class_for_resume_that_its_row_says():
         found = [name for name, flags in ((FREE, folder.FREE), (ROUNDING, folder.ROUNDING)) if flag in flags]
         assert (found or [RESULT]) == [row.resume], flag
     assert folder.FREE | folder.ROUNDING <= WIRES.keys()
+
+
+# ---- the seed
+
+
+def test_each_seed_gives_other_examples_another_order_and_other_noise_and_the_same_seed_the_same(group):
+    def decided(cfg):
+        calls, _ = evaluated(dataclasses.replace(cfg, eval_n=2))
+        return [training("prompts")(cfg), training("seeds")(cfg), calls[1][4],
+                [example["question"] for example in splits(cfg)[0]]]
+
+    one, again, two = (decided(make_config(seed=seed)) for seed in (1, 1, 2))
+    assert one == again and all(a != b for a, b in zip(one, two, strict=True))
+    held_out = [splits(make_config(seed=seed))[1] for seed in (1, 2)]
+    assert held_out[0] == held_out[1]  # all seeds are compared on the same examples
+
+
+def test_the_examples_that_are_held_out_of_a_file_depend_on_the_seed(group, tmp_path):
+    (tmp_path / "one.jsonl").write_text(TEXTS["one.jsonl"])
+    held_out = [[e["question"] for e in splits(make_config(data=str(tmp_path / "one.jsonl"), seed=seed))[1]]
+                for seed in (1, 1, 2)]
+    assert held_out[0] == held_out[1] != held_out[2]
+
+
+def test_every_request_of_training_has_a_seed_of_its_own_by_run_step_draw_and_prompt():
+    cfg = make_config(prompts=4, drop_flat_groups=True, resample=2)  # all groups are flat: three draws
+
+    def seeds(cfg, **where):
+        return [call["seeds"] for call in collected(cfg, **where)[0]]
+
+    one = seeds(cfg)
+    others = [seeds(cfg, step=4), seeds(dataclasses.replace(cfg, seed=1))]
+    flat = sum(sum([one, *others], []), [])
+    assert len(one) == 3 and len(flat) == 3 * 3 * 4 == len(set(flat))
+    far = sorted(flat)  # sample j of a request has the seed + j
+    assert min(b - a for a, b in zip(far, far[1:])) > 16384
+    evaluation = evaluated(dataclasses.replace(cfg, eval_n=2))[0][1][4]
+    assert not set(flat) & set(evaluation)
+
+
+def test_ranks_draw_the_prompts_and_the_seeds_that_one_process_would_draw():
+    cfg = make_config(prompts=4)
+    [whole], *parts = (collected(cfg, **ranks)[0] for ranks in (
+        {}, dict(rank=0, world=2), dict(rank=1, world=2)))
+    for name in ("prompts", "seeds"):
+        assert whole[name] == parts[0][0][name] + parts[1][0][name]
+
+
+def test_ranks_evaluate_with_the_seeds_that_one_process_would_use(monkeypatch):
+    cfg = make_config(eval_n=2)
+    whole = evaluated(cfg)[0][1]
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_sum", lambda *values: list(map(float, values)))
+    monkeypatch.setattr(dist, "all_gather", lambda items, group=None: items)
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "rank", lambda: rank)
+        part = evaluated(cfg)[0][1]
+        assert (part[0], part[4]) == (whole[0][rank::2], whole[4][rank::2])
+
+
+# ---- the engines
+
+
+@pytest.mark.parametrize("stage, dtype", [(1, "bfloat16"), (2, "bfloat16"), (2, "float32")])
+def test_gradients_of_packs_are_summed_in_float32_and_in_buckets_of_the_planned_size(group, stage, dtype):
+    policy = nr.make_policy(make_config(zero_stage=stage, dtype=dtype))
+    assert policy.get_data_types()[1] is torch.float32
+    assert policy._config.zero_config.reduce_bucket_size == memory.BUCKET
+    assert policy.gradient_accumulation_steps() == 1 and policy.train_micro_batch_size_per_gpu() == 1
+    assert all(w.dtype is torch.float32 for group in policy.optimizer.param_groups for w in group["params"])
+
+
+@pytest.mark.parametrize("changes, mode", [
+    ({}, "processed"), (dict(temperature=0.5), "processed"), (dict(top_p=0.9), "raw"), (dict(top_k=5), "raw"),
+    (dict(top_p=0.9, top_k=5), "raw")])
+def test_log_probs_are_processed_unless_tokens_are_cut_off(changes, mode, group):
+    """Processed: with the temperature, as the trainer's. With top-p or top-k they would be renormalised."""
+    changes = changes | dict(correction="none")
+    assert llm_args(make_config(**changes))["logprobs_mode"] == f"{mode}_logprobs"
+
+
+def test_a_gpu_gets_the_planned_share_and_room_for_the_sequences_of_the_largest_call(group):
+    """8 prompts of 16 samples; 32 examples, alone or with 5 samples each."""
+    cfg = make_config(prompts=8, samples=16, vllm_memory=0.5, max_prompt=64, max_tokens=96)
+    for changes, sequences in (({}, 129), (dict(eval_n=5), 161), (dict(eval_size=200), 201)):
+        args = llm_args(dataclasses.replace(cfg, **changes), gpu=True)
+        assert args["max_num_seqs"] == sequences
+        shape = flops.ModelShape.of(cfg.model)
+        assert args["kv_cache_memory_bytes"] == sequences * (64 + 96) * 4 * shape.kv_cache
+    assert args["enable_sleep_mode"] and args["enable_prefix_caching"] and "enforce_eager" not in args
+    assert args["distributed_executor_backend"] == "external_launcher"
+    on_cpu = llm_args(cfg)
+    assert "gpu_memory_utilization" not in on_cpu and on_cpu["max_num_seqs"] == 129
+
+
+@pytest.fixture
+def asked(llm, monkeypatch):
+    """The SamplingParams of each call of the real engine, a list per call."""
+    calls, generate = [], llm.generate
+
+    def record(prompts, params, **kwargs):
+        calls.append(params)
+        return generate(prompts, params, **kwargs)
+    monkeypatch.setattr(llm, "generate", record)
+    return calls
+
+
+def test_what_reaches_vllm_in_training_and_evaluation(llm, asked, tokenizer):
+    cfg = make_config(prompts=2, samples=3, temperature=1.0, top_p=0.75, top_k=7, correction="none", seed=5,
+                      max_tokens=40, eval_n=2, eval_size=3, eval_budget="4", max_prompt=256)
+    train_set, eval_set = splits(cfg)
+    nr.collect_rollouts(cfg, llm, train_set, all_right, 6, {})
+    [training] = asked
+    assert [(p.n, p.temperature, p.top_p, p.top_k, p.max_tokens) for p in training] == [
+        (3, 1.0, 0.75, 7, 40)] * 2
+    assert [p.seed for p in training] == [data.request_seed(5, 6, 0, i) for i in range(2)]
+    asked.clear()
+    cfg = dataclasses.replace(cfg, temperature=0.5)
+    for _ in range(2):  # the same in every evaluation
+        nr.evaluate(llm, eval_set, all_right, cfg)
+    greedy, samples, answers = asked[:3]
+    assert [(p.n, p.temperature, p.max_tokens) for p in greedy] == [(1, 0.0, 40)] * 3
+    assert [(p.n, p.temperature, p.max_tokens) for p in samples] == [(2, 0.5, 40)] * 3
+    opener = tokenizer.encode("</think><answer>", add_special_tokens=False)
+    assert [(p.n, p.temperature, p.max_tokens) for p in answers] == [(1, 0.0, 40 - 4 - len(opener))] * 3
+    seeds = [p.seed for p in samples]
+    assert len(set(seeds)) == 3 and seeds == [p.seed for p in asked[4]]
+    assert seeds == [data.request_seed(5, "eval", i) for i in range(3)]
+    for p in sum(asked, training):
+        assert (p.logprobs, p.flat_logprobs, p.detokenize, p.min_p, p.min_tokens) == (0, True, False, 0, 0)
+        assert (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) == (1, 0, 0)
+        assert not p.ignore_eos and not p.stop and p.logit_bias is None
+
+
+def test_the_end_of_a_chatml_turn_stops_a_completion_and_other_models_have_none(asked, llm, monkeypatch):
+    tokenizer = llm.get_tokenizer()
+    for vocabulary, stops in (({"<|im_end|>": 7}, [7]), ({}, [])):
+        fake = SimpleNamespace(get_vocab=lambda: vocabulary, batch_decode=tokenizer.batch_decode)
+        monkeypatch.setattr(llm, "get_tokenizer", lambda: fake)
+        nr.rollout(llm, [[65, 66]], 1, 0.0, 4)
+        assert asked[-1][0].stop_token_ids == stops
+
+
+# ---- rewards
+
+
+def judged(cfg, completions, **columns):
+    """(rewards, parts) of the real Verifier that a run starts."""
+    examples = [{"question": "1+1", "answer": "2"}]
+    verifier, _ = evaluation.start_verifiers(cfg, rewards.Verifier, examples, examples)
+    with verifier:
+        return verifier(completions, **columns)[:2]
+
+
+@pytest.mark.parametrize("argv, penalties", [
+    ([], [0, 0, -1 / 16, -0.5, -1, -1]),  # the preset's buffer is 0.2 of 80: 64 tokens are free
+    (["--overlong", "hard"], [0, 0, -1, -1, -1, -1]),
+    (["--overlong_buffer", "0.5"], [0, -0.6, -0.625, -0.8, -1, -1]),
+    (["--overlong_buffer", "0"], None),
+])
+def test_dapo_adds_the_penalty_for_long_completions_with_weight_1(argv, penalties):
+    cfg = nr.parse_config(["--algo", "dapo", "--max_tokens", "80", *argv])
+    ids = [[0] * n for n in (40, 64, 65, 72, 80, 81)]
+    values, parts = judged(cfg, ["2"] * 6, completion_ids=ids, answer=["2", "2", "2", "2", "3", "2"],
+                           prompts=["1+1"] * 6)
+    assert list(parts) == ["gsm8k"] + ["overlong"] * (penalties is not None)
+    close(values, [a + b for a, b in zip([1, 1, 1, 1, 0, 1], penalties or [0] * 6)])
+
+
+def test_random_rewards_depend_on_the_seed_of_the_run_on_the_step_and_on_the_index():
+    texts = ["2"] * 64
+    values = [judged(make_config(rewards="random", seed=seed), texts, prompts=["1+1"] * 64, step=step)[0]
+              for seed, step in ((0, 0), (0, 0), (1, 0), (0, 1))]
+    assert values[0] == values[1] and len({tuple(v) for v in values}) == 3 and len(set(values[0])) == 2
+
+
+@pytest.mark.parametrize("template, kind", [("chat", "list"), ("none", "str"), ("r1", "str")])
+def test_rewards_get_messages_with_the_chat_template_and_else_text(template, kind, tmp_path):
+    (tmp_path / "kind.py").write_text(
+        f"def is_right(completions, **_):\n    return [float(type(c) is {kind}) for c in completions]\n")
+    cfg = make_config(rewards=f"{tmp_path}/kind.py:is_right", template=template)
+    assert judged(cfg, ["2"])[0] == [1.0]
+
+
+def test_a_reward_gets_the_limits_and_settings_of_the_run(tmp_path):
+    (tmp_path / "echo.py").write_text(
+        "def echo(completions, timeout, max_tokens, allow_unsafe_code, judge_url, judge_model, **_):\n"
+        "    return [float([timeout, max_tokens, allow_unsafe_code, judge_url, judge_model] == \n"
+        "                  [3.5, 77, False, 'u', 'm'])] * len(completions)\n")
+    cfg = make_config(rewards=f"{tmp_path}/echo.py:echo", reward_timeout=3.5, max_tokens=77, judge_url="u",
+                      judge_model="m")
+    assert judged(cfg, ["2"])[0] == [1.0]
