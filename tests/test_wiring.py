@@ -164,8 +164,15 @@ def splits(cfg):
     """Training and held-out examples; of a generated task at most 64 each."""
     tokenizer, generate = transformers.AutoTokenizer.from_pretrained(TINY), data.generate
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "generate", lambda make, split, size, seed: generate(make, split, min(size, 64), seed))
+        patch.setattr(data, "generate", lambda make, split, size, seed: generate(
+            make, split, min(size, 64), seed))
         return data.load_splits(cfg, tokenizer, notify=lambda text: None)
+
+
+def prompts_around(cfg):
+    """The texts of all prompts, with "?" for the question."""
+    decode = transformers.AutoTokenizer.from_pretrained(TINY).decode
+    return {decode(e["prompt_ids"]).replace(e["question"], "?") for examples in splits(cfg) for e in examples}
 
 
 def first(name):
@@ -263,7 +270,8 @@ def events(cfg):
 
     with pytest.MonkeyPatch.context() as patch:
         for name, replacement in (
-                ("sync_weights", lambda *_: None), ("collect_rollouts", rollouts), ("named_weights", lambda _: ()),
+                ("sync_weights", lambda *_: None), ("collect_rollouts", rollouts),
+                ("named_weights", lambda _: ()),
                 ("store_fixed_logps", fixed), ("summary", lambda *_: {}),
                 ("evaluate", lambda *_: seen.append(("evaluate", len(steps("rollout")))) or ({}, []))):
             patch.setattr(nr, name, replacement)
@@ -468,10 +476,7 @@ WIRES = {
                       lambda cfg: {e["answer"] for e in splits(cfg)[1]}, ({"1"}, {"2"})),
     "question_key": Wire(RESULT, ("q", "p"), first("question"), (("0+1", "q"), ("0-1", "p")), COLUMNS),
     "answer_key": Wire(RESULT, ("a", "b"), first("answer"), (("0", "a"), ("-0", "b")), COLUMNS),
-    "template": Wire(RESULT, ("none", "Q: {question}!"),
-                     lambda cfg: [transformers.AutoTokenizer.from_pretrained(TINY).decode(e["prompt_ids"])
-                                  for examples in splits(cfg) for e in examples[:1]],
-                     (["1+1", "0+1"], ["Q: 1+1!", "Q: 0+1!"]),
+    "template": Wire(RESULT, ("none", "Q: {question}!"), prompts_around, ({"?"}, {"Q: ?!"}),
                      dict(data="{tmp}/one.jsonl")),
     "rewards": Wire(RESULT, ("gsm8k:1", "random:0.5"), lambda cfg: verifiers(cfg)[0][0]),
     "reward_timeout": Wire(RESULT, (2.0, 3.0), setting("timeout")),
@@ -582,7 +587,8 @@ WIRES = {
     # evaluation and files
     "eval_every": Wire(RESULT, (2, 4), at("evaluate"), ([0, 2, 4, 6], [0, 4, 6]), STEPS),
     "eval_size": Wire(RESULT, (5, 9), lambda cfg: [
-        len(splits(dataclasses.replace(cfg, eval_data=source))[1]) for source in ("", f"{cfg.out}/two.jsonl")],
+        len(splits(dataclasses.replace(cfg, eval_data=source))[1])
+        for source in ("", f"{cfg.out}/two.jsonl")],
         ([5, 5], [9, 9])),
     "eval_n": Wire(RESULT, (2, 4), lambda cfg: evaluated(cfg)[0][1][1]),
     "eval_select": Wire(RESULT, ("steps", "random"), lambda cfg: verifiers(cfg)[1][0]),
@@ -594,9 +600,9 @@ WIRES = {
     "save_every": Wire(FREE, (2, 0), at("save"), ([0, 2, 4, ...], [...]), STEPS | dict(steps=5)),
     "keep": Wire(FREE, (1, 3), kept, (["step-9"], ["step-5", "step-7", "step-9"])),
     "resume": Wire(FREE, ("", "yes"), resumed(["--lr_end", "0.1"]), (1e-4, 0.25)),
-    "resume_force": Wire(FREE, (False, True), resumed(["--lr", "0.5"]),
-                         ("other results with --lr 0.5 (was 0.25). --resume_force continues nevertheless", 0.5),
-                         dict(resume="yes")),
+    "resume_force": Wire(FREE, (False, True), resumed(["--lr", "0.5"]), (
+        "other results with --lr 0.5 (was 0.25). --resume_force continues nevertheless", 0.5),
+        dict(resume="yes")),
     "keep_rollouts": Wire(RESULT, (4, 9), lines_kept, (4, 12), dict(name="r")),
     "wandb": Wire(FREE, ("offline", "online"), wandb_modes, (["offline"] * 2, ["online"] * 2),
                   dict(name="w")),
