@@ -41,8 +41,8 @@ A gold answer that cannot be read gives None in gsm8k and math. Verifier.count_u
 gsm8k, math and countdown read the final answer like this: only the text after the last </think> counts. The
 answer is the last <answer>, \boxed{} or `####` in it; without these the last "answer is ...", "Answer: ..."
 or line "A: ..." (see _answer_sentence); for gsm8k alone, without any of these, the last number. Words after a
-marked answer change nothing. A second marked answer replaces the first, but boxes with only a comma or "and"
-between them are one answer: \boxed{1} and \boxed{2} is 1, 2.
+marked answer change nothing. A second marked answer replaces the first, but boxes with only a comma
+or "and" between them are one answer: \boxed{1} and \boxed{2} is 1, 2.
 
 `Verifier` runs the rewards of a spec in processes that can be killed, weights and adds them:
 
@@ -179,9 +179,9 @@ def _joined_boxes(text, marks):
     for mark in reversed(marks):
         content = _up_to_closing_brace(text[mark.end():mark.end() + MAX_ANSWER + 1])
         between = text[mark.end() + len(content) + 1:start]
-        joined = content and AROUND_AND.sub("", between) in (",", "and", ",and")
-        if boxes and not joined:  # such as "Wait, it is": the later box replaces the earlier one
-            break
+        if boxes and not (content and boxes[0]
+                          and AROUND_AND.sub("", between) in (",", "and", ",and")):
+            break  # such as "Wait, it is": the later box replaces this one
         boxes.insert(0, content)
         start = mark.start()
     return ", ".join(boxes)

@@ -141,8 +141,8 @@ def best_is_right(group, scores):
 def vote_of(rollout, final_answer):
     """What a rollout votes for; None if it has no answer, or one that is cut off.
 
-    The answer of a truncated rollout is cut off if more text changes it: <answer>7 may be the start of
-    <answer>72, but \\boxed{7} is complete.
+    The answer of a truncated rollout is cut off if more text changes it: <answer>7 may be the
+    start of <answer>72, but \\boxed{7} is complete.
     """
     answer = final_answer(rollout.text)
     cut_off = rollout.truncated and answer != final_answer(rollout.text + "0")

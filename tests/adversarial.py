@@ -181,9 +181,9 @@ CASES = [
     ("math", r"\boxed{5" + "}" * 10**6, {"answer": "5"}, 1, "a megabyte of braces after the answer"),
     ("math", "The answer is 5.", {"answer": "5"}, 1, "an answer phrase without a mark"),
     ("math", "It is 5.", {"answer": "5"}, 0, "for math a bare number is no answer"),
-    # ---- math: boxes that only "," or "and" joins are one answer. As in math-verify, their order is
-    # free for the gold answer 1,2 but not for the pair (1,2). After other words a later box replaces
-    # them. "or" may name another form of the same answer, and replaces too.
+    # ---- math: boxes that only "," or "and" joins are one answer. As in math-verify, their order
+    # is free for the gold answer 1,2 but not for the pair (1,2). After other words a later box
+    # replaces them. "or" may name another form of the same answer, and replaces too.
     *sentence("1,2", 1, "a list of boxes, in any order", r"So \boxed{1} and \boxed{2}.",
               r"\boxed{2}, \boxed{1}", r"$x = \boxed{1}$ and $\boxed{2}$",
               r"\[\boxed{2} \quad\text{and}\quad \boxed{1}\]",
@@ -218,6 +218,8 @@ CASES = [
     *sentence("7", 0, "one box of a list is not the answer", r"\boxed{5} and \boxed{7}",
               r"\boxed{7}, \boxed{5}", r"\boxed{7}. Wait, \boxed{5}",
               r"\boxed{7}, no, \boxed{5} and \boxed{7}", r"\boxed{5},\boxed{6},\boxed{7}"),
+    *sentence("7", 0, "a list whose last box is cut off or empty", r"\boxed{7} and \boxed{2",
+              r"\boxed{7}, \boxed{", r"\boxed{7}, \boxed{}"),
     *gsm8k("7", 0, "a list of boxes is several answers", r"\boxed{5} and \boxed{7}",
            r"\boxed{5},\boxed{7}"),
     *gsm8k("1000", 0, "boxes are not joined to a number", r"\boxed{1},\boxed{000}",

@@ -6,7 +6,6 @@ import pytest
 import nano_rlvr as nr
 import rewards
 from runtime import stats
-from verify.number import vote
 
 
 @pytest.mark.parametrize("answers, index", [
@@ -39,20 +38,22 @@ def test_equal_answers_in_another_form_are_one_vote(texts):
 
 
 def test_different_answers_are_different_votes():
-    answers = ["72", "-72", "7", "72.5", "1,2", "2,1", "12", "(1,2)", "[1,2]", "72x", "72!", "7/2", "2/7",
-               "x=72", "72^2", "72+1", "7-2", "A", "f(72)", r"\sqrt{72}", r"72\pi", "1/0", "2/0"]
+    answers = ["72", "-72", "7", "72.5", "1,2", "2,1", "12", "(1,2)", "[1,2]", "72x", "72!",
+               "7/2", "2/7", "x=72", "72^2", "72+1", "7-2", "A", "f(72)", r"\sqrt{72}",
+               r"72\pi", "1/0", "2/0"]
     assert len(votes(*(rf"\boxed{{{a}}}" for a in answers))) == len(answers)
 
 
-@pytest.mark.parametrize("text", [r"\boxed{7", r"\boxed{1} and \boxed{7", "<answer>7", "#### 7", "It is 7",
-                                  "The answer is 7", "<answer>7</answ", "<think>\\boxed{7}", "",
-                                  r"\boxed{7} or \boxed{"])
+@pytest.mark.parametrize("text", [
+    r"\boxed{7", r"\boxed{1} and \boxed{7", "<answer>7", "#### 7", "It is 7", "The answer is 7",
+    "<answer>7</answ", "<think>\\boxed{7}", "", r"\boxed{7} or \boxed{"])
 def test_an_answer_that_is_cut_off_does_not_vote(text):
     assert votes(text, truncated=True) == {None}
 
 
-@pytest.mark.parametrize("text", [r"so \boxed{7}", r"\boxed{7}. Let me check: 8", "<answer>7</answer>",
-                                  "<answer>7</answer> as 3 + 4", "#### 7\nI", "The answer is 7.\nNow"])
+@pytest.mark.parametrize("text", [
+    r"so \boxed{7}", r"\boxed{7}. Let me check: 8", "<answer>7</answer>",
+    "<answer>7</answer> as 3 + 4", "#### 7\nI", "The answer is 7.\nNow"])
 def test_a_complete_answer_of_a_truncated_completion_votes(text):
     assert votes(text, truncated=True) == {7}
 
@@ -73,14 +74,11 @@ def test_cut_off_answers_do_not_outvote_a_complete_one_and_equal_ones_are_counte
 @pytest.mark.parametrize("n, ks", [(1, [1]), (2, [2]), (3, [2, 3]), (4, [2, 4]), (6, [2, 4, 6]),
                                    (8, [2, 4, 8]), (9, [2, 4, 8, 9])])
 def test_pass_at_k_is_given_for_powers_of_two_and_for_n(n, ks):
-    group = [nr.Rollout([0], [0], "", False, [0.0], parts={"math": float(i == 0)}) for i in range(n)]
+    group = [nr.Rollout([0], [0], "", False, [0.0], parts={"math": float(i == 0)})
+             for i in range(n)]
     values = stats.sample_values(group, rewards.final_answer)
     assert [name for name in values if "pass" in name] == [f"pass@{k}" for k in ks]
     assert values[f"pass@{n}"] == 1.0 and values.get("pass@2", 1.0) == pytest.approx(min(2 / n, 1))
-
-
-def test_a_vote_is_a_number_only_if_the_answer_is_nothing_else():
-    assert vote("72") == 72 and vote("72 eggs") == "72eggs" and vote("5x") == "5x"
 
 
 def test_docstring_examples():

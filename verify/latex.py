@@ -126,8 +126,9 @@ def _math_verify():
 def warm_math():
     """Compare one answer of each kind. Workers are forked with the caches that this fills."""
     answers = (
-        r"\frac{3\sqrt{3}}{4}", "(1,2]", r"1<x\le 2", r"(3, \frac{\pi}{2})", r"\{1,\pi\}", "x=1", "y<2",
-        "x^2+2x-1", "(x+1)^3", r"30^\circ", r"1 \pm \sqrt{19}", r"(-\infty, 2) \cup (3, \infty)",
+        r"\frac{3\sqrt{3}}{4}", "(1,2]", r"1<x\le 2", r"(3, \frac{\pi}{2})", r"\{1,\pi\}", "x=1",
+        "y<2", "x^2+2x-1", "(x+1)^3", r"30^\circ", r"1 \pm \sqrt{19}",
+        r"(-\infty, 2) \cup (3, \infty)",
         r"\begin{pmatrix} 1 \\ a \end{pmatrix}", r"\text{cents}", "1+2i", r"\cot x", "4_{5}", "1,-2", "12",
         r"33\%", r"\$18.90")
     for gold, answer in zip(answers, answers[1:] + answers[:1]):
