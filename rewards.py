@@ -182,9 +182,9 @@ def _joined_boxes(text, marks):
         if boxes and not (content and boxes[0]
                           and AROUND_AND.sub("", between) in (",", "and", ",and")):
             break  # such as "Wait, it is": the later box replaces this one
-        boxes.insert(0, content)
+        boxes.append(content)
         start = mark.start()
-    return ", ".join(boxes)
+    return ", ".join(reversed(boxes))
 
 
 def _up_to_closing_brace(text):
