@@ -41,7 +41,8 @@ A gold answer that cannot be read gives None in gsm8k and math. Verifier.count_u
 gsm8k, math and countdown read the final answer like this: only the text after the last </think> counts. The
 answer is the last <answer>, \boxed{} or `####` in it; without these the last "answer is ...", "Answer: ..."
 or line "A: ..." (see _answer_sentence); for gsm8k alone, without any of these, the last number. Words after a
-marked answer change nothing; a second marked answer replaces the first.
+marked answer change nothing. A second marked answer replaces the first, but boxes with only a comma
+or "and" between them are one answer: \boxed{1} and \boxed{2} is 1, 2.
 
 `Verifier` runs the rewards of a spec in processes that can be killed, weights and adds them:
 
@@ -106,6 +107,7 @@ ANSWER_MARK = re.compile(r"<answer>|\\f?boxed\s{0,3}\{|####[ \t]{0,9}(?=[-+âˆ’$â
 ANSWER_PHRASE = re.compile(  # "The answer is correct." states no answer; "A: north" may be an option
     r"(?im)(?:\banswer\W{0,4}(?:is\b|:|=)(?!\s{1,9}correct\b[^\d\\\n]*$)"
     r"|^[ \t]{0,9}A[ \t]?:(?=[\s:*]{0,9}[^\n]{0,99}[\d\\]))[\s:*]{0,9}")
+AROUND_AND = re.compile(r"\\(?:text|mathrm|q?quad|[()\[\],;:! ])|[\s${}*~]")
 LINE_WITH_NUMBER = re.compile(r"(?=[^\n]{0,99}[\d\\])(?:(?!</answer>)[^\n])*")
 FORMULA_OR_LETTER = re.compile(r"\$|\(?[A-Z]\b")
 SENTENCE = re.compile(r"""(?xm)
@@ -132,6 +134,8 @@ def final_answer(text, numeric=False):
 
     >>> final_answer(r"\boxed{1}? No, \boxed{\frac{1}{2}}. I am sure.")
     '\\frac{1}{2}'
+    >>> final_answer(r"$x = \boxed{3}$? No, $x = \boxed{1} \text{ and } \boxed{2}$.")
+    '1, 2'
     >>> final_answer("The final answer is $3.5$. I hope it is correct.")
     '$3.5$'
     """
@@ -141,7 +145,7 @@ def final_answer(text, numeric=False):
         return _answer_sentence(text[-MAX_ANSWER:], numeric)
     mark, rest = marks[-1][0], text[marks[-1].end():]
     if mark.endswith("{"):
-        answer = _up_to_closing_brace(rest[:MAX_ANSWER + 1])
+        answer = _joined_boxes(text, marks)
     else:
         answer = rest.partition("</answer>")[0]  # </answer> may be missing: vLLM removes a stop string
         if mark != "<answer>":
@@ -167,6 +171,20 @@ def _answer_sentence(text, numeric):
     if lines and not FORMULA_OR_LETTER.match(text, starts[-1]):
         starts = [line.start() for line in lines]
     return SENTENCE.match(text, starts[-1])[0].strip() if starts else None
+
+
+def _joined_boxes(text, marks):
+    """The content of the last box and of those before it that "," or "and" joins to it: "1, 2"."""
+    boxes, start = [], None
+    for mark in reversed(marks):
+        content = _up_to_closing_brace(text[mark.end():mark.end() + MAX_ANSWER + 1])
+        between = text[mark.end() + len(content) + 1:start]
+        if boxes and not (content and boxes[0]
+                          and AROUND_AND.sub("", between) in (",", "and", ",and")):
+            break  # such as "Wait, it is": the later box replaces this one
+        boxes.append(content)
+        start = mark.start()
+    return ", ".join(reversed(boxes))
 
 
 def _up_to_closing_brace(text):

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from runtime import dist
+from verify.number import vote
 
 
 def is_flat(group):
@@ -160,18 +161,30 @@ def best_is_right(group, scores):
     return bool(scored) and is_right(max(scored, key=lambda pair: pair[0])[1])
 
 
-def sample_values(group, final_answer):
-    """{metric: value} of the n samples of one example: mean@n, pass@k for k = 2, 4, ... n, maj@n, and best@n
-    by the mean log-prob of the sampled tokens.
+def vote_of(rollout, final_answer):
+    """What a rollout votes for; None if it has no answer, or one that is cut off.
 
-    final_answer(text) -> the answer of a completion, for the vote; None if it gives none.
+    The answer of a truncated rollout is cut off if more text changes it: <answer>7 may be the
+    start of <answer>72, but \\boxed{7} is complete.
+    """
+    answer = final_answer(rollout.text)
+    cut_off = rollout.truncated and answer != final_answer(rollout.text + "0")
+    return vote(answer) if answer and not cut_off else None
+
+
+def sample_values(group, final_answer):
+    """{metric: value} of the n samples of one example: mean@n, pass@k for k = 2, 4, 8, ... and n,
+    maj@n, and best@n by the mean log-prob of the sampled tokens.
+
+    final_answer(text) -> the answer of a completion, for the vote; None or "" if it gives none.
     """
     n, right = len(group), sum(map(is_right, group))
-    vote = majority_vote([final_answer(r.text) for r in group])
+    winner = majority_vote([vote_of(r, final_answer) for r in group])
+    ks = [*(2**i for i in range(1, (n - 1).bit_length())), n]
     logps = [fmean(x for x, sampled in zip(r.vllm_logps, r.sampled) if sampled) for r in group]
     return {f"mean@{n}": right / n,
-            **{f"pass@{k}": pass_at_k(n, right, k) for k in (2**i for i in range(1, n.bit_length()))},
-            f"maj@{n}": vote is not None and is_right(group[vote]),
+            **{f"pass@{k}": pass_at_k(n, right, k) for k in ks},
+            f"maj@{n}": winner is not None and is_right(group[winner]),
             f"best@{n}/logprob": best_is_right(group, logps)}
 
 

@@ -90,6 +90,9 @@ def _tidy(latex):
 @functools.cache
 def _math_verify():
     from math_verify import LatexExtractionConfig, parse, verify  # takes 0.3 s: only where it is used
+    from sympy import FiniteSet, Symbol
+    from sympy.core.function import AppliedUndef
+    from sympy.core.relational import Relational
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its timeouts are off
     latex = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
@@ -98,10 +101,24 @@ def _math_verify():
     def read(text):  # its own timeout is signal.alarm, which cannot interrupt sympy's C code
         return parse(rf"\boxed{{{text}}}", latex, "no_fallback", "first_match", parsing_timeout=None)
 
+    def is_range(answer, gold):
+        """Whether the answer, such as 1 <= x < 2, may be compared with a gold interval.
+
+        It must bound x or f(x) alone, because x^2 <= 4 may only repeat the question, and a variable
+        that the gold answer names. math-verify would take 1 < x < 2 for the set {1, 2}, too.
+        """
+        if isinstance(gold, FiniteSet) or not gold.free_symbols <= answer.free_symbols:
+            return False
+        bounds = [[side for side in bound.args if side.free_symbols]
+                  for bound in answer.atoms(Relational)]
+        return all(len(b) == 1 and isinstance(b[0], Symbol | AppliedUndef) for b in bounds)
+
     def compare(gold, answer):
         if not read(gold):
             return None
-        return gold == answer or verify(read(gold), read(answer), timeout_seconds=None)
+        return gold == answer or verify(
+            read(gold), read(answer), timeout_seconds=None,
+            allow_set_relation_comp=any(is_range(said, read(gold)[0]) for said in read(answer)))
 
     return compare
 
@@ -109,8 +126,9 @@ def _math_verify():
 def warm_math():
     """Compare one answer of each kind. Workers are forked with the caches that this fills."""
     answers = (
-        r"\frac{3\sqrt{3}}{4}", "(1,2]", r"(3, \frac{\pi}{2})", r"\{1,\pi\}", "x=1", "y<2", "x^2+2x-1",
-        "(x+1)^3", r"30^\circ", r"1 \pm \sqrt{19}", r"(-\infty, 2) \cup (3, \infty)",
+        r"\frac{3\sqrt{3}}{4}", "(1,2]", r"1<x\le 2", r"(3, \frac{\pi}{2})", r"\{1,\pi\}", "x=1",
+        "y<2", "x^2+2x-1", "(x+1)^3", r"30^\circ", r"1 \pm \sqrt{19}",
+        r"(-\infty, 2) \cup (3, \infty)",
         r"\begin{pmatrix} 1 \\ a \end{pmatrix}", r"\text{cents}", "1+2i", r"\cot x", "4_{5}", "1,-2", "12",
         r"33\%", r"\$18.90")
     for gold, answer in zip(answers, answers[1:] + answers[:1]):
