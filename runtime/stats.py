@@ -93,8 +93,7 @@ def token_means(sums):
 
     sums: per pack a dict of tensors (), on any device; they are read in one transfer.
     Means over the tokens, but `loss` stays a sum, `mismatch/max` becomes the maximum and `tokens` the number
-    of tokens. `correction/ess` is the effective sample size of the importance weights as a fraction of the
-    tokens: 1 when all are equal.
+    of tokens.
     """
     largest = torch.stack([s.pop("mismatch/max") for s in sums]).max()  # ()
     totals = {name: sum(s[name] for s in sums) for name in sums[0]}
@@ -104,8 +103,6 @@ def token_means(sums):
     tokens = totals["tokens"]
     metrics = {name: x if name in ("loss", "tokens") else x / tokens for name, x in totals.items()}
     metrics["mismatch/max"] = largest
-    if "correction/w2" in metrics:
-        metrics["correction/ess"] = metrics["correction/w"] ** 2 / max(metrics.pop("correction/w2"), 1e-30)
     return metrics
 
 
@@ -113,7 +110,8 @@ def step_means(history):
     """Metrics of a rollout batch from those of its optimizer steps, as update returns them; {} without steps.
 
     Means over the tokens of all optimizer steps, but the maximum of `mismatch/max`, and means over the steps
-    of loss, grad_norm and skipped, which a step has once.
+    of loss, grad_norm and skipped, which a step has once. `correction/ess` is the effective sample size of
+    the importance weights as a fraction of the tokens: 1 when all are equal.
     """
     if not history:
         return {}
@@ -123,6 +121,8 @@ def step_means(history):
         values = [metrics[name] for metrics in history]
         weights = None if name in ("loss", "grad_norm", "skipped") else tokens
         means[name] = max(values) if name == "mismatch/max" else fmean(values, weights)
+    if "correction/w2" in means:
+        means["correction/ess"] = means["correction/w"] ** 2 / max(means.pop("correction/w2"), 1e-30)
     return means
 
 

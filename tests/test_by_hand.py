@@ -51,7 +51,7 @@ def collected(monkeypatch, draws, **changes):
     """(rewards of the groups that are trained, number of groups sampled, draws)."""
     fake, metrics = Draws(monkeypatch, *draws), {}
     cfg = make_config(prompts=3, samples=2, **changes)
-    groups, sampled = nr.collect_rollouts(cfg, None, EXAMPLES, fake.judge(), 0, metrics)
+    [groups], sampled = nr.collect_rollouts(cfg, None, EXAMPLES, fake.judge(), 0, metrics)
     assert metrics["draws"] == fake.calls and len({str(g[0].prompt) for g in sampled}) == len(sampled)
     return [tuple(r.reward for r in g) for g in groups], len(sampled), fake.calls
 
@@ -68,15 +68,20 @@ def test_a_step_draws_again_until_it_has_as_many_groups_as_prompts_and_keeps_the
     assert collected(monkeypatch, [[a, FLAT, NONE]], drop_flat_groups=True) == ([a], 3, 1)
 
 
-def test_drawing_goes_on_until_the_rank_with_the_fewest_groups_has_enough(monkeypatch):
-    """Two ranks; the other one has 1 group after the first draw, 2 after the second, and needs 2."""
+def test_drawing_goes_on_until_the_ranks_together_have_enough_and_surplus_of_one_helps_the_other(monkeypatch):
+    """Two ranks of 2 prompts. This one keeps 2 groups of the first draw; the other 0, then 1, then 1."""
     fake, metrics = Draws(monkeypatch, [HALF, HALF], [HALF, HALF], [HALF, HALF]), {}
+    others = {1: [], 2: [6], 3: [6]}  # numbers of its groups, of 4 prompts per draw
+
+    def all_gather(items, group=None):
+        return [*items, *others[fake.calls]]
+
     monkeypatch.setattr(dist, "world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_sum", lambda *values: [2.0 * x for x in values])
-    monkeypatch.setattr(dist, "all_gather", lambda items, group=None: [*items, fake.calls])
+    monkeypatch.setattr(dist, "all_gather", all_gather)
     cfg = dataclasses.replace(make_config(samples=2, drop_flat_groups=True, resample=2), prompts=4)
-    groups, sampled = nr.collect_rollouts(cfg, None, EXAMPLES, fake.judge(), 0, metrics)
-    assert (fake.calls, len(groups), len(sampled)) == (2, 2, 4)
+    [groups], sampled = nr.collect_rollouts(cfg, None, EXAMPLES, fake.judge(), 0, metrics)
+    assert (fake.calls, len(groups), len(sampled)) == (2, 4, 4)  # 0, 1, 4, 5: they come before the other's 6
 
 
 def test_a_step_without_any_verdict_ends_the_run_also_after_several_draws(monkeypatch):

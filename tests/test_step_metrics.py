@@ -50,7 +50,7 @@ def metrics_of(groups, monkeypatch, ref=0.0, vllm=0.0, **changes):
     def rollouts(cfg, llm, train_set, verifier, step, metrics):
         made = [[nr.Rollout([i], list(ids), "", False, [-t / 8 + vllm * (k == 0) for k, t in enumerate(ids)],
                             reward=a) for ids, a in group] for i, group in enumerate(groups)]
-        return made, made
+        return [made[i::cfg.minibatches] for i in range(cfg.minibatches)], made
 
     def fixed(policy, reference, batches, cfg):
         for batch in batches:

@@ -273,13 +273,13 @@ def test_update_reports_correction_over_all_packs():
     mismatch = [math.log(x) for x in (1 / 4, 2, 1, 3, 9)]
     cfg = make_config(kl_coef=0.0, mismatch_bound=1e9, correction="token_mask")
     engine = Policy(mismatch[:2], mismatch[2:])
-    metrics = nr.update(engine, packs, cfg)
+    metrics = stats.step_means([nr.update(engine, packs, cfg)])
     w = [1 / 4, 2, 1, 0, 0]
     close(metrics["correction/ess"], sum(w) ** 2 / (5 * sum(x * x for x in w)))
     close([metrics["correction/share"], metrics["correction/w"]], [2 / 5, sum(w) / 5])
     close(torch.cat(engine.grads), [-0.1 * x for x in w])
     assert engine.steps == 1
-    even = nr.update(Policy([0.0] * 2, [0.0] * 3), packs, cfg)
+    even = stats.step_means([nr.update(Policy([0.0] * 2, [0.0] * 3), packs, cfg)])
     close(even["correction/ess"], 1)
     assert even["correction/share"] == 0
     without = nr.update(Policy([0.0] * 2, [0.0] * 3), packs, dataclasses.replace(cfg, correction="none"))

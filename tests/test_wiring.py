@@ -104,8 +104,8 @@ def collected(cfg, step=3, rank=0, world=1):
         patch.setattr(dist, "world_size", lambda: world)
         patch.setattr(dist, "all_sum", lambda *values: list(map(float, values)))
         patch.setattr(dist, "all_gather", lambda items, group=None: items)
-        groups, _ = nr.collect_rollouts(cfg, None, examples, all_right, step, {})
-    return seen, groups
+        parts, _ = nr.collect_rollouts(cfg, None, examples, all_right, step, {})
+    return seen, sum(parts, [])
 
 
 def training(name):
@@ -249,7 +249,7 @@ def events(cfg):
         groups = [[nr.Rollout([i], [1] * 60, "", False, [0.0] * 60, reward=float(j)) for j in range(2)]
                   for i in range(4)]
         seen.append(("rollout", step))
-        return groups, groups
+        return [groups[i::cfg.minibatches] for i in range(cfg.minibatches)], groups
 
     def fixed(policy, ref, batches, cfg):
         seen.append(("packs", len(batches)))
@@ -817,9 +817,9 @@ def test_dapo_adds_the_penalty_for_long_completions_with_weight_1(argv, penaltie
     close(values, [a + b for a, b in zip([1, 1, 1, 1, 0, 1], penalties or [0] * 6)])
 
 
-def test_random_rewards_depend_on_the_seed_of_the_run_on_the_step_and_on_the_index():
-    texts = ["2"] * 64
-    values = [judged(make_config(rewards="random", seed=seed), texts, prompts=["1+1"] * 64, step=step)[0]
+def test_random_rewards_depend_on_the_seed_of_the_run_on_the_step_and_on_the_number_of_the_sample():
+    columns = dict(prompts=["1+1"] * 64, sample_index=list(range(64)))
+    values = [judged(make_config(rewards="random", seed=seed), ["2"] * 64, step=step, **columns)[0]
               for seed, step in ((0, 0), (0, 0), (1, 0), (0, 1))]
     assert values[0] == values[1] and len({tuple(v) for v in values}) == 3 and len(set(values[0])) == 2
 
