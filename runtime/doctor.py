@@ -83,13 +83,15 @@ def versions():
 def device():
     import torch
     driver, built = driver_cuda(), torch.version.cuda
-    if not driver:
+    if not driver and not built:
         return "ok", f"no NVIDIA driver: the CPU, {platform.machine()}, {os.cpu_count()} cores"
-    cuda = f"torch is built for CUDA {built}, the driver is for {driver[0]}.{driver[1]}"
+    driver = f"the driver is for {driver[0]}.{driver[1]}" if driver else "there is no NVIDIA driver"
+    cuda = f"torch is built for CUDA {built}, {driver}"
     if not built:
         return "FAIL", cuda, "pip install -r requirements.txt, in a new environment"
     if not torch.cuda.is_available():
-        return "FAIL", f"no usable GPU; {cuda}", "see nvidia-smi and CUDA_VISIBLE_DEVICES, update the driver"
+        return ("FAIL", f"no usable GPU; {cuda}", "see nvidia-smi (driver 580 or newer) and "
+                "CUDA_VISIBLE_DEVICES; for the CPU: pip install -r requirements-cpu.txt, in a new environment")
     free, total = torch.cuda.mem_get_info()
     capability = torch.cuda.get_device_capability()
     found = (f"{torch.cuda.get_device_name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, "
@@ -125,7 +127,7 @@ def compiler():
         need_compiler()
     if lock.getvalue():
         return "FAIL", "DeepSpeed's compilation is locked", lock.getvalue().strip().removeprefix("note: ")
-    return "ok", "a C++ compiler and ninja; no lock of DeepSpeed's compilation"
+    return "ok", "compilers, Python.h and ninja; no lock of DeepSpeed's compilation"
 
 
 def deepspeed():
@@ -137,7 +139,7 @@ def deepspeed():
             run_program(DEEPSPEED.format(zero=dict(stage=2, offload_optimizer=dict(device="cpu"))))
         except RuntimeError as e:
             return ("note", f"{found}; --offload optimizer fails: {e}",
-                    "install the CUDA toolkit (nvcc) that torch is built for, or use --offload none")
+                    "it is compiled with g++ and ninja, without nvcc; or use --offload none")
     return "ok", found
 
 

@@ -76,13 +76,20 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB, CPU only
+    # FlashInfer's kernels are compiled at their first call, for minutes, and need nvcc
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
     from vllm.platforms import current_platform
     if not torch.cuda.is_available():  # before the sampler is imported: Inductor takes 12 s for a comparison
         current_platform.simple_compile_backend = "eager"
     from vllm import LLM
     if torch.cuda.is_available():
-        args |= dict(max_num_seqs=min(max_num_seqs, 1024), **cuda_args)
+        dist.print_once("the first start on a GPU compiles kernels: it may say nothing for 3 minutes")
+        # its own all-reduce cannot share memory in expandable segments and ends the process (issue 42609)
+        args |= dict(max_num_seqs=max_num_seqs, disable_custom_all_reduce=tensor_parallel_size > 1,
+                     **cuda_args)
     else:
         # forward_cpu draws noise for all requests, and then again for those with a seed: here, all have one
         from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler

@@ -71,8 +71,9 @@ def saved_config(argv, out):
     if name and name != folder.resolve().name:
         raise ValueError(f"--name {name} and --resume {target} are two runs; leave --name out")
     try:
-        saved = json.loads((folder / "config.json").read_text())["config"]
-        saved = {name: value for name, value in saved.items() if name not in ("resume_force", "profile")}
+        about = json.loads((folder / "config.json").read_text())
+        not_given = ("resume_force", "profile", *about.get("memory plan", ()))  # this device has its own plan
+        saved = {name: value for name, value in about["config"].items() if name not in not_given}
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{folder / 'config.json'} cannot be read ({e})") from None
     folder = folder.resolve()

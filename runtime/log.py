@@ -62,14 +62,16 @@ class Log:
         curve.check_wandb(cfg.wandb)
         self.folder.mkdir(parents=True, exist_ok=True)
         config = dataclasses.asdict(cfg)
-        start = {"command": " ".join(sys.argv), "world": dist.world_size(), **provenance()}
+        start = {"command": " ".join(sys.argv), "world": dist.world_size(),
+                 "memory plan": memory.filled_in, **provenance()}
         about = {"config": config, **start, "wandb_id": os.urandom(4).hex()}
         path = self.folder / "config.json"
         if cfg.resume and path.exists():
             before = json.loads(path.read_text())
-            about |= before | {"config": config, "resumed": [*before.get("resumed", []), start]}
-            for name in ("versions", "world", "device"):
-                if start[name] != before.get(name):
+            about |= before | {"config": config, "memory plan": memory.filled_in,
+                               "resumed": [*before.get("resumed", []), start]}
+            for name in ("versions", "world", "device", "memory plan"):
+                if start[name] != before.get(name, {}):  # runs of older versions: their plan counts as given
                     print(f"note: other {name} than before: from here the run is equal only up to rounding")
         path.with_suffix(".part").write_text(to_json(about))
         path.with_suffix(".part").rename(path)

@@ -1,4 +1,5 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) with peft: r * (a + b) trained numbers per matrix (a, b)."""
+import torch
 
 
 def add_adapters(model, rank):
@@ -45,7 +46,8 @@ def merge_adapter(model, name, tensor):
     layer, base_layer, suffix = name.partition(".base_layer")
     if base_layer and suffix == ".weight":
         delta = model.get_submodule(layer).get_delta_weight("default").detach()
-        tensor = (tensor.to(delta.device).float() + delta.float()).to(tensor.dtype)
+        # one fp32 copy, with the sum in place: a checkpoint is made beside vLLM's KV cache
+        tensor = tensor.to(delta.device).to(torch.float32, copy=True).add_(delta).to(tensor.dtype)
     if ".lora_" not in name:
         yield layer + suffix, tensor
 
@@ -53,9 +55,16 @@ def merge_adapter(model, name, tensor):
 def place_frozen_weights(engine, device):
     """With --lora_rank and --offload optimizer: moves the frozen weights to `device`. Else does nothing.
 
-    They are in host memory while vLLM, which has its own copy of them, generates.
+    They are in host memory while vLLM, which has its own copy of them, generates. The first call makes that
+    copy, pinned, and it stays: nothing changes it, so nothing is copied back from the GPU. It is one tensor,
+    because PyTorch rounds the size of each pinned tensor up to a power of two.
     """
-    if getattr(engine.optimizer, "cpu_offload", False):
-        for p in engine.module.parameters():
-            if not p.requires_grad:
-                p.data = p.data.to(device)
+    frozen = [p for p in engine.module.parameters() if not p.requires_grad]
+    if not frozen or not getattr(engine.optimizer, "cpu_offload", False):
+        return
+    if not hasattr(engine, "frozen_weights"):
+        sizes = [p.numel() for p in frozen]
+        pinned = torch.empty(sum(sizes), dtype=frozen[0].dtype, pin_memory=torch.cuda.is_available())
+        engine.frozen_weights = [x.view_as(p).copy_(p.data) for x, p in zip(pinned.split(sizes), frozen)]
+    for p, in_host_memory in zip(frozen, engine.frozen_weights):
+        p.data = in_host_memory.to(device)  # itself, if it is there already

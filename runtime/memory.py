@@ -22,6 +22,7 @@ VLLM_ASLEEP = 1.2 * GIB  # what vLLM keeps while it sleeps (vLLM issue 28714, Qw
 VLLM_ACTIVATIONS = 2 * GIB  # vLLM's activations and CUDA graphs
 ZERO3_LIVE = 10**9  # weights that DeepSpeed keeps gathered in stage 3: its stage3_max_live_parameters
 BUCKET = 2**26  # numbers in one gradient bucket of DeepSpeed (its default of 5e8 can take 3 GB)
+MOST_RUNNING = 1024  # sequences that vLLM decodes at once, at most
 USABLE = 0.9  # the plan uses this fraction of the memory; the rest is for fragmentation
 
 
@@ -102,6 +103,9 @@ def step_bytes(cfg, shape, gpu, reference_stays=False):
     bf16_optimizer = has_bf16_optimizer(cfg)
     gradients = 4 * trained / (1 if cfg.zero_stage == 1 else dist.world_size()) * (not offload or not sharded)
     asleep = VLLM_ASLEEP if gpu else 0
+    # while vLLM generates, a checkpoint is made tensor by tensor: of the embedding it takes an fp32 copy and
+    # looks for infinite numbers; if that is frozen and in host memory, it adds an adapter to an MLP's matrix
+    copies = (size + 2) * shape.vocab if generate_weights else 4 * size * shape.mlp
 
     hidden, attention, mlp = (4, 7 if shape.qk_norms else 5, 3) if cfg.compile == "on" else (
         5, 14 if shape.qk_norms else 8, 4)
@@ -128,6 +132,7 @@ def step_bytes(cfg, shape, gpu, reference_stays=False):
         "activations kept": Phases(0, 0, kept),
         "a layer or the head": Phases(0, max(layer, head), max(layer_backward, head_backward)),
         "PyTorch, CUDA, kernels": Phases(CUDA_CONTEXT, CUDA_CONTEXT, CUDA_CONTEXT),
+        "a checkpoint's copies": Phases(copies * shape.hidden * gpu, 0, 0),
         "vLLM asleep": Phases(0, asleep, asleep),
     }
 
@@ -144,14 +149,16 @@ def sequence_bytes(cfg, shape):
 
 
 def vllm_weights(cfg, shape):
-    """Bytes of vLLM's weights on a rank."""
-    return shape.parameters * bytes_per_number(cfg) / cfg.tp
+    """Bytes on a rank that vLLM copies to host memory to sleep: its weights and, for penalties that we do not
+    use, how often each running sequence has each token, in 32 bits (in its prompt: 1 bit)."""
+    counts = (4 + 1 / 8) * most_sequences(cfg) * shape.vocab
+    return shape.parameters * bytes_per_number(cfg) / cfg.tp + counts
 
 
 def most_sequences(cfg):
-    """The most sequences that one call to vLLM can have in an engine."""
+    """The most sequences that run at once in an engine of vLLM: those of a call, up to MOST_RUNNING."""
     sequences = max(cfg.prompts * cfg.samples, cfg.eval_size * max(cfg.eval_n, 1))
-    return (sequences // dist.world_size() + 1) * cfg.tp
+    return min((sequences // dist.world_size() + 1) * cfg.tp, MOST_RUNNING)
 
 
 def kv_cache_bytes(cfg, device=None, shape=None):
@@ -221,14 +228,20 @@ def host_bytes(cfg, shape, reference_stays=False):
     """Bytes of host memory that the ranks of a machine need. PyTorch rounds each pinned tensor up to a power
     of two: the plan takes twice its size."""
     # trained: fp32 weights, gradients, bf16 weights (pinned) and AdamW's moments
-    optimizer = 24 * trained_parameters(cfg, shape) / dist.world_size() * (cfg.offload == "optimizer")
+    offload = cfg.offload == "optimizer"
+    optimizer = 24 * trained_parameters(cfg, shape) / dist.world_size() * offload
     # pinned: vLLM's weights while it sleeps, and the reference
+    weights = shape.parameters * bytes_per_number(cfg)
     reference = bool(cfg.kl_coef and not cfg.lora_rank and not reference_stays)
-    pinned = vllm_weights(cfg, shape) + reference * shape.parameters * bytes_per_number(cfg)
-    return dist.local_world_size() * (optimizer + 2 * pinned)
+    pinned = 2 * (vllm_weights(cfg, shape) + reference * weights)
+    if offload and cfg.lora_rank:  # lora.place_frozen_weights pins one tensor
+        pinned += 2 ** math.ceil(math.log2(weights))
+    return dist.local_world_size() * (optimizer + pinned)
 
 
-reference_stays = False  # of the plan for this process: the reference model is not moved to host memory
+# of the plan for this process: whether the reference model is not moved to host memory, and the fields of
+# Config that the plan has filled in
+reference_stays, filled_in = False, {}
 
 
 def plan(cfg, device=None, shape=None):
@@ -241,7 +254,7 @@ def plan(cfg, device=None, shape=None):
     see peak_bytes; else it waits in host memory. Raises ValueError, with one line, when nothing fits.
     device, shape: those of this process and of cfg.model, or other ones to see their plan.
     """
-    global reference_stays
+    global reference_stays, filled_in
     device, shape, is_here = device or Device.here(), shape or ModelShape.of(cfg.model), device is None
     budget = USABLE * min(device.free, cfg.memory_gb * GIB or device.free)
 
@@ -256,8 +269,6 @@ def plan(cfg, device=None, shape=None):
                          f"this run may use {budget / GIB:.1f} (nine tenths of the memory): "
                          f"try {' '.join(smaller(tried[-1], device.gpu))} or a smaller model")
     stays = device.gpu and not cfg.vllm_memory and fits(best, stays=True)
-    if is_here:
-        reference_stays = stays
     if best.offload == "optimizer":
         need_compiler()
     needed = host_bytes(best, shape, stays)
@@ -273,6 +284,9 @@ def plan(cfg, device=None, shape=None):
         left = budget - totals(parts).generate
         best = dataclasses.replace(best, vllm_memory=round(left / device.total, 3))
     kv_cache_bytes(best, device, shape)  # raises ValueError
+    if is_here:
+        reference_stays = stays
+        filled_in = {name: x for name, x in vars(best).items() if x != getattr(cfg, name)}
 
     vllm = vllm_weights(cfg, shape) + VLLM_ACTIVATIONS
     if device.gpu:
@@ -314,7 +328,7 @@ def limit_device(cfg):
 def is_out_of_memory(error):
     """Whether an exception means that the device is full. vLLM's wake_up and PyTorch's CPU allocator raise a
     plain RuntimeError then."""
-    full = ("out of memory", "allocate memory")
+    full = ("out of memory", "allocate memory", "ALLOC_FAILED")  # the last: cuBLAS and cuDNN
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in full)
 
 

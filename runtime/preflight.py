@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 import tempfile
 import threading
 from pathlib import Path
@@ -190,9 +191,9 @@ def check(cfg, tasks, parse_spec):
     rewards += [name for name, *_ in parse_spec(cfg.eval_select)] if cfg.eval_select else []
     evaluation.token_budgets(cfg.eval_budget)
     cuda = torch.cuda.is_available()
-    if not cuda or cfg.offload == "optimizer":
-        need_compiler()
     dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32"
+    need_gpu(dtype)
+    need_compiler(cpu_operators=not cuda or cfg.offload == "optimizer")
     bound = cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.15)
     check_folder(cfg.out, cfg.name)
     for names, has_effect, requirement in NEEDS:
@@ -218,8 +219,29 @@ def check_folder(out, name):
         raise ValueError(f"--out {out}: cannot write into {existing} ({e.strerror})") from e
 
 
-def need_compiler():
-    """Raises ValueError if DeepSpeed could not compile its CPU operators at their first use."""
+def need_gpu(dtype):
+    """Raises ValueError if PyTorch was installed for a GPU that it cannot use or that has no bfloat16."""
+    if torch.version.cuda and not torch.cuda.is_available():  # without this, it would run on the CPU
+        raise ValueError(f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda} and finds no "
+                         "usable GPU: nvidia-smi must show one, with driver 580 or newer; to run on the CPU: "
+                         "pip install -r requirements-cpu.txt, in a new environment")
+    if dtype == "bfloat16" and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(dist.device())
+        if major < 8:
+            raise ValueError(f"--dtype bfloat16 needs a GPU of compute capability 8.0 or higher, this one "
+                             f"has {major}.{minor}: use --dtype float32")
+
+
+def need_compiler(cpu_operators=True):
+    """Raises ValueError if DeepSpeed could not compile its CPU operators at their first use, or Triton, on a
+    GPU, what starts its kernels."""
+    if torch.cuda.is_available() and not os.environ.get("CC", shutil.which("gcc") or shutil.which("clang")):
+        raise ValueError("Triton needs a C compiler on a GPU (apt-get install gcc)")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        raise ValueError(f"{header} is missing, which compilers need (apt-get install python3-dev)")
+    if not cpu_operators:
+        return
     from torch.utils.cpp_extension import get_default_build_root
     os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # pip installs ninja there
     for tool in (os.environ.get("CXX", "g++"), "ninja"):
