@@ -59,9 +59,11 @@ def test_twenty_hung_answers_cost_one_limit_and_the_rest_are_judged_right():
 
 FUNCTIONS = """
 import os, signal, subprocess, sys, time
+CHILD = [sys.executable, "-c", "import time; time.sleep(600)", MARK]
+DAEMON = f"import subprocess; subprocess.Popen({CHILD!r}, start_new_session=True)"
 def odd(completions, **_):
     return [float(len(c) % 2) for c in completions]
-def misbehaves(completions, **_):
+def misbehaves(completions, trainer=None, **_):
     (c,) = completions
     print("a reward function may print", c)
     if c == "hang": time.sleep(600)
@@ -69,8 +71,17 @@ def misbehaves(completions, **_):
     if c == "exit": sys.exit(3)
     if c == "die": os.kill(os.getpid(), signal.SIGKILL)
     if c == "child":
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", MARK])
+        subprocess.Popen(CHILD)
         time.sleep(600)
+    if "daemon" in c:
+        subprocess.run([sys.executable, "-c", DAEMON])
+        if "hang" in c: time.sleep(600)
+        if "exit" in c: os._exit(0)
+    if "stop" in c:
+        pid = os.getpid()
+        while (pid := int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])) != trainer:
+            os.kill(pid, signal.SIGSTOP)
+        if "hang" in c: time.sleep(600)
     if c == "ask": return [float(len(sys.stdin.read()))]
     odd = {"none": [None], "nan": [float("nan")], "inf": [float("inf")], "two": [1, 2],
            "text": ["x"], "int": [True], "dict": {1: 1.0}, "str": "1", "bytes": b"1", "set": {1.0},
@@ -79,6 +90,11 @@ def misbehaves(completions, **_):
         import numpy as np
         return {"numpy": np.ones(1), "column": np.ones((1, 1, 2)), "scalar": np.ones(())}[c]
     return odd.get(c, [0.5])
+def twice(completions, **_):
+    if os.fork() == 0:
+        time.sleep(0.2)  # the verdicts of the others come first
+        return [-1.0]
+    return [float(len(completions[0]))]
 def late(completions, **_):
     raise TimeoutError("of its own")
 def meets(completions, folder, **_):  # ends when 50 calls run at the same time
@@ -159,6 +175,37 @@ def test_what_a_hung_reward_function_started_is_killed_with_it(my):
         assert processes_with(f"my-child-{os.getpid()}") == []
 
 
+def test_a_function_that_forks_and_returns_twice_changes_no_other_verdict(my):
+    with rewards.Verifier(f"{my}:twice", timeout=10, workers=1) as verify:
+        for _ in range(2):
+            assert verify(["x" * n for n in range(20)])[0] == [float(n) for n in range(20)]
+            time.sleep(0.5)  # now come the second verdicts
+        assert verify(["four"])[2] == {"reward/timeouts": 0.0, "reward/crashes": 0.0}
+
+
+@pytest.mark.parametrize("text, value", [("a daemon", 0.5), ("daemon, hang", None), ("daemon, exit", None)])
+def test_a_daemon_that_a_reward_function_starts_ends_with_its_worker_or_the_pool(my, text, value):
+    mark = f"my-child-{os.getpid()}"
+    with rewards.Verifier(f"{my}:misbehaves", timeout=2.0, workers=1) as verify:
+        values, _, metrics = verify([text, "ok"])
+        assert values == [value, 0.5] and sum(metrics.values()) == (value is None)
+        assert value is None or processes_with(mark)  # a call that ends may leave a server for the next ones
+        assert value is not None or no_more(mark)
+    assert no_more(mark)
+
+
+@pytest.mark.parametrize("text, value", [("stop", 0.5), ("stop and hang", None)])
+def test_a_function_that_stops_the_processes_above_it_costs_no_other_verdict(my, monkeypatch, text, value):
+    monkeypatch.setattr(pool, "FORK_SECONDS", 1.0)
+    before = descendants([os.getpid()])
+    with rewards.Verifier(f"{my}:misbehaves", timeout=2.0, workers=1) as verify:
+        values, _, metrics = verify([text, "die", "ok", text], trainer=os.getpid())
+        assert values == [value, None, 0.5, value]
+        assert sum(metrics.values()) == values.count(None)
+        family = descendants([os.getpid()]) - before
+    assert len(family) >= 3 and gone(family)
+
+
 def test_a_worker_that_died_between_batches_is_replaced(my):
     with rewards.Verifier(f"{my}:pid", workers=1) as verify:
         (pid,), _, _ = verify(["x"])
@@ -171,7 +218,8 @@ def test_a_worker_that_died_between_batches_is_replaced(my):
 def test_a_fork_server_that_died_is_replaced(my):
     with rewards.Verifier(f"{my}:pid", workers=1) as verify:
         verify(["x"])
-        verify.pool.fork_server.kill()
+        for pid in descendants([verify.pool.fork_server.pid]) - {verify.pool.fork_server.pid}:
+            os.kill(pid, signal.SIGKILL)
         time.sleep(0.5)
         assert verify(["x", "y"])[0][0] is not None
 
@@ -275,6 +323,15 @@ def gone(pids):
     return False
 
 
+def no_more(mark):
+    """Whether the processes with this mark end."""
+    for _ in range(600):
+        if not processes_with(mark):
+            return True
+        time.sleep(0.1)
+    return False
+
+
 def descendants(pids):
     """Process ids of these processes and of all that they started."""
     parents = {}
@@ -299,6 +356,19 @@ time.sleep(600)""")
     process.send_signal(number)
     process.communicate()
     assert gone(family)
+
+
+@pytest.mark.parametrize("text", ["a daemon", "a daemon, stop"])
+def test_a_daemon_ends_with_a_trainer_that_was_killed_even_if_all_above_it_is_stopped(my, text):
+    process, pids = trainer(my, f"""verify([{text!r}], trainer=os.getpid())
+print("daemon", flush=True)
+time.sleep(600)""")
+    while process.stdout.readline() != "daemon\n":  # what the reward functions print comes before it
+        assert process.poll() is None
+    assert processes_with(f"my-child-{os.getpid()}")
+    process.kill()
+    process.communicate()
+    assert gone(pids) and no_more(f"my-child-{os.getpid()}")
 
 
 @pytest.mark.skipif(jail.isolation() is None, reason="this machine cannot build a jail")
@@ -373,14 +443,15 @@ def test_a_thread_that_a_reward_file_starts_holds_nothing_up(tmp_path, last):
         verify = rewards.Verifier(f"{tmp_path}/my.py:f", workers=1)
         assert verify(["x"])[0] == [1.0]
         verify.close()
-        assert verify.pool.fork_server.returncode == 0
+        assert gone([verify.pool.fork_server.pid])
 
 
 def test_the_trainer_does_not_import_a_users_file(tmp_path):
     (tmp_path / "my_own_file.py").write_text(
         "import os\nprint('a line')\nhere = os.getpid()\ndef f(completions): return [float(here)]")
     with rewards.Verifier(f"{tmp_path}/my_own_file.py:f", workers=1) as verify:
-        assert verify(["x"])[0] == [float(verify.pool.fork_server.pid)]
+        ((pid,), _, _), server = verify(["x"]), verify.pool.fork_server.pid
+        assert pid in descendants([server]) - {server} - {w.pid for w in verify.pool.workers}
     assert "reward_file_my_own_file" not in sys.modules
 
 

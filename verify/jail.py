@@ -157,7 +157,7 @@ def _bwrap(command):
             args += ["--symlink", os.readlink(outside), inside]
         else:
             args += ["--ro-bind", outside, inside]
-    for name in ("null", "zero", "urandom"):
+    for name in ("null", "urandom"):  # not zero: a shared mapping of it is memory that no process owns
         args += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     args += ["--proc", "/proc", "--perms", "1777", "--size", str(JAIL_DISK), "--tmpfs", SCRATCH,
              "--symlink", SCRATCH, "/tmp", "--remount-ro", "/", "--chdir", SCRATCH]
@@ -166,7 +166,7 @@ def _bwrap(command):
 
 def _unshare(command):
     # The new root is built on /sys: it exists everywhere, and no interpreter is installed below it.
-    paths = _visible_paths() | {f"/dev/{name}": f"/dev/{name}" for name in ("null", "zero", "urandom")}
+    paths = _visible_paths() | {f"/dev/{name}": f"/dev/{name}" for name in ("null", "urandom")}
     show = "; ".join(shlex.join(("show", outside, inside)) for outside, inside in paths.items())
     script = f"""set -e
         mount -t tmpfs -o size={JAIL_DISK},nosuid,nodev,mode=755 tmpfs /sys; cd /sys; mkdir dev proc old
@@ -194,10 +194,12 @@ def _supervise():
     """
     import contextlib
     import ctypes
+    import errno
     import json
     import os
     import resource
     import signal
+    import struct
     import sys
     import time
 
@@ -205,9 +207,37 @@ def _supervise():
     end, jailed = time.monotonic() + job["seconds"], job["jailed"]
     if jailed and os.getpid() != 1:
         sys.exit("not process 1: kill(-1) below would kill processes outside")
+
+    def refuse_calls():
+        """From now on the calls fail with which a program keeps memory that belongs to no process, which
+        memory() below would not see, or data for the next program. Raises if the kernel has no such filter.
+        """
+        # memfd_create, memfd_secret, shmget, semget, msgget, vmsplice, bpf, io_uring_setup (its requests pass
+        # the filter), socket, setsockopt (for larger buffers), add_key, request_key, keyctl, unshare, clone3
+        arch, clone, mmap, *calls = {
+            "x86_64": (0xC000003E, 56, 9,
+                       319, 447, 29, 64, 68, 278, 321, 425, 41, 54, 248, 249, 250, 272, 435),
+            "aarch64": (0xC00000B7, 220, 222,
+                        279, 447, 194, 190, 186, 75, 280, 425, 198, 208, 217, 218, 219, 97, 435),
+        }[os.uname().machine]
+        # Classic BPF: (operation, instructions to skip if true, if false, value), see seccomp(2)
+        load, equal, has, mask = 0x20, 0x15, 0x45, 0x54
+        fail, allow = (0x06, 0, 0, 0x50000 | errno.ENOSYS), (0x06, 0, 0, 0x7FFF0000)
+        lines = [(load, 0, 0, 4), (equal, 1, 0, arch), fail, (load, 0, 0, 0), (has, 0, 1, 0x40000000), fail]
+        for call in calls:
+            lines += [(equal, 0, 1, call), fail]
+        # with CLONE_NEWUSER, in which it could mount a tmpfs; with MAP_SHARED and MAP_ANONYMOUS
+        lines += [(equal, 0, 4, clone), (load, 0, 0, 16), (has, 0, 1, 0x10000000), fail, allow,
+                  (equal, 0, 4, mmap), (load, 0, 0, 40), (mask, 0, 0, 0x21), (equal, 0, 1, 0x21), fail, allow]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+        if prctl(22, 2, struct.pack("HP", len(lines), ctypes.addressof(code))):  # PR_SET_SECCOMP
+            sys.exit("no seccomp")
+
     prctl = ctypes.CDLL(None).prctl
     prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the worker. Set again: a new user id has reset it
     prctl(4, 0)  # PR_SET_DUMPABLE: no program in the jail may trace this process or write to its files
+    if jailed:
+        refuse_calls()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     with open("program.py", "wb") as f:
         f.write(job["program"].encode("utf-8", "surrogatepass"))
@@ -226,14 +256,14 @@ def _supervise():
         return fd
 
     def memory():
-        """Bytes in use by all processes of the program."""
-        pages = 0
+        """Bytes in use by all processes of the program, their page tables included."""
+        kilobytes = 0
         for name in os.listdir("/proc") if jailed else []:
             if name.isdigit() and name != "1":
-                with contextlib.suppress(OSError):  # it has just ended
-                    with open(f"/proc/{name}/statm") as f:
-                        pages += int(f.read().split()[1])
-        return pages * resource.getpagesize()
+                with contextlib.suppress(OSError), open(f"/proc/{name}/status") as f:  # it has just ended
+                    kilobytes += sum(int(line.split()[1]) for line in f
+                                     if line.startswith(("VmRSS", "VmSwap", "VmPTE")))
+        return kilobytes << 10
 
     def reap(flags):
         while True:

@@ -9,9 +9,11 @@ import json
 import os
 import re
 import sqlite3
+import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -85,9 +87,10 @@ def check(judge_url=None, judge_model=None, judge_cache=None, timeout=5.0, **_):
 def _reason(e, url):
     """Why a request failed and what to do, in one line."""
     if isinstance(e, urllib.error.HTTPError):
-        said = " ".join(e.read(1000).decode("utf-8", "replace").split())[:200]
+        if 300 <= e.code < 400:
+            return f"HTTP {e.code} {e.reason}; give the address to which it leads, {e.headers['Location']}"
         advice = {401: "; set OPENAI_API_KEY", 403: "; set OPENAI_API_KEY", 404: _known_models(url)}
-        return f"HTTP {e.code} {e.reason} {said}{advice.get(e.code, '')}"
+        return f"HTTP {e.code} {e.reason}{advice.get(e.code, '')}"
     if isinstance(e, TimeoutError):
         return "no reply in time; is the judge running? A slow one needs a longer --reward_timeout"
     if isinstance(e, OSError):
@@ -113,29 +116,54 @@ def _chat(url, model, prompt, seconds):
     return str(reply["choices"][0]["message"]["content"])
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_):
+        return None  # HTTPError: our key would follow, also to another host
+
+
 def _request(url, body, seconds):
-    """The JSON that an endpoint replies to a request. HTTP 429 and 5xx are tried again within `seconds`."""
+    """The JSON that an endpoint replies to a request. HTTP 429 and 5xx are tried again within `seconds`.
+
+    Raises TimeoutError after `seconds`: urllib's own limit is for each read, and a reply may come in drops.
+    """
+    reply = Future()
+    thread = threading.Thread(target=_fetch, args=(url, body, time.monotonic() + seconds, reply), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no reply within {seconds:g} s")
+    return reply.result()
+
+
+def _fetch(url, body, end, reply):
+    """Set what `reply`, a Future, gives or raises."""
     key = "".join(os.environ.get("OPENAI_API_KEY", "-").split())  # http.client would print one with a newline
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url, body, headers)
-    end, pause = time.monotonic() + seconds, 0.25
-    while True:
-        try:
-            with urllib.request.urlopen(request, timeout=max(0.01, end - time.monotonic())) as response:
-                return json.loads(response.read(1 << 20))
-        except urllib.error.HTTPError as e:
-            if e.code != 429 and e.code < 500 or time.monotonic() + pause >= end:
-                raise
-        except urllib.error.URLError as e:
-            raise e.reason if isinstance(e.reason, OSError) else e  # TimeoutError, ConnectionRefusedError
-        time.sleep(pause)
-        pause *= 2
+    try:
+        request, pause = urllib.request.Request(url, body, headers), 0.25
+        opener = urllib.request.build_opener(_NoRedirect)
+        while True:
+            try:
+                with opener.open(request, timeout=max(0.01, end - time.monotonic())) as response:
+                    return reply.set_result(json.loads(response.read(1 << 20)))
+            except urllib.error.HTTPError as e:
+                if e.code != 429 and e.code < 500 or time.monotonic() + pause >= end:
+                    said = e.read(1000).decode("utf-8", "replace")
+                    e.msg = " ".join(f"{e.msg} {said}".split())[:200]
+                    raise
+            except urllib.error.URLError as e:
+                raise e.reason if isinstance(e.reason, OSError) else e  # TimeoutError, ConnectionRefusedError
+            time.sleep(pause)
+            pause *= 2
+    except Exception as e:
+        reply.set_exception(e)
 
 
 def _score(reply):
-    """The score at the end of a reply, 0.0 to 1.0, or None."""
-    found = re.findall(r"SCORE:[ *]{0,3}(\d{1,3})", reply[-200:])
-    return int(found[-1]) / 10 if found and int(found[-1]) <= 10 else None
+    """The score at the end of a reply, 0.0 to 1.0, or None: 7, 7.5, 7/10 and 10.0 are scores, 7/100 is not."""
+    _, found, last = reply[-200:].rpartition("SCORE:")
+    number = found and re.match(r"[ *]{0,3}(\d+(?:\.\d+)?)(?: ?/ ?10)?(?! ?/|[.,]?[\w%–-])", last)
+    return float(number[1]) / 10 if number and float(number[1]) <= 10 else None
 
 
 def _path(cache):

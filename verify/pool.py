@@ -2,6 +2,9 @@
 
     trainer (one thread of Pool) -> fork server (has imported the functions) -> workers (3 ms per fork)
 
+Between them stand parents that only wait (_keep), one for the fork server and one for each worker: they kill
+all that these have started.
+
 Why not a library (figures of bench/rewards.py, 2 cores): for 20 hung answers among 1,024 at a limit of 5 s
 this pool takes 5.7 s, pebble 5.2 54 s with one worker per core and 6.5 s with 24, where math takes 1.8 s in
 place of 0.9 s. pebble also imports the trainer's __main__ (torch, vLLM) in every worker and does not kill
@@ -17,6 +20,7 @@ import importlib
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -31,6 +35,7 @@ from pathlib import Path
 
 START_SECONDS = 120.0  # limit of make_handler, which imports the user's files (torch from a network disk: 60)
 in_pool = False  # whether this process is a fork server or a worker of a pool: its calls can be killed
+FORK_SECONDS = 10.0  # limit of a fork: a fork server that was stopped, or hangs, is replaced
 MAX_SLOW = 32  # slow calls that may run beside the others at one time (see Pool._slow_at)
 # The CPUs of this process, read before vLLM pins its threads
 CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
@@ -55,7 +60,7 @@ class Task:
 
 @dataclass
 class Worker:
-    pid: int
+    pid: int  # of its parent and of their process group
     conn: Connection
     tasks: deque = field(default_factory=deque)  # the first one is running
     started: float = 0.0  # when the running step began
@@ -127,8 +132,7 @@ class Pool:
             error = e
         with self.lock:
             self.closed = True
-        self.control.close()  # the fork server reads end of file, kills its workers and exits
-        self.fork_server.wait()
+        self._end_fork_server()
         for worker in self.workers:
             worker.conn.close()
         os.close(self.wake_reader)
@@ -214,14 +218,16 @@ class Pool:
         self.pending.extendleft(reversed(worker.tasks))
         worker.tasks = deque([task])
         with contextlib.suppress(OSError):  # it may have ended meanwhile
-            os.setpriority(os.PRIO_PROCESS, worker.pid, 10)
+            os.setpriority(os.PRIO_PGRP, worker.pid, 10)
 
     def _remove(self, worker, result):
         """Kill the worker. `result` goes to its running task; its other tasks are queued again."""
         self.workers.remove(worker)
+        with socket.socket(fileno=os.dup(worker.conn.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)  # close() is not enough: a fork of the trainer may have a copy
         worker.conn.close()
-        with contextlib.suppress(OSError):  # the fork server has died, and its workers with it
-            self.control.sendall(b"K%015d" % worker.pid)
+        with contextlib.suppress(OSError):  # it has ended
+            os.kill(worker.pid, signal.SIGCONT)  # its function may have stopped the parent
         if worker.tasks:
             worker.tasks[0].results.append(result)
             self._finish(worker.tasks.popleft())
@@ -232,28 +238,35 @@ class Pool:
             ours, theirs = socket.socketpair()
             try:
                 with theirs:
-                    socket.send_fds(self.control, [b"F%015d" % 0], [theirs.fileno()])
+                    socket.send_fds(self.control, [b"F"], [theirs.fileno()])
                     pid = int(self.control.recv(16))  # ValueError: b"", end of file
                 self.workers.append(Worker(pid, Connection(ours.detach())))
                 return self.workers[-1]
-            except (OSError, ValueError):  # the fork server has died
+            except (OSError, ValueError):  # the fork server has died, or TimeoutError
                 ours.close()
                 if last_try:
                     raise
+                self._end_fork_server()
                 self._start_fork_server()
+
+    def _end_fork_server(self):
+        """Kill the fork server, its workers and all that they have started."""
+        self.control.shutdown(socket.SHUT_RDWR)
+        self.control.close()
+        self.fork_server.send_signal(signal.SIGCONT)  # a function may have stopped all above it
+        self.fork_server.wait()
 
     def _start_fork_server(self):
         root = str(Path(__file__).resolve().parents[1])
         self.control, theirs = socket.socketpair()
         code = (f"import os, sys; sys.path.insert(0, {root!r}); from verify import pool; pool._serve(); "
-                "sys.stdout.flush(); os._exit(0)")  # does not wait for threads of a user's file
+                "os._exit(0)")  # does not wait for threads of a user's file
         # One thread each and no GPU, whatever a user's reward function imports. A session of its own: Ctrl-C
-        # reaches only the trainer, which then closes the pool, or exits, which the fork server reads as end
-        # of file.
+        # reaches only the trainer, which then closes the pool or exits. -u: os._exit writes no buffer.
         env = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
         with theirs:
             self.fork_server = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno())], stdin=subprocess.PIPE, env=env,
+                [sys.executable, "-u", "-c", code, str(theirs.fileno())], stdin=subprocess.PIPE, env=env,
                 pass_fds=[theirs.fileno()], start_new_session=True)
         with contextlib.suppress(BrokenPipeError), self.fork_server.stdin as pipe:
             pipe.write(self.setup)
@@ -261,11 +274,10 @@ class Pool:
         try:
             reply = self.control.recv(65536)
         except TimeoutError:
-            os.killpg(self.fork_server.pid, signal.SIGKILL)
-            self.fork_server.wait()
+            self._end_fork_server()
             raise RuntimeError(f"the verifier process was not ready after {START_SECONDS:g} s: does a reward "
                                "file loop, download or wait when it is imported?") from None
-        self.control.settimeout(None)
+        self.control.settimeout(FORK_SECONDS)
         if not reply:
             raise RuntimeError(f"the verifier process ended with status {self.fork_server.wait()} when it "
                                "imported the reward functions")
@@ -276,15 +288,13 @@ class Pool:
 
 
 def _serve():
-    """The fork server: makes the handler, then forks workers (b"F", a socket) and kills them (b"K", pid)."""
+    """The fork server: makes the handler, then forks a worker for each socket that it gets."""
     global in_pool
     in_pool, control = True, socket.socket(fileno=int(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _keep(control)
     sys.path[:], cpus, memory, handler, args = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function that asks for input gets end of file
-    # An import may never return, and only the loop below notices the end of the trainer.
-    die_with_parent = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: None
-    die_with_parent(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if cpus:
         os.sched_setaffinity(0, cpus)
     module, _, name = handler.partition(":")
@@ -294,53 +304,63 @@ def _serve():
         error = str(e) if isinstance(e, (ValueError, RuntimeError)) else f"{type(e).__name__}: {e}"
         return control.sendall(pickle.dumps((" ".join(error.split())[:2000], None)))
     gc.freeze()  # otherwise the garbage collector writes to every page, and each worker gets its own copy
-    die_with_parent(1, 0)  # a SIGKILL would keep the loop from killing what the workers started
     control.sendall(pickle.dumps((None, getattr(handle, "about", None))))
-    alive, killed = set(), set()  # a pid is not used again before waitpid: we never kill another process
-
-    def kill(pid):
-        os.killpg(pid, signal.SIGKILL)  # the worker and what it started
-        alive.remove(pid)
-        killed.add(pid)
-
+    forked = []
     while True:
-        control.settimeout(0.1 if killed else None)
-        try:
-            message, fds, *_ = socket.recv_fds(control, 16, 1)
-        except TimeoutError:
-            message = b"wait for the killed"
-        if message[:1] == b"F":
-            pid = os.fork()
-            if pid == 0:
-                control.close()
-                _work(fds[0], handle, memory)
-            os.setpgid(pid, pid)
-            os.close(fds[0])
-            alive.add(pid)
-            control.sendall(b"%d" % pid)
-        elif message[:1] == b"K":
-            kill(int(message[1:]))
-        elif not message:  # the pool is closed, or the trainer has ended
-            for pid in list(alive):
-                kill(pid)
-            for pid in killed:
-                os.waitpid(pid, 0)
+        _, fds, *_ = socket.recv_fds(control, 1, 1)
+        if not fds:  # the pool is closed, or the trainer has ended
             return
-        killed -= {pid for pid in killed if os.waitpid(pid, os.WNOHANG)[0]}
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _work(fds[0], handle, memory)
+        os.close(fds[0])
+        control.sendall(b"%d" % pid)
+        forked = [pid for pid in [*forked, pid] if not os.waitpid(pid, os.WNOHANG)[0]]
+
+
+def _keep(line):
+    """Fork, and return in the child only.
+
+    The parent kills all that the child has started, daemons too, when the child has ended or the other end of
+    the socket `line` is closed. Then it ends as the child did.
+    """
+    prctl, hung_up, status = ctypes.CDLL(None).prctl, select.poll(), None
+    hung_up.register(line, 0)
+    prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: a process that loses its parent becomes a child of this one
+    prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG, should a reward function have stopped this process
+    pid = os.fork()
+    if pid == 0:
+        prctl(1, signal.SIGKILL)  # end with the parent
+        return
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            if status is not None or hung_up.poll(100):
+                for child in Path("/proc/thread-self/children").read_text().split():
+                    os.kill(int(child), signal.SIGKILL)
+                time.sleep(0.01)
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = ended[1] if ended[0] == pid else status
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _work(fd, handle, memory):
     """A worker: run tasks from the socket until the pool closes it. Never returns."""
     try:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the fork server
-            with open("/proc/self/status") as f:
-                used = int(next(line for line in f if line.startswith("VmData")).split()[1]) * 1024
-            resource.setrlimit(resource.RLIMIT_DATA, (used + memory, used + memory))
-        conn = Connection(fd)
+        os.setpgid(0, 0)
+        _keep(fd)
+        worker, conn = os.getpid(), Connection(fd)
+        with open("/proc/self/status") as f:
+            used = int(next(line for line in f if line.startswith("VmData")).split()[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (used + memory, used + memory))
         while True:
             for task in conn.recv():
                 for result in handle(pickle.loads(task)):
+                    if os.getpid() != worker:  # the function has forked, and has returned twice
+                        os._exit(1)
                     conn.send(result)
     except (EOFError, OSError):
         os._exit(0)  # the pool has closed its end
