@@ -389,8 +389,8 @@ def check_logs(folder, sizes):
                 except (ValueError, TypeError, KeyError):
                     whole = False
                 if not whole:
-                    raise ValueError(f"{path}:{number} is damaged: not a whole line of JSON with a step; mend "
-                                     "it or move the file away, and the run starts a new one")
+                    raise ValueError(f"{path}:{number} is damaged: not a whole line of JSON with a step; "
+                                     "mend it, or move the file away: the run then starts a new one")
 
 
 def expired(folder, keep, rows):

@@ -19,7 +19,7 @@ import transformers
 import nano_rlvr as nr
 from bench.faults import differences, rows
 from conftest import ENV, EPS, ROOT, fixed_rollouts, make_checkpoints, make_config
-from runtime import checkpoint, folder
+from runtime import checkpoint, folder, stop
 from runtime.errors import RunError
 from runtime.log import Log
 
@@ -455,7 +455,12 @@ LOOP = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
 from types import SimpleNamespace
-from runtime import stop
+from runtime import guard, stop
+def mine(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
+    stop.interruptible(print, "sampled")
+    print("ready", flush=True)
+    time.sleep(20)
+    print("the rollout ends")
 checkpoints = SimpleNamespace(
     save=lambda: print("saved"), wait=lambda: None, progress=SimpleNamespace(step=7), folder="runs/x")
 with stop.on_signals():
@@ -469,6 +474,8 @@ with stop.on_signals():
                 time.sleep(0.01)
             print("the update ends", flush=True)
             time.sleep(float(sys.argv[2]))
+        if sys.argv[1] == "user":
+            guard.checked(mine, "mine.py:mine")(None, [], 1, 1.0, 8)
         stop.interruptible(lambda: [print("ready", flush=True), time.sleep(20), print("the rollout ends")])
 """
 
@@ -478,15 +485,24 @@ with stop.on_signals():
     ("rollout", signal.SIGTERM, 143, ["saved", "stopped by SIGTERM at step 7; continue with: python"]),
     ("rollout", signal.SIGUSR1, 138, ["saved", "--resume runs/x"]),
     ("update", signal.SIGINT, 130, ["the update ends", "saved"]),
+    ("user", signal.SIGTERM, 143, ["saved", "stopped by SIGTERM at step 7"]),  # --rollout's own code
 ])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_a_line(phase, number, code, says):
     command = [sys.executable, "-c", LOOP, phase, "0"]
     process = subprocess.Popen(command, **PIPES)
-    assert process.stdout.readline() == "ready\n"
+    while process.stdout.readline() != "ready\n":
+        assert process.poll() is None
     process.send_signal(number)
     output = finish(process, code)
     assert all(text in output for text in says)
     assert "the rollout ends" not in output and "Traceback" not in output
+
+
+def test_a_call_that_fails_can_no_longer_be_left_by_a_signal(monkeypatch):
+    monkeypatch.setattr(stop, "in_loop", True)
+    with pytest.raises(ZeroDivisionError):
+        stop.interruptible(lambda: 1 / 0)
+    assert not stop.in_call
 
 
 def test_a_second_signal_ends_the_run_at_once():
