@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 from textwrap import shorten
@@ -25,6 +26,16 @@ _lock = None  # the open file whose lock this process holds
 def to_json(about):
     """JSON for a file of the run, without passwords in URLs."""
     return re.sub(r"(?<=://)[^/@\s\"]+@", "***@", json.dumps(about, indent=1))
+
+
+def is_writable(folder):
+    """Whether files can be written into a folder (a Path), which is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
 
 
 def sync(path):

@@ -5,8 +5,10 @@ a step. The same signal again, two seconds later or more, ends the process at on
 """
 import contextlib
 import ctypes
+import errno
 import io
 import os
+import resource
 import signal
 import sys
 import time
@@ -118,6 +120,11 @@ def with_one_line(*kinds, cfg=None):
     except Exception as e:
         if memory.is_out_of_memory(e) and cfg:
             line = memory.advice(e, cfg)
+        elif "Too many open files" in str(e):  # also from gloo
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            line = f"nano_rlvr: {limit} open files are too few: raise the limit, ulimit -n"
+        elif isinstance(e, OSError) and e.errno == errno.ENOSPC and not e.filename:  # a semaphore
+            line = "nano_rlvr: /dev/shm is full: make room there (docker run --shm-size)"
         elif is_lost_rank(e):
             line = "nano_rlvr: another rank has ended, or has not answered for --timeout minutes"
         elif isinstance(e, (RunError, *kinds)):

@@ -1,5 +1,6 @@
 """Nothing is lost: checkpoints, damage to them, continued runs, signals, and one process per folder."""
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -19,7 +20,7 @@ import transformers
 import nano_rlvr as nr
 from bench.faults import differences, rows
 from conftest import ENV, EPS, ROOT, fixed_rollouts, make_checkpoints, make_config
-from runtime import checkpoint, folder, stop
+from runtime import checkpoint, folder, preflight, stop
 from runtime.errors import RunError
 from runtime.log import Log
 
@@ -525,6 +526,27 @@ def test_a_rank_gets_sigterm_when_torchrun_is_killed():
     launcher.kill()
     output = launcher.stdout.read()  # until the rank, which has the same pipe, has ended
     assert "saved" in output and "stopped by SIGTERM" in output
+
+
+@pytest.mark.parametrize("error, says", [
+    (RuntimeError("[enforce fail at x/gloo/tcp/loop.cc:105] epoll_create: Too many open files"),
+     "nano_rlvr: [0-9]+ open files are too few: raise the limit, ulimit -n"),
+    (OSError(errno.ENOSPC, "No space left on device"), "nano_rlvr: /dev/shm is full"),
+    (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "nano_rlvr: .*No space left on device: '/x/y'"),
+    (RuntimeError("[x/gloo/tcp/pair.cc:1] Connection closed by peer"), "nano_rlvr: another rank has ended"),
+])
+def test_what_has_run_out_is_named_and_not_taken_for_a_lost_rank(error, says):
+    with pytest.raises(SystemExit, match=says), stop.with_one_line(OSError):
+        raise error
+
+
+def test_a_home_that_cannot_be_written_is_refused_or_replaced(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")  # nobody, not even root, can make a folder in it
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file/extensions"))
+    with pytest.raises(ValueError, match="file/extensions, which cannot be written: set HOME, or TORCH"):
+        preflight.need_compiler()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "new"))
+    preflight.need_compiler()
 
 
 def test_a_rank_that_does_not_answer_ends_the_others_with_one_line():
