@@ -238,7 +238,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
 
 def sampler(name):
     """The function that samples: rollout, or with --rollout my_file.py:my_rollout that one."""
-    return guard.checked(rewards.load(*name.rsplit(":", 1), kind="rollout")) if name else rollout
+    return guard.checked(rewards.load(*name.rsplit(":", 1), kind="rollout"), name) if name else rollout
 
 
 # ------------------------------------------------------------------------------------------------- 2. reward
@@ -648,7 +648,7 @@ def update(policy, batches, cfg):
         is_trained = batch.weight[0] != 0  # () false for a filler: see pack_evenly
         sums.append({name: is_trained * x for name, x in pack_sums.items()})
     metrics = stats.token_means(sums)  # means over tokens, the sum for loss, the maximum for mismatch/max
-    guard.check_step(metrics, cfg.mismatch_bound)
+    guard.check_step(metrics, cfg.mismatch_bound, cfg.rollout)
     policy.step()  # DeepSpeed skips it silently when the gradient is not finite
     return metrics | {"grad_norm": float(policy.get_global_grad_norm() or 0.0),
                       "skipped": float(not policy.was_step_applied())}

@@ -4,6 +4,8 @@
     python bench/faults.py ranks      the same with two ranks, 10 times (10 minutes)
     python bench/faults.py signals    SIGTERM, SIGINT and SIGUSR1 at random moments
     python bench/faults.py damage     checkpoints cut, changed, incomplete; full and read-only disks
+    python bench/faults.py limits     few files, little memory, a full /dev/shm, a HOME that cannot be written
+    python bench/faults.py launcher   kill -9 of torchrun or of one of its ranks, also of one with --tp 2
     python bench/faults.py soak       2,000 steps: memory, open files, processes, size of the folder
     python bench/faults.py inputs     the bad inputs of tests/bad_inputs.py: is each refused clearly?
 
@@ -326,6 +328,63 @@ def full_disk(out, whole):
     return results
 
 
+def command(folder, *flags):
+    """The command of a run in a process of its own."""
+    return [ROOT / "nano_rlvr.py", *FLAGS, "--out", folder.parent, "--name", folder.name, *flags]
+
+
+def limits(out):
+    """A run of two steps where something is short: does it end well, or with one line?"""
+    home = "mount -t tmpfs -o ro tmpfs $OUT && export HOME=$OUT"
+    ours = "export TORCH_EXTENSIONS_DIR=" + str(Path.home() / ".cache/torch_extensions/py311_cpu")
+    faults = {"ulimit -n 24": "", "ulimit -n 64": "", "ulimit -n 128": "",
+              "ulimit -v 3000000": "", "ulimit -v 6000000": "",
+              "/dev/shm is full": "mount -t tmpfs -o nr_inodes=1 tmpfs /dev/shm",
+              "/dev/shm of 1 MB": "mount -t tmpfs -o size=1m tmpfs /dev/shm",
+              "HOME cannot be written": home, "the same with TORCH_EXTENSIONS_DIR": f"{home}; {ours}"}
+    results = []
+    for i, (fault, shell) in enumerate(faults.items()):
+        (out / f"home-{i}").mkdir()
+        process = subprocess.run(
+            ["unshare", "-m", "bash", "-c", f'{shell or fault} && exec "$@"', "-", sys.executable,
+             *command(out / f"short-{i}", "--steps", "2")],
+            env=os.environ | {"OUT": str(out / f"home-{i}")}, capture_output=True, text=True)
+        said = [line for line in process.stderr.splitlines() if line.startswith("nano_rlvr: ")]
+        result = f"exit code {process.returncode}, {' '.join(said) or 'to the end'}"
+        if "Traceback" in process.stderr + process.stdout:
+            result += ", with a traceback"
+        results.append((fault, result.replace(str(out), "...")))
+        print(*results[-1], flush=True)
+    return results
+
+
+def launcher(out):
+    """torchrun or one of its ranks is killed with -9 after step 3; then the same command continues."""
+    import psutil
+    results = []
+    for flags in ((), ("--tp", "2")):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        whole = out / f"whole{len(flags)}"
+        subprocess.run([*torchrun, *command(whole, *flags)], check=True, capture_output=True)
+        for victim in ("torchrun", "rank 0", "rank 1"):
+            folder = out / f"{victim}{len(flags)}".replace(" ", "")
+            process = subprocess.Popen([*torchrun, *command(folder, "--resume", *flags)], text=True,
+                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            while not (folder / "step-3").exists():
+                time.sleep(0.01)
+            ranks = {p.environ()["RANK"]: p for p in psutil.Process(process.pid).children()}
+            os.kill(process.pid if victim == "torchrun" else ranks[victim[-1]].pid, signal.SIGKILL)
+            output = process.communicate()[0]  # the ranks have the same pipe: until all have ended
+            said = [line for line in output.splitlines() if line.startswith("nano_rlvr: ")]
+            again = subprocess.run([*torchrun, *command(folder, "--resume", *flags)], capture_output=True,
+                                   text=True)
+            result = again.stderr[-300:] if again.returncode else "; ".join(differences(whole, folder)[:3])
+            results.append((f"kill -9 of {victim} {' '.join(flags)}".strip(),
+                            f"{' '.join(said)[:100]}; then {result or 'equal'}".replace(str(out), "...")))
+            print(*results[-1], flush=True)
+    return results
+
+
 def soak(out):
     """2,000 steps: what grows?"""
     import psutil
@@ -376,7 +435,7 @@ def inputs(out):
 def main(name):
     from runtime.log import provenance
     benches = {"kill": kill, "ranks": ranks, "signals": signals, "damage": damage, "soak": soak,
-               "inputs": inputs}
+               "inputs": inputs, "limits": limits, "launcher": launcher}
     preload()
     out = Path(tempfile.mkdtemp(prefix="faults-"))
     start = time.perf_counter()

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from runtime import curve, dist, engines, lora, memory
+from runtime import dist, engines, lora, memory
 from runtime.errors import RunError
 from runtime.flops import ModelShape
 from runtime.folder import step_of, steps_on_disk, sync, to_json
@@ -110,6 +110,8 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
         try:
             newest = newest_whole(self.folder) if self.cfg.resume else None
+            if newest:
+                check_logs(self.folder, read_state(newest)[1])
         except ValueError as e:
             return None, str(e)
         for path in steps_on_disk(self.folder):
@@ -140,17 +142,14 @@ class Checkpoints:
                 dist.print_once(f"note: {self.folder} has no checkpoint: the run starts at step 0")
             self.log.cut_back({})
             return self.progress
-        state = json.loads((self.newest / "trainer/state.json").read_text())
-        try:
-            self.progress = Progress(**state["progress"])
-            logs, adamw_step = state["logs"], state["adamw_step"]
-        except (KeyError, TypeError) as e:
-            raise RunError(f"{self.newest} was written by another version of this program ({e})") from e
+        self.progress, logs, adamw_step = read_state(self.newest)
         parameters, reference = trained_parameters(engine), self._reference()
         expected = {f"{kind}.{name}": getattr(p, "ds_shape", p.shape)
                     for name, p in parameters.items() for kind in KINDS}
         expected |= {f"reference.{name}": w.shape for name, w in reference.items()}
-        files = [safe_open(path) for path in sorted((self.newest / "trainer").glob("*.safetensors"))]
+        # of the files in the folder only those whose checksums were compared
+        files = [safe_open(self.newest / name) for name in read_manifest(self.newest)
+                 if name.startswith("trainer/") and name.endswith(".safetensors")]
         found = {name: torch.Size(f.get_slice(name).get_shape()) for f in files for name in f.keys()}
         if found != expected:
             different = sorted(name for name in found | expected if found.get(name) != expected.get(name))
@@ -250,7 +249,7 @@ class Checkpoints:
         for path in (part / "manifest.json", *files, part / "trainer", part):
             sync(path)
         replace(part, folder)
-        for path in expired(self.folder, self.cfg.keep):
+        for path in expired(self.folder, self.cfg.keep, self.log.rows):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -329,10 +328,29 @@ def link_weights(source, target):
         shutil.copy2(source, target)
 
 
+def read_manifest(folder):
+    """{file: [bytes, SHA-256]} of a checkpoint."""
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def read_state(folder):
+    """What save() wrote into trainer/state.json: Progress, sizes of the logs, number of AdamW's steps.
+
+    Raises ValueError if something is missing there.
+    """
+    state = json.loads((folder / "trainer/state.json").read_text())
+    try:
+        return Progress(**state["progress"]), state["logs"], state["adamw_step"]
+    except (KeyError, TypeError) as e:
+        raise ValueError(f"{folder} was written by another version of this program ({e})") from e
+
+
 def damage(folder):
     """What is wrong with a checkpoint: "" if nothing."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = read_manifest(folder)
+        if "trainer/state.json" not in manifest:
+            return "manifest.json does not list trainer/state.json"
         for name, (size, checksum) in manifest.items():
             if (folder / name).stat().st_size != size:
                 return f"{name} has {(folder / name).stat().st_size:,} bytes, not {size:,}"
@@ -355,10 +373,32 @@ def newest_whole(folder):
         raise ValueError(f"all checkpoints in {folder} are damaged; move them away to start from step 0")
 
 
-def expired(folder, keep):
-    """The checkpoints to delete: all but the newest `keep` and the most accurate, the first of equals."""
-    metrics, steps = folder / "metrics.jsonl", steps_on_disk(folder)
-    rows = curve.read(folder) if metrics.exists() else []
+def check_logs(folder, sizes):
+    """Raises ValueError unless the first bytes of each log, {name: bytes}, are lines of JSON with a step.
+
+    A log that is not there is no error: the run then starts a new one.
+    """
+    for path, size in ((folder / name, size) for name, size in sizes.items() if (folder / name).exists()):
+        with path.open("rb") as f:
+            rest, number = size, 0
+            while rest > 0:  # what comes after these bytes is cut off
+                line, number = f.readline(), number + 1
+                rest -= len(line)
+                try:
+                    whole = line.endswith(b"\n") and rest >= 0 and type(json.loads(line)["step"]) is int
+                except (ValueError, TypeError, KeyError):
+                    whole = False
+                if not whole:
+                    raise ValueError(f"{path}:{number} is damaged: not a whole line of JSON with a step; "
+                                     "mend it, or move the file away: the run then starts a new one")
+
+
+def expired(folder, keep, rows):
+    """The checkpoints to delete: all but the newest `keep` and the most accurate, the first of equals.
+
+    rows: the metrics of each step so far.
+    """
+    steps = steps_on_disk(folder)
     accuracy = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
     best = max(steps, key=lambda path: accuracy.get(step_of(path), -1))  # the first of equals
     return [path for path in steps[:-keep] if path != best or step_of(path) not in accuracy]

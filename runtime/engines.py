@@ -1,13 +1,16 @@
 """Starting the three engines: transformers holds the model, DeepSpeed trains it, vLLM samples from it."""
 import functools
 import os
+import tempfile
 import warnings
+from pathlib import Path
 
 import torch
 
 from runtime import dist, lora
 from runtime.attention import packed_attention
 from runtime.errors import RunError
+from runtime.folder import is_writable
 from runtime.tensor_parallel import SharedLLM
 
 
@@ -81,6 +84,9 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
     # FlashInfer's kernels are compiled at their first call, for minutes, and need nvcc
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
+    from vllm import envs
+    if not is_writable(Path(envs.VLLM_CACHE_ROOT)):  # it would print tracebacks
+        os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(prefix="vllm-")
     from vllm.platforms import current_platform
     if not torch.cuda.is_available():  # before the sampler is imported: Inductor takes 12 s for a comparison
         current_platform.simple_compile_backend = "eager"

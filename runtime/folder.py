@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 from textwrap import shorten
@@ -25,6 +26,16 @@ _lock = None  # the open file whose lock this process holds
 def to_json(about):
     """JSON for a file of the run, without passwords in URLs."""
     return re.sub(r"(?<=://)[^/@\s\"]+@", "***@", json.dumps(about, indent=1))
+
+
+def is_writable(folder):
+    """Whether files can be written into a folder (a Path), which is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
 
 
 def sync(path):
@@ -124,16 +135,21 @@ def claim_folder(cfg, examples=()):
 
 
 def _check_inputs(path, cfg, examples):
-    """Keeps a checksum of examples and model in a file, or returns that a resumed run has others."""
+    """Keeps a checksum of examples and model in a file, or returns that a resumed run has others.
+
+    All bytes of the starting weights count: 0.7 s per GiB with a processor that has instructions for SHA-256.
+    """
+    from transformers.utils import cached_file
     checksum = hashlib.sha256(repr([sorted(e.items(), key=str) for e in examples]).encode())
-    for file in sorted(Path(cfg.model).glob("*.safetensors")):  # a sample of the starting weights
+    folder = Path(cached_file(cfg.model, "config.json")).parent  # of a hub id: in the local cache
+    for file in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
         with file.open("rb") as f:
-            for i in range(64):
-                f.seek(i * file.stat().st_size // 64)
-                checksum.update(f.read(4096))
+            checksum.update(hashlib.file_digest(f, "sha256").digest())
     checksum = checksum.hexdigest()
-    if cfg.resume and path.exists() and path.read_text() != checksum and not cfg.resume_force:
-        return (f"--resume {cfg.resume}: its data, tokenizer or --model have changed since it started. "
+    is_same = path.exists() and path.read_bytes() == checksum.encode()
+    if cfg.resume and not is_same and not cfg.resume_force:
+        why = "have changed since it started" if path.exists() else f"cannot be compared: {path} is missing"
+        return (f"--resume {cfg.resume}: its data, tokenizer or --model {why}. "
                 "--resume_force continues nevertheless")
     path.write_text(checksum)
     return ""

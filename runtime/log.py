@@ -147,8 +147,8 @@ class Log:
             self.profiler.stop()
             self.profiler.export_chrome_trace(str(self.folder / "trace.json"))
             self.profiler = None
-        self.rows.append(metrics)
-        self._append("metrics.jsonl", [{"step": step, **metrics}])
+        self.rows.append({"step": step, **metrics})
+        self._append("metrics.jsonl", self.rows[-1:])
         rollouts = [r for group in tokens.kept_groups(groups, self.cfg) for r in group]
         prompts = self.tokenizer.batch_decode([r.prompt for r in rollouts])
         self._append("rollouts.jsonl", [

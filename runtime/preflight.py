@@ -18,7 +18,7 @@ import torch
 
 from runtime import cli, dist, evaluation
 from runtime.flops import empty_model
-from runtime.folder import check_resumed, saved_config
+from runtime.folder import check_resumed, is_writable, saved_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "smollm": "HuggingFaceTB", "deepseek": "deepseek-ai",
@@ -249,6 +249,9 @@ def need_compiler(cpu_operators=True):
             raise ValueError(f"DeepSpeed needs '{tool}' to compile its CPU operators "
                              "(apt-get install g++ ninja-build)")
     build_root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if not is_writable(build_root):
+        raise ValueError(f"DeepSpeed compiles its CPU operators in {build_root}, which cannot be written: "
+                         "set HOME, or TORCH_EXTENSIONS_DIR, to a folder of yours")
     for lock in build_root.rglob("lock"):  # left by a run that was killed while it compiled
         dist.print_once(f"note: DeepSpeed will wait for {lock} to be removed: delete it, "
                         "unless another run is just starting", file=sys.stderr)

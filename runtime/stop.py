@@ -5,8 +5,10 @@ a step. The same signal again, two seconds later or more, ends the process at on
 """
 import contextlib
 import ctypes
+import errno
 import io
 import os
+import resource
 import signal
 import sys
 import time
@@ -62,8 +64,13 @@ def on_signals():
 
 
 def interruptible(call, *args, **kwargs):
-    """call(*args, **kwargs). If a rank gets a signal, all ranks raise Stopped. Collective."""
+    """call(*args, **kwargs). If a rank gets a signal, all ranks raise Stopped. Collective.
+
+    Within such a call, as in a function of --rollout, another one is only a call: the outer one agrees.
+    """
     global in_call
+    if in_call:
+        return call(*args, **kwargs)
     result = None
     try:
         in_call = in_loop
@@ -72,6 +79,9 @@ def interruptible(call, *args, **kwargs):
         in_call = False
     except Stopped:  # raised by _handle; the ranks agree on it below
         result = None
+    except BaseException:
+        in_call = False
+        raise
     if any(dist.all_gather([received is not None])):
         raise Stopped
     return result
@@ -94,6 +104,11 @@ def with_checkpoint(checkpoints):
         raise SystemExit(128 + number) from None
 
 
+def is_lost_rank(e):
+    """Whether an exception says that another rank has ended or does not answer."""
+    return isinstance(e, torch.distributed.DistError) or "/gloo/" in str(e)  # NCCL; gloo's source file
+
+
 @contextlib.contextmanager
 def with_one_line(*kinds, cfg=None):
     """Ends the process with one line, on one rank, for RunError, exceptions of these kinds and a lost rank.
@@ -105,7 +120,12 @@ def with_one_line(*kinds, cfg=None):
     except Exception as e:
         if memory.is_out_of_memory(e) and cfg:
             line = memory.advice(e, cfg)
-        elif isinstance(e, torch.distributed.DistError) or "/gloo/" in str(e):  # NCCL; gloo's source file
+        elif "Too many open files" in str(e):  # also from gloo
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            line = f"nano_rlvr: {limit} open files are too few: raise the limit, ulimit -n"
+        elif isinstance(e, OSError) and e.errno == errno.ENOSPC and not e.filename:  # a semaphore
+            line = "nano_rlvr: /dev/shm is full: make room there (docker run --shm-size)"
+        elif is_lost_rank(e):
             line = "nano_rlvr: another rank has ended, or has not answered for --timeout minutes"
         elif isinstance(e, (RunError, *kinds)):
             line = f"nano_rlvr: {e}"

@@ -14,28 +14,6 @@ from runtime import checkpoint, dist, guard, memory, sleep
 from runtime.errors import RunError
 from runtime.flops import ModelShape
 
-# ---- a user's rollouts
-
-
-def test_rollouts_of_a_user_have_to_fit_the_prompts_and_each_other():
-    def rollouts(prompts, **changes):
-        fields = dict(completion=[5, 6], text="", truncated=False, vllm_logps=[-1.0, -2.0])
-        return [nr.Rollout(prompt, **fields | changes) for prompt in prompts]
-
-    def sample(result):
-        return guard.checked(lambda llm, prompts, n, *args, **sampling: result)(None, [[1], [2]], 2, 1.0, 8)
-
-    right = rollouts([[1], [1], [2], [2]])
-    assert sample(right) is right
-    for wrong in (right[:3], right[::2], [right[i] for i in (0, 2, 1, 3)]):  # groups would mix prompts
-        with pytest.raises(RunError, match="^--rollout: it must return 2 Rollouts per prompt"):
-            sample(wrong)
-    for changes in (dict(vllm_logps=[-1.0]), dict(sampled=[True]), dict(sampled=[False, False]),
-                    dict(completion=[], vllm_logps=[])):
-        with pytest.raises(RunError, match="^--rollout: a completion has"):
-            sample(rollouts([[1], [1], [2], [2]], **changes))
-
-
 # ---- overflow
 
 

@@ -1,5 +1,6 @@
 """Nothing is lost: checkpoints, damage to them, continued runs, signals, and one process per folder."""
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -14,11 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 import nano_rlvr as nr
 from bench.faults import differences, rows
 from conftest import ENV, EPS, ROOT, fixed_rollouts, make_checkpoints, make_config
-from runtime import checkpoint, folder
+from runtime import checkpoint, folder, preflight, stop
 from runtime.errors import RunError
 from runtime.log import Log
 
@@ -146,6 +148,10 @@ def flip_a_bit(path):
     path.write_bytes(data)
 
 
+def list_nothing(path):
+    path.write_text("{}")
+
+
 @pytest.mark.parametrize("harm, name, says", [
     (cut, "trainer/00000.safetensors", "has .* bytes, not"),
     (flip_a_bit, "trainer/00000.safetensors", "another checksum"),
@@ -153,6 +159,7 @@ def flip_a_bit(path):
     (os.remove, "trainer/state.json", "No such file"),
     (os.remove, "manifest.json", "No such file"),
     (cut, "manifest.json", "JSONDecodeError"),
+    (list_nothing, "manifest.json", "does not list trainer/state.json"),
 ])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
         two_steps, capsys, tmp_path, harm, name, says):
@@ -167,6 +174,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     harm(run / "step-1" / name)
     with pytest.raises(ValueError, match="all checkpoints in .* are damaged"):
         make_checkpoints(policy, out=str(tmp_path), name="run", resume=str(run))
+
+
+def test_a_file_that_the_manifest_does_not_list_is_not_read(two_steps, tmp_path):
+    policy, checkpoints = two_steps
+    saved = state(checkpoints)
+    updated(policy, checkpoints.log.tokenizer, make_config(mismatch_bound=1e9, kl_coef=0.0))
+    (tmp_path / "run/step-2/trainer/00000 (copy).safetensors").write_bytes(b"half a file")
+    restored = make_checkpoints(policy, out=str(tmp_path), name="run", resume=str(tmp_path / "run"))
+    assert restored.progress.step == 2 and equal(state(restored), saved)
 
 
 def test_a_checkpoint_of_another_model_is_refused(two_steps, tmp_path):
@@ -256,6 +272,50 @@ def test_logs_are_cut_back_to_the_checkpoint_also_after_a_broken_line(two_steps,
     make_checkpoints(policy, out=str(tmp_path), name="run", resume=str(log.folder))
     assert not (log.folder / "metrics.jsonl").exists()  # killed before the first checkpoint
     assert (log.folder / "metrics.old").read_text() == '{"step": 0, "loss": 1.0}\n'
+
+
+LINE = b'{"step": 1, "loss": 2.0}'  # the second one of a log, whose size is part of a checkpoint
+
+
+@pytest.mark.parametrize("damaged", [
+    LINE[:-9], b"", LINE + b" ", LINE[:9] + bytes(range(15)), b"x" * len(LINE),
+    LINE.replace(b"step", b"stop"), b"1" * len(LINE)], ids=repr)
+def test_a_damaged_log_is_named_with_its_line_and_left_as_it_is(tmp_path, damaged):
+    path, sizes = tmp_path / "eval.jsonl", {"rollouts.jsonl": 9, "eval.jsonl": 2 * len(LINE) + 2}
+    path.write_bytes(LINE + b"\n" + LINE + b"\n" + b"written later: is cut off")
+    checkpoint.check_logs(tmp_path, sizes)
+    path.write_bytes(LINE + b"\n" + damaged + b"\n" * bool(damaged))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="eval.jsonl:2 is damaged: .* move the file away"):
+        checkpoint.check_logs(tmp_path, sizes)
+    assert path.read_bytes() == before
+
+
+def test_a_run_with_a_damaged_log_does_not_start_and_without_the_log_it_does(two_steps, tmp_path):
+    policy, checkpoints = two_steps
+    metrics, run = tmp_path / "run/metrics.jsonl", dict(out=str(tmp_path), name="run")
+    checkpoints.log.write(2, {"loss": 1.0})
+    checkpoints.progress.step = 3
+    checkpoints.save()
+    checkpoints.wait()
+    cut(metrics)
+    with pytest.raises(ValueError, match="metrics.jsonl:1 is damaged"):
+        make_checkpoints(policy, resume=str(tmp_path / "run"), **run)
+    metrics.rename(tmp_path / "metrics.mine")
+    assert make_checkpoints(policy, resume=str(tmp_path / "run"), **run).progress.step == 3
+
+
+def test_a_log_that_is_damaged_during_the_run_costs_no_checkpoint_and_not_the_final_weights(
+        two_steps, tmp_path):
+    _, checkpoints = two_steps
+    checkpoints.log.write(2, {"eval/accuracy": 1.0} | dict.fromkeys(
+        ("eval/low", "eval/high", "eval/n", "eval/no_verdict", "eval/length"), 1.0))
+    (tmp_path / "run/metrics.jsonl").write_bytes(b"\x00\n" + LINE)
+    for checkpoints.progress.step in (3, 4, 5):
+        checkpoints.save(final=checkpoints.progress.step == 5)
+        checkpoints.wait()
+    assert [path.name for path in folder.steps_on_disk(tmp_path / "run")] == ["step-2", "step-4", "step-5"]
+    assert (tmp_path / "run/final/model.safetensors").exists()
 
 
 def test_a_full_disk_leaves_no_half_line_in_a_log(group, tokenizer, tmp_path):
@@ -352,6 +412,37 @@ def test_a_run_does_not_continue_with_other_data(group, tmp_path):
     folder.claim_folder(dataclasses.replace(resumed, resume_force=True), [])
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_a_run_does_not_continue_from_other_starting_weights(group, tmp_path, monkeypatch, file):
+    model = tmp_path / "hub/models--me--tiny/snapshots/0123"  # as a hub id is kept in the local cache
+    shutil.copytree(ROOT / "models/tiny", model)
+    (model.parents[1] / "refs").mkdir()
+    (model.parents[1] / "refs/main").write_text("0123")
+    monkeypatch.setattr(transformers.utils.hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(transformers.utils.hub.constants, "HF_HUB_OFFLINE", True)
+    for name in (str(model), "me/tiny"):
+        cfg = dataclasses.replace(make_config(out=str(tmp_path), name="run"), model=name)
+        folder.claim_folder(cfg)
+    resumed = dataclasses.replace(cfg, resume=str(tmp_path / "run"))
+    for name in (str(model), "me/tiny"):
+        folder.claim_folder(dataclasses.replace(resumed, model=name))
+    flip_a_bit(model / file)
+    for name in (str(model), "me/tiny"):
+        with pytest.raises(ValueError, match="its data, tokenizer or --model have changed"):
+            folder.claim_folder(dataclasses.replace(resumed, model=name))
+
+
+def test_a_run_whose_checksum_is_missing_continues_only_by_force(group, tmp_path):
+    cfg = make_config(out=str(tmp_path), name="run")
+    folder.claim_folder(cfg)
+    (tmp_path / "run/inputs.sha256").unlink()
+    resumed = dataclasses.replace(cfg, resume=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="cannot be compared: .*inputs.sha256 is missing"):
+        folder.claim_folder(resumed)
+    folder.claim_folder(dataclasses.replace(resumed, resume_force=True))
+    folder.claim_folder(resumed)
+
+
 def test_passwords_in_urls_are_not_written(group, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x", "--judge_url", "http://me:secret@host/v1"])
     Log(make_config(out=str(tmp_path), name="run", judge_url="http://me:secret@host/v1"), tokenizer)
@@ -365,7 +456,12 @@ LOOP = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
 from types import SimpleNamespace
-from runtime import stop
+from runtime import guard, stop
+def mine(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
+    stop.interruptible(print, "sampled")
+    print("ready", flush=True)
+    time.sleep(20)
+    print("the rollout ends")
 checkpoints = SimpleNamespace(
     save=lambda: print("saved"), wait=lambda: None, progress=SimpleNamespace(step=7), folder="runs/x")
 with stop.on_signals():
@@ -379,6 +475,8 @@ with stop.on_signals():
                 time.sleep(0.01)
             print("the update ends", flush=True)
             time.sleep(float(sys.argv[2]))
+        if sys.argv[1] == "user":
+            guard.checked(mine, "mine.py:mine")(None, [], 1, 1.0, 8)
         stop.interruptible(lambda: [print("ready", flush=True), time.sleep(20), print("the rollout ends")])
 """
 
@@ -388,15 +486,24 @@ with stop.on_signals():
     ("rollout", signal.SIGTERM, 143, ["saved", "stopped by SIGTERM at step 7; continue with: python"]),
     ("rollout", signal.SIGUSR1, 138, ["saved", "--resume runs/x"]),
     ("update", signal.SIGINT, 130, ["the update ends", "saved"]),
+    ("user", signal.SIGTERM, 143, ["saved", "stopped by SIGTERM at step 7"]),  # --rollout's own code
 ])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_a_line(phase, number, code, says):
     command = [sys.executable, "-c", LOOP, phase, "0"]
     process = subprocess.Popen(command, **PIPES)
-    assert process.stdout.readline() == "ready\n"
+    while process.stdout.readline() != "ready\n":
+        assert process.poll() is None
     process.send_signal(number)
     output = finish(process, code)
     assert all(text in output for text in says)
     assert "the rollout ends" not in output and "Traceback" not in output
+
+
+def test_a_call_that_fails_can_no_longer_be_left_by_a_signal(monkeypatch):
+    monkeypatch.setattr(stop, "in_loop", True)
+    with pytest.raises(ZeroDivisionError):
+        stop.interruptible(lambda: 1 / 0)
+    assert not stop.in_call
 
 
 def test_a_second_signal_ends_the_run_at_once():
@@ -419,6 +526,27 @@ def test_a_rank_gets_sigterm_when_torchrun_is_killed():
     launcher.kill()
     output = launcher.stdout.read()  # until the rank, which has the same pipe, has ended
     assert "saved" in output and "stopped by SIGTERM" in output
+
+
+@pytest.mark.parametrize("error, says", [
+    (RuntimeError("[enforce fail at x/gloo/tcp/loop.cc:105] epoll_create: Too many open files"),
+     "nano_rlvr: [0-9]+ open files are too few: raise the limit, ulimit -n"),
+    (OSError(errno.ENOSPC, "No space left on device"), "nano_rlvr: /dev/shm is full"),
+    (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "nano_rlvr: .*No space left on device: '/x/y'"),
+    (RuntimeError("[x/gloo/tcp/pair.cc:1] Connection closed by peer"), "nano_rlvr: another rank has ended"),
+])
+def test_what_has_run_out_is_named_and_not_taken_for_a_lost_rank(error, says):
+    with pytest.raises(SystemExit, match=says), stop.with_one_line(OSError):
+        raise error
+
+
+def test_a_home_that_cannot_be_written_is_refused_or_replaced(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")  # nobody, not even root, can make a folder in it
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file/extensions"))
+    with pytest.raises(ValueError, match="file/extensions, which cannot be written: set HOME, or TORCH"):
+        preflight.need_compiler()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "new"))
+    preflight.need_compiler()
 
 
 def test_a_rank_that_does_not_answer_ends_the_others_with_one_line():

@@ -112,7 +112,7 @@ def test_the_largest_mismatch_is_that_of_all_optimizer_steps_whichever_has_it(mo
 
     def shifted(r):  # 0.25 for all first tokens, 0.75 in one group
         rollouts(r)
-        r.vllm_logps[0] += 0.5 * (r.prompt == [first])
+        r.vllm_logps = [r.vllm_logps[0] + 0.5 * (r.prompt == [first]), *r.vllm_logps[1:]]
 
     monkeypatch.setattr(nr.Rollout, "__post_init__", shifted)
     m = metrics_of(GROUPS, monkeypatch, minibatches=2, kl_coef=0.0, vllm=0.25)

@@ -15,7 +15,8 @@ import data
 import nano_rlvr as nr
 import test_trl
 from conftest import ROOT, close, make_config, within
-from runtime import engines
+from runtime import engines, guard
+from runtime.errors import RunError
 
 sys.path.append(str(ROOT / "examples"))
 import python_tool  # noqa: E402
@@ -210,7 +211,90 @@ def test_programs_that_hang_or_print_megabytes_or_do_not_compile_are_read_by_the
         assert f"<output>{output}" in text
 
 
-# ---- 4. the model of the example
+# ---- 4. functions of a user
+
+
+@pytest.fixture
+def user(llm, prompts, tmp_path):
+    """user(body of a function, what follows its name): what --rollout then samples for 2 prompts, 2 each."""
+    def call(body, signature="(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling)"):
+        file = tmp_path / f"mine{len(list(tmp_path.iterdir()))}.py"
+        file.write_text("import math\nfrom nano_rlvr import Rollout, rollout\n"
+                        f"def mine{signature}:\n    {body}\n")
+        sample = nr.sampler(f"{file}:mine")
+        return sample(llm, prompts[:2], 2, 1.0, 8, SEEDS[:2], top_p=1.0, top_k=0)
+    return call
+
+
+SAMPLE = "rs = rollout(llm, prompts, n, temperature, max_tokens, seeds, **sampling); "
+
+
+@pytest.mark.parametrize("body, says", [
+    ("return None", "it must return a list of 2 Rollouts for each of 2 prompts, .* it returned None"),
+    ("return (r for r in rs)", "it must return .* it returned <generator"),
+    ("return rs[:3]", "it must return .* it returned 3"),
+    ("return [vars(r) for r in rs]", "Rollout 0 of 4 does not fit: it is {'prompt': .*, not a Rollout"),
+    ("return [rs[i] for i in (0, 2, 1, 3)]", "Rollout 1 of 4 does not fit: it has another prompt"),
+    ("prompts[1].append(7); return rs", "Rollout 2 of 4 does not fit: it has another prompt"),
+    ("rs[2].completion[3] = 263", r"Rollout 2 .* its completion\[3\] is 263, not .* an int from 0 to 262"),
+    ("rs[2].completion[3] = -1", r"Rollout 2 .* its completion\[3\] is -1, not .* from 0 to 262"),
+    ("rs[1].completion[0] = 'a'", r"Rollout 1 .* its completion\[0\] is 'a', not a token id"),
+    ("rs[1].completion[0] = True", r"Rollout 1 .* its completion\[0\] is True, not a token id"),
+    ("rs[3].completion = 'abc'", "Rollout 3 .* its completion is 'abc', not a list"),
+    ("rs[3].completion, rs[3].vllm_logps = [], []", "Rollout 3 .* 0 tokens, 0 log-probs and . marks"),
+    ("rs[3].vllm_logps += [-1.0]", "Rollout 3 .* its completion has . tokens, . log-probs"),
+    ("rs[3].vllm_logps = None", "Rollout 3 .* its vllm_logps is None, not a list"),
+    ("rs[3].vllm_logps[1] = math.nan", r"Rollout 3 .* its vllm_logps\[1\] is nan, not a log-prob"),
+    ("rs[3].vllm_logps[1] = -math.inf", r"Rollout 3 .* its vllm_logps\[1\] is -inf, not a log-prob"),
+    ("rs[3].vllm_logps[1] = 0.5", r"Rollout 3 .* its vllm_logps\[1\] is 0.5, .* at most 0"),
+    ("rs[3].vllm_logps[1] = None", r"Rollout 3 .* its vllm_logps\[1\] is None, not a log-prob"),
+    ("rs[0].sampled[0] = 2", r"Rollout 0 .* its sampled\[0\] is 2, not True or False"),
+    ("rs[0].sampled = [False] * len(rs[0].sampled)", "Rollout 0 .* at least one sampled token"),
+    ("rs[0].text = None", "Rollout 0 .* its text is None, not a str"),
+    ("rs[0].truncated = None", "Rollout 0 .* its truncated is None, not a bool"),
+    ("rs[0].gold", "AttributeError: 'Rollout' object has no attribute 'gold' .*mine0.py:4"),
+    ("raise KeyError('the\\nserver')", "KeyError: 'the.*server' .*mine0.py:4"),
+    ("raise SystemExit(0)", "SystemExit: 0 .*mine0.py:4"),
+    ("rollout(llm, [[1] * 999], 1, 1.0, 8)", "VLLM.*: .* 999 .*mine0.py:4"),  # too long
+])
+def test_a_function_that_fails_or_returns_what_does_not_fit_is_named_in_one_line(user, body, says):
+    with pytest.raises(RunError, match=f"^--rollout .*mine0.py:mine: {says}") as e:
+        user(f"{SAMPLE}{body}" if "return" in body else f"{SAMPLE}{body}; return rs")
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("signature, says", [
+    ("(llm, prompts)", "too many positional arguments; it must take llm, prompts, n, temp"),
+    ("(llm, prompts, n, temperature, max_tokens, seeds=None)", "unexpected keyword argument 'top_p'"),
+    ("(llm, prompts, n, temperature, max_tokens, seeds, **sampling)", "required argument: 'seeds'"),
+])
+def test_a_function_that_cannot_be_called_is_refused_before_anything_is_loaded(user, signature, says):
+    with pytest.raises(ValueError, match=f"^--rollout .*mine0.py:mine: .*{says}"):
+        user("raise SystemExit", signature)
+
+
+def test_a_failed_sync_and_a_full_device_are_not_blamed_on_the_user(user):
+    for error, kind in (("RunError('lost')", RunError), ("RuntimeError('out of memory')", RuntimeError)):
+        with pytest.raises(kind, match="^(lost|out of memory)$"):
+            user(f"from runtime.errors import RunError; raise {error}")
+
+
+def test_a_completion_that_has_grown_can_be_packed(user):
+    rollouts = user(SAMPLE + "rs[0].completion += [5]; rs[0].sampled += [False]; "
+                    "rs[0].vllm_logps += [0.0]; return rs")
+    assert not all(rollouts[0].sampled)
+    assert nr.collate(rollouts).lengths.tolist() == [r.length for r in rollouts]
+
+
+def test_log_probs_of_another_computation_name_the_function_that_returned_them():
+    metrics = {"mismatch/mean_abs": 0.2, "loss": 0.0}
+    with pytest.raises(RunError, match="Either --rollout mine.py:f returned other ids or log-probs"):
+        guard.check_step(metrics, 0.1, "mine.py:f")
+    with pytest.raises(RunError, match="Either vLLM has other weights"):
+        guard.check_step(metrics, 0.1)
+
+
+# ---- 5. the model of the example
 
 
 def test_the_example_model_learns_its_calls_but_not_the_output(tmp_path, monkeypatch):
@@ -236,7 +320,7 @@ def test_the_example_model_learns_its_calls_but_not_the_output(tmp_path, monkeyp
     assert not shown & {row["question"] for row in test}
 
 
-# ---- 5. training
+# ---- 6. training
 
 
 def test_log_probs_of_the_trainer_are_those_of_vllm_on_sampled_tokens(llm, prompts, calls, group):
