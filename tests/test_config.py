@@ -263,8 +263,8 @@ def test_a_tenth_of_a_file_is_held_out_for_evaluation(tmp_path, tokenizer):
     assert {e["question"] for e in train_set + eval_set} == {row["question"] for row in bad_inputs.ROWS}
 
 
-def test_importing_the_script_loads_neither_vllm_nor_deepspeed():
-    slow = "vllm", "deepspeed", "transformers", "wandb", "datasets"
+def test_importing_the_script_loads_neither_vllm_nor_deepspeed_nor_dynamo():
+    slow = "vllm", "deepspeed", "transformers", "wandb", "datasets", "torch._dynamo"
     code = f"import sys, nano_rlvr; print([m for m in {slow} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
