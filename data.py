@@ -18,6 +18,7 @@ from pathlib import Path
 
 from runtime import evaluation, preflight
 from runtime.flops import empty_model
+from verify.verifier import ADDED_COLUMNS
 
 # -------------------------------------------------------------------------------------------- generated tasks
 
@@ -97,10 +98,20 @@ def read_text(path):
     return text
 
 
+def unique(pairs):
+    """dict(pairs). Raises ValueError if a key is there twice: the first value would be lost."""
+    found = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key '{name}' is there twice")
+        found[name] = value
+    return found
+
+
 def parse_json(text, path, line=1):
     """json.loads with the file and the line in its ValueError. `line`: number of the first line of `text`."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as e:
         raise ValueError(f"{path}:{line + e.lineno - 1}: not JSON ({e.msg})") from None
     except (ValueError, RecursionError) as e:  # a number of 4,301 digits; brackets in brackets in ...
@@ -125,6 +136,11 @@ def read_rows(path):
         csv.field_size_limit(2**31 - 1)  # of a field, in characters; its default is 131,072
         reader = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
         try:
+            # without empty names: many files end in columns without one
+            names = [name for name in reader.fieldnames or () if name]
+            if len(set(names)) < len(names):
+                twice = max(names, key=names.count)
+                raise ValueError(f"{path}:1: two columns have the name '{twice}'")
             yield from ((f"{path}:{reader.line_num}", row) for row in reader)
         except csv.Error as e:  # for example a quotation mark that is never closed
             raise ValueError(f"{path}:{reader.line_num}: not CSV ({e})") from None
@@ -216,8 +232,9 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
         no_answer = answer_key == "none" or empty[answer_key] and row.get("reward")
         for key, flag in ((question_key, "--question_key"), (answer_key, "--answer_key")):
             if empty[key] and not (no_answer and flag == "--answer_key"):
-                columns = ", ".join(map(str, row))
-                raise ValueError(f"{location}: no '{key}' (it has {columns}); {flag} names another column")
+                fault = f"'{key}' is empty" if key in row else (
+                    f"no '{key}' (it has {', '.join(map(str, row))})")
+                raise ValueError(f"{location}: {fault}; {flag} names another column")
         if not isinstance(row[question_key], str):
             kind = type(row[question_key]).__name__
             raise ValueError(f"{location}: '{question_key}' must be text, this is {kind}")
@@ -348,6 +365,8 @@ def load_eval_sets(cfg, **keys):
     Raises ValueError if two sets have the same name.
     """
     sources, examples = [source.strip() for source in cfg.eval_data.split(",")], []
+    if "" in sources:
+        raise ValueError(f"--eval_data {cfg.eval_data}: no set before or after a comma")
     names = [path.stem if path.suffix.lower() in FILES else path.name for path in map(Path, sources)]
     names = [re.sub(r"[^\w.-]", "-", name) for name in names]  # the name becomes a part of metrics' names
     for source, name in zip(sources, names):
@@ -389,6 +408,9 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
 
     if cfg.eval_budget:  # must fit into max_tokens
         evaluation.answer_opening(cfg, tokenizer, split_template(cfg.template)[1])
+    taken = ADDED_COLUMNS | {"prompt_ids", "completions"}
+    for name in sorted(taken & set().union(*train_set, *eval_set)):
+        notify(f"note: rewards do not see the column '{name}' of the data, but the trainer's")
     held_out = {example["question"] for example in eval_set if cfg.steps}  # --steps 0 only evaluates
     new = [example for example in train_set if example["question"] not in held_out]
     if not new:

@@ -4,10 +4,8 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 
-@torch.compiler.disable  # --compile: the layers are compiled up to here and from here on
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, batch=None,
                      **kwargs):
     """Causal attention inside each sequence of a pack. Registered with transformers as "packed".
@@ -48,6 +46,7 @@ def flash_attention(q, k, v, batch, scaling):
 
     q (T, heads, d), k and v (K, kv heads, d) -> (T, heads, d).
     """
+    from torch.nn.attention.varlen import varlen_attn  # here: it brings torch._dynamo, a second
     gqa = {"enable_gqa": True}
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
         gqa, k, v = {}, repeat_heads(k, q), repeat_heads(v, q)  # (K, heads, d) twice

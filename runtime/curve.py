@@ -1,6 +1,6 @@
 """Plots metrics.jsonl of one or several runs: held-out accuracy, reward and completion length over the steps.
 
-    python -m runtime.curve runs/a runs/b --out curve.png
+    python -m runtime.curve runs/a runs/b --out ab.png
 """
 import argparse
 import json
@@ -14,15 +14,20 @@ def read(folder, name="metrics.jsonl", only=b"", **options):
     passed to json.loads.
 
     A last line that is cut off, as a killed run leaves it, is skipped with a note on stderr. Raises
-    ValueError for any other line that is not JSON, OSError if the file cannot be read.
+    ValueError for any other line that is no JSON object with a step, OSError if the file cannot be read.
     """
     path, rows = Path(folder) / name, []
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
             if only in line:
-                rows.append(json.loads(line, **options))
-        except ValueError as e:
+                row = json.loads(line, **options)
+                if not isinstance(row, dict) or type(row.get("step")) is not int:
+                    raise ValueError(f"{path}:{number}: no object with a step")
+                if name == "metrics.jsonl" and any(isinstance(x, (str, list, dict)) for x in row.values()):
+                    raise ValueError(f"{path}:{number}: a metric is no number")
+                rows.append(row)
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
             if number < len(lines):
                 raise ValueError(f"{path}:{number}: not a line of JSON ({e})") from e
             print(f"note: {path}:{number} is cut off: skipped", file=sys.stderr)
@@ -66,6 +71,18 @@ def check_wandb(mode):
                          "--wandb offline and `wandb sync` later")
 
 
+def place(folders, out, name):
+    """Where a command writes: to `out`, or else into the folder of a single run, or to a new file here.
+
+    Raises ValueError if the command would write over a file that the user did not name.
+    """
+    if out or len(folders) == 1:
+        return Path(out or Path(folders[0]) / name)
+    if Path(name).exists():
+        raise ValueError(f"{name} is here already; --out names another file")
+    return Path(name)
+
+
 def draw(folders, out, labels=None):
     """Writes a figure with two panels and one line per run.
 
@@ -82,6 +99,7 @@ def draw(folders, out, labels=None):
         eval_steps = [row["step"] for row in evals]
         low, high = ([row[name] for row in evals] for name in ("eval/low", "eval/high"))
         left.plot(train_steps, [row["reward/mean"] for row in train], color=color, lw=0.8, alpha=0.5)
+        label = label.replace("$", r"\$")  # matplotlib would read a formula
         left.plot(eval_steps, [row["eval/accuracy"] for row in evals], "o-", color=color, ms=4, label=label)
         left.fill_between(eval_steps, low, high, color=color, alpha=0.15, lw=0)
         right.plot(train_steps, [row["completion/length"] for row in train], color=color, label=label)
@@ -97,9 +115,11 @@ if __name__ == "__main__":
     raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("runs", nargs="+")
-    parser.add_argument("--out", default="curve.png")
+    parser.add_argument("--out", help="default: curve.png in the folder of a single run, or here")
     args = parser.parse_args()
     try:
-        draw(args.runs, args.out)
+        draw(args.runs, place(args.runs, args.out, "curve.png"))
     except (ValueError, OSError) as e:
         sys.exit(f"curve: {e}")
+    except KeyError as e:
+        sys.exit(f"curve: a line of metrics.jsonl has no {e}")

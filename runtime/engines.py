@@ -25,7 +25,8 @@ def load_model(cfg):
     from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.utils import logging
     logging.disable_progress_bar()
-    AttentionInterface.register("packed", packed_attention)
+    # --compile: the layers are compiled up to the attention and from there on
+    AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
     model = AutoModelForCausalLM.from_pretrained(
         cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation="packed", use_safetensors=True,
         trust_remote_code=cfg.trust_remote_code)

@@ -48,8 +48,8 @@ def start_verifiers(cfg, Verifier, train_set, eval_set):
     verifier.count_unreadable(train_set, dist.print_once)
     if not cfg.eval_select:
         return verifier, None
-    selector = make(cfg.eval_select)
     try:
+        selector = make(cfg.eval_select)
         selector.check_columns([{"question": ""}], "--eval_select, which sees the question only,")
     except ValueError as e:
         raise ValueError(str(e).replace("--rewards", "--eval_select", 1)) from None

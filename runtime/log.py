@@ -203,9 +203,10 @@ class Log:
         curve.draw([self.folder], self.folder / "curve.png")
         report.write([self.folder], self.folder / "report.html")
         self.bar.close()
-        final = self.folder / "final"
+        model = f"; the model is {self.folder / 'final'}: --model {self.folder / 'final'}"
         more = f"; more steps: --resume {self.folder} --steps N" if self.cfg.lr_end == 1 else ""
-        print(f"next: open {self.folder / 'report.html'}; the model is {final}: --model {final}{more}")
+        trained = model + more if self.cfg.steps else ""  # --steps 0 leaves no model
+        print(f"next: open {self.folder / 'report.html'}{trained}")
         if self.wandb:
             self.wandb.finish()
 

@@ -47,7 +47,8 @@ RANGES = (
     ("[0, 1)", "vllm_memory", "0 = what the memory plan leaves"),
     ("(0, 1e6]", "eps", "the standard deviation of a flat group is 0"),
 )
-# (flags, test of (config, names of the rewards), requirement): without it the flags have no effect
+# (flags, test of (config, {name of a reward: weight}), requirement): without it the flags have no
+# effect. flag=value: only with this value.
 NEEDS = (
     ("question_key answer_key", lambda cfg, _: cfg.data or cfg.eval_data, "--data or --eval_data"),
     ("delta clip_low", lambda cfg, _: cfg.gate == "clip", "--gate clip"),
@@ -65,6 +66,13 @@ NEEDS = (
     ("allow_unsafe_code", lambda cfg, names: cfg.data or cfg.eval_data or "code" in names, "--rewards code"),
     ("eval_select", lambda cfg, _: cfg.eval_n, "--eval_n, whose samples it selects from"),
     ("vllm_memory", lambda *_: torch.cuda.is_available(), "a GPU"),
+    ("rewards", lambda cfg, weights: cfg.data or any(weights.values()), "a weight other than 0"),
+    # On-policy, pi/pi_old is 1: no bound is reached, the slope of the soft gate is 1, and that of the
+    # squared gate's penalty is 0. --ratio product still sums over a sequence. --ratio sequence still
+    # averages what differs within a sequence: rewards per step, and the correction, which is near 1.
+    ("ratio=sequence gate clip_low clip_high delta soft_tau_pos soft_tau_neg squared_tau",
+     lambda cfg, _: cfg.epochs * cfg.minibatches > 1,
+     "--epochs or --minibatches above 1: on-policy, pi/pi_old is 1 (rewards per step aside)"),
 )
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
 RECORD = "nano_rlvr.json"  # in the folder of a trained model: {"config": the fields of its run}
@@ -185,10 +193,12 @@ def check(cfg, tasks, parse_spec):
             raise ValueError(message)
 
     spec = cfg.rewards or tasks[cfg.task]["rewards"]
-    rewards = [name for name, *_ in parse_spec(spec)]
+    rewards = weights_of("rewards", spec, parse_spec)
     if cfg.overlong_buffer and "overlong" not in rewards:
-        spec += ",overlong:1"
-    rewards += [name for name, *_ in parse_spec(cfg.eval_select)] if cfg.eval_select else []
+        spec, rewards["overlong"] = f"{spec},overlong:1", 1.0
+    if cfg.eval_select:
+        selector = weights_of("eval_select", cfg.eval_select, parse_spec)
+        rewards = dict.fromkeys(selector, 0.0) | rewards
     evaluation.token_budgets(cfg.eval_budget)
     cuda = torch.cuda.is_available()
     dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32"
@@ -196,13 +206,34 @@ def check(cfg, tasks, parse_spec):
     need_compiler(cpu_operators=not cuda or cfg.offload == "optimizer")
     bound = cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.15)
     check_folder(cfg.out, cfg.name)
+    notes = [text for applies, text in (
+        (cfg.warmup > cfg.steps > 0,
+         f"--warmup {cfg.warmup}: --lr is not reached in {cfg.steps} steps"),
+        (cfg.max_grad_norm == 0, "--max_grad_norm 0: gradients are not clipped"),
+    ) if applies]
+    named = set()  # a flag is in one note at most
     for names, has_effect, requirement in NEEDS:
-        for flag in names.split():
-            if getattr(cfg, flag) != getattr(type(cfg), flag) and not has_effect(cfg, rewards):
-                dist.print_once(f"note: --{flag} {getattr(cfg, flag)} has no effect without {requirement}",
-                                file=sys.stderr)
+        found = {}
+        for flag, _, only in (name.partition("=") for name in names.split()):
+            value = getattr(cfg, flag)
+            if value != getattr(type(cfg), flag) and only in ("", value) and flag not in named:
+                found[flag] = f"--{flag} {value}"
+        if found and not has_effect(cfg, rewards):
+            named |= found.keys()
+            verb = "has" if len(found) == 1 else "have"
+            notes.append(f"{', '.join(found.values())} {verb} no effect without {requirement}")
+    for note in notes:
+        dist.print_once(f"note: {note}", file=sys.stderr)
     return dataclasses.replace(cfg, model=find_model(cfg.model), dtype=dtype, mismatch_bound=bound,
                                rewards=spec)
+
+
+def weights_of(flag, spec, parse_spec):
+    """{name of a reward: its weight} of a spec. Raises ValueError with the flag that has it."""
+    try:
+        return {name: weight for name, weight, _ in parse_spec(spec)}
+    except ValueError as e:
+        raise ValueError(f"--{flag} {spec}: {e}") from None
 
 
 def check_folder(out, name):
@@ -393,6 +424,10 @@ def check_layers(cfg, config, model):
         raise ValueError(f"--model {cfg.model}: {config.model_type} computes attention in its own code, "
                          "which would mix the sequences that share a row: it is not supported")
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    compressed = getattr(config, "kv_lora_rank", None)
+    if compressed or getattr(config, "v_head_dim", head_size) != head_size:
+        raise ValueError(f"--model {cfg.model}: the keys and values of {config.model_type} are "
+                         "compressed or of different sizes (MLA): that is not supported")
     if head_size not in (range(8, 257, 8) if torch.cuda.is_available() else CPU_HEAD_SIZES):
         raise ValueError(f"--model {cfg.model}: attention heads of size {head_size} are not supported here")
     layers = config.num_hidden_layers

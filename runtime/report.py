@@ -41,12 +41,17 @@ def read_run(path):
     """A run folder as a dict. Raises ValueError or OSError, with one line, if it is none."""
     path = Path(path)
     try:
-        about = json.loads((path / "config.json").read_text())
-        config, rows = about["config"], curve.read(path)
-    except FileNotFoundError as e:
+        text, rows = (path / "config.json").read_bytes(), curve.read(path)
+    except (FileNotFoundError, NotADirectoryError) as e:
         raise ValueError(f"{path} is not the folder of a run: it has no {Path(e.filename).name}") from None
-    except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path}: config.json or metrics.jsonl cannot be read ({e})") from None
+    try:
+        about = json.loads(text)
+        config = {**about["config"]}
+        if config["samples"] < 1:
+            raise ValueError(f"samples {config['samples']}")
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        reason = f"{type(e).__name__}: {e}"
+        raise ValueError(f"{path / 'config.json'} is not as a run writes it ({reason})") from None
     return {"path": path, "name": path.resolve().name, "about": about, "config": config, "rows": rows}
 
 
@@ -229,10 +234,10 @@ def write(folders, out):
              "rollouts": rollouts(run, tokens.LIMIT // len(runs))} for run in runs]
     # compressed: a long run stays small; base64 has no "<": the browser reads no text of a model as HTML
     packed = base64.b64encode(gzip.compress(json.dumps(data).encode(), 6, mtime=0)).decode()
-    page = TEMPLATE.read_text()
-    for name, text in {"TITLE": html.escape(", ".join(lines)), "SUMMARY": summary(lines),
-                       "CHARTS": charts(lines), "DATA": packed}.items():
-        page = page.replace(f"@@{name}@@", text)
+    texts = {"TITLE": html.escape(", ".join(lines)), "SUMMARY": summary(lines), "CHARTS": charts(lines),
+             "DATA": packed}
+    # in one pass: a run may have one of these names
+    page = re.sub("@@(TITLE|SUMMARY|CHARTS|DATA)@@", lambda m: texts[m[1]], TEMPLATE.read_text())
     Path(out).write_text(page)
 
 
@@ -242,9 +247,9 @@ def main(argv):
     parser.add_argument("runs", nargs="+")
     parser.add_argument("--out", help="default: report.html in the folder of a single run, or here")
     args = parser.parse_args(argv)
-    out = args.out or (Path(args.runs[0]) / "report.html" if len(args.runs) == 1 else "report.html")
+    out = curve.place(args.runs, args.out, "report.html")
     write(args.runs, out)
-    print(f"{out}: {Path(out).stat().st_size / 1e6:.2f} MB")
+    print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":
@@ -252,3 +257,5 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except (ValueError, OSError) as e:
         sys.exit(f"report: {e}")
+    except KeyError as e:
+        sys.exit(f"report: a line of metrics.jsonl, rollouts.jsonl or eval.jsonl has no {e}")

@@ -17,7 +17,7 @@ import torch
 import bad_inputs
 import data
 import nano_rlvr as nr
-from conftest import ROOT, make_config
+from conftest import ROOT, close, fixed_rollouts, make_config
 from runtime import cli, engines, errors, preflight
 
 load_model = engines.load_model  # before no_model replaces it
@@ -73,6 +73,11 @@ def test_an_interval_has_the_ends_that_it_names(name, inside, outside):
     ("--delta 2 --gate soft", "delta"), ("--delta 2", None),
     ("--clip_low 0.1 --gate detach", "clip_low"), ("--clip_low 0.1", None),
     ("--clip_high 0.1 --gate soft", "clip_high"), ("--clip_high 0.1 --gate detach", None),
+    ("--rewards gsm8k:0", "rewards"), ("--rewards gsm8k:0,format:1", None),
+    ("--rewards gsm8k:0 --overlong_buffer 0.2", None), ("--rewards gsm8k:0 --data f.jsonl", None),
+    ("--rewards gsm8k:0 --eval_n 4 --eval_select format", "rewards"),
+    ("--max_grad_norm 0", "max_grad_norm"), ("--max_grad_norm 0.5", None),
+    ("--warmup 51", "warmup"), ("--warmup 50", None), ("--warmup 51 --steps 0", None),
     ("--soft_tau_pos 2", "soft_tau_pos"), ("--soft_tau_neg 2", "soft_tau_neg"),
     ("--soft_tau_pos 2 --soft_tau_neg 2 --gate soft", None),
     ("--ref_reset_every 5 --kl_coef 0", "ref_reset_every"), ("--ref_reset_every 5", None),
@@ -84,10 +89,41 @@ def test_an_interval_has_the_ends_that_it_names(name, inside, outside):
     *((f"--algo {algo}", None) for algo in nr.ALGOS),
 ])
 def test_a_flag_that_has_no_effect_is_named(argv, flag, capsys, monkeypatch):
+    names = notes_of(["--minibatches", "2", *argv.split()], capsys, monkeypatch)
+    assert names == [[flag]] * bool(flag)
+
+
+def notes_of(argv, capsys, monkeypatch):
+    """The flags that each note about a command line names, a list per note."""
     monkeypatch.setattr(preflight, "need_compiler", lambda: None)  # it may print a note too
-    nr.parse_config(argv.split())
-    notes = capsys.readouterr().err.splitlines()
-    assert [note.split()[1] for note in notes if note.startswith("note: ")] == [f"--{flag}"] * bool(flag)
+    nr.parse_config(argv)
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    return [re.findall(r"--(\w+)", note.partition(" without ")[0].partition(": --lr")[0]) for note in notes]
+
+
+@pytest.mark.parametrize("argv, flags", [
+    ("", []), ("--algo rloo", []), ("--algo dr_grpo", []), ("--algo dapo", [["clip_high"]]),
+    ("--algo gspo", [["ratio", "clip_low", "clip_high"]]), ("--algo cispo", [["gate", "clip_high"]]),
+    ("--algo sapo --soft_tau_neg 3", [["gate", "soft_tau_neg"]]),
+    ("--algo kimi --squared_tau 9", [["gate", "squared_tau"]]),
+    ("--delta 3 --clip_low 0 --clip_high 0", [["clip_low", "clip_high", "delta"]]),
+    ("--gate soft --delta 3", [["delta"], ["gate"]]), ("--ratio product", []),
+    *((f"--algo {algo} {more}", []) for algo in ("gspo", "cispo", "sapo", "kimi")
+      for more in ("--epochs 2", "--minibatches 2")),
+])
+def test_flags_that_change_nothing_on_policy_are_in_one_note_and_change_no_gradient(
+        argv, flags, tokenizer, capsys, monkeypatch):
+    assert notes_of(argv.split(), capsys, monkeypatch) == flags
+    cfg = dataclasses.replace(nr.parse_config(argv.split()), correction="none")
+    plain = dataclasses.replace(cfg, **{flag: getattr(nr.Config, flag) for flag in sum(flags, [])})
+    batch = nr.collate(fixed_rollouts(tokenizer))
+    gradients = []
+    for of in (cfg, plain):
+        logp = batch.vllm_logps.double().requires_grad_()  # (R,)
+        nr.policy_loss(logp, None, None, batch, of)[0].backward()
+        gradients.append(logp.grad)
+    close(*gradients)
+    assert gradients[0].any()
 
 
 @pytest.fixture
@@ -263,8 +299,8 @@ def test_a_tenth_of_a_file_is_held_out_for_evaluation(tmp_path, tokenizer):
     assert {e["question"] for e in train_set + eval_set} == {row["question"] for row in bad_inputs.ROWS}
 
 
-def test_importing_the_script_loads_neither_vllm_nor_deepspeed():
-    slow = "vllm", "deepspeed", "transformers", "wandb", "datasets"
+def test_importing_the_script_loads_neither_vllm_nor_deepspeed_nor_dynamo():
+    slow = "vllm", "deepspeed", "transformers", "wandb", "datasets", "torch._dynamo"
     code = f"import sys, nano_rlvr; print([m for m in {slow} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

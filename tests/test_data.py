@@ -48,8 +48,8 @@ def test_every_file_format_gives_the_same_examples(tmp_path):
 
 @pytest.mark.parametrize("row, says", [
     ({"question": 3, "answer": "x"}, "must be text"),
-    ({"question": "a", "answer": None}, "no 'answer'"),
-    ({"question": "", "answer": "x"}, "no 'question'"),
+    ({"question": "a", "answer": None}, "'answer' is empty"),
+    ({"question": "", "answer": "x"}, "'question' is empty"),
     (["a", "b"], "must be an object"),
 ])
 def test_a_bad_row_is_named_with_its_line(tmp_path, row, says):
@@ -65,6 +65,32 @@ def test_byte_order_marks_long_fields_and_nested_columns_are_read(tmp_path):
     long = "word, " * 50_000  # the csv module's own limit is 131,072 characters
     (tmp_path / "a.csv").write_text(f'question,answer\n"{long}",1\n', encoding="utf-8-sig")
     assert data.load(str(tmp_path / "a.csv")) == [{"question": long, "answer": "1"}]
+
+
+def test_a_key_or_column_that_is_there_twice_is_refused_but_empty_columns_are_not(tmp_path):
+    (tmp_path / "a.json").write_text('[{"question": "a", "answer": 1, "x": {"y": 1, "y": 2}}]')
+    with pytest.raises(ValueError, match="a.json:1: not readable as JSON .the key 'y' is there twice"):
+        data.load(str(tmp_path / "a.json"))
+    (tmp_path / "a.csv").write_text("question,answer,x,x,,\na,1,2,3,,\n")
+    with pytest.raises(ValueError, match="a.csv:1: two columns have the name 'x'"):
+        data.load(str(tmp_path / "a.csv"))
+    (tmp_path / "a.csv").write_text("question,answer,,\na,1,,\n")  # as spreadsheets write it
+    assert data.load(str(tmp_path / "a.csv")) == [{"question": "a", "answer": "1", "": ""}]
+
+
+def test_a_column_that_the_trainer_replaces_is_named(tmp_path, tokenizer):
+    rows = [{"question": f"{i}+{i}", "answer": str(2 * i), "level": 1} for i in range(20)]
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(row | {"step": 1, "index": i})
+                                                   for i, row in enumerate(rows[:10])))
+    (tmp_path / "eval.jsonl").write_text("\n".join(json.dumps(row | {"prompt_ids": "x"})
+                                                  for row in rows[10:]))
+    notes = []
+    cfg = make_config(data=str(tmp_path / "train.jsonl"), eval_data=str(tmp_path / "eval.jsonl"))
+    data.load_splits(cfg, tokenizer, notify=notes.append)
+    assert notes == [f"note: rewards do not see the column '{name}' of the data, but the trainer's"
+                     for name in ("index", "prompt_ids", "step")]
+    data.load_splits(make_config(), tokenizer, notify=notes.append)
+    assert len(notes) == 3
 
 
 def test_a_list_as_answer_is_kept_for_rewards_that_ask_for_it(tmp_path):

@@ -18,6 +18,7 @@ SIZES = dict(
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 DELTA_NET = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16,
                  linear_value_head_dim=16, **EXPERTS, shared_expert_intermediate_size=32)
+LATENT = dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32)
 MAMBA = dict(mamba_d_head=16, mamba_n_heads=8, mamba_n_groups=1, mamba_d_ssm=128, mamba_d_state=16,
              mamba_expand=2, num_heads=8, n_groups=1, expand=2, state_size=16)
 BOTH = ["sliding_attention", "full_attention"] * 2
@@ -58,6 +59,11 @@ OTHER_REASONS = {
         "gemma3_text", dict(sliding_window=128, layer_types=BOTH), "sliding window .* 128 tokens"),
     "Llama 4": ("llama4_text", EXPERTS | dict(intermediate_size_mlp=96), "chunked_attention layers"),
     "Granite with scaled logits": ("granite", dict(logits_scaling=8.0), "logits_scaling"),
+    # on a CPU, vLLM's loader ended with KeyError: 'layers.1.mlp.gate.e_score_correction_bias'
+    "DeepSeek-V3": ("deepseek_v3", LATENT | dict(num_key_value_heads=4, n_routed_experts=4, n_group=1,
+                    topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32), "compressed"),
+    "DeepSeek-V2": ("deepseek_v2", LATENT, "compressed"),
+    "MiMo-V2": ("mimo_v2_flash", dict(v_head_dim=16, layer_types=["full_attention"] * 4), "different sizes"),
     "Gemma 2": ("gemma2", dict(sliding_window=160, layer_types=BOTH), "softcapping"),
 }
 

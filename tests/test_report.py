@@ -3,6 +3,7 @@ import html
 import json
 import random
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -283,6 +284,94 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path):
             report.main([str(tmp_path / "run")])
 
 
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path):
+    """command("report", argv) -> what `python -m runtime.report` prints on stderr; "" = it has written."""
+    def command(name, argv):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, argv)])
+        try:
+            runpy.run_path(str(ROOT / "runtime" / f"{name}.py"), run_name="__main__")
+        except SystemExit as e:
+            return str(e.code)
+        finally:
+            capsys.readouterr()
+        return ""
+    return command
+
+
+def without(key):
+    return lambda text: text.replace(f'"{key}"', '"other"')
+
+
+DAMAGES = {  # file -> [(what happens to its text, a part of the line; "" = a report of what is left)]
+    "metrics.jsonl": [
+        (lambda text: "", ""), (lambda text: text[:len(text) // 2], ""),
+        (lambda text: "\xff\n" * 9, "metrics.jsonl:1: not a line of JSON"),
+        (lambda text: "[" * 100_000 + "\n{}", "metrics.jsonl:1: not a line of JSON"),
+        (lambda text: "[]", "metrics.jsonl:1: no object with a step"),
+        (without("step"), "metrics.jsonl:1: no object with a step"),
+        (lambda text: text.replace('"step": ', '"step": "x", "other": '), ":1: no object with a step"),
+        (lambda text: text.replace('"kl": ', '"kl": [], "other": '), ":1: a metric is no number"),
+        (without("eval/low"), "has no 'eval/low'"), (without("seconds/update"), "has no 'seconds/update'")],
+    "rollouts.jsonl": [
+        (lambda text: "", ""), (lambda text: text[:-9], ""), (without("step"), ":1: no object with a step"),
+        (lambda text: "\xff\n" * 9, "rollouts.jsonl:1: not a line of JSON"),
+        (lambda text: "null", "rollouts.jsonl:1: no object with a step")],
+    "eval.jsonl": [
+        (lambda text: "", ""), (lambda text: text[:-9], ""), (without("question"), "has no 'question'"),
+        (lambda text: "\xff\n" * 9, "eval.jsonl:1: not a line of JSON"),
+        (lambda text: "1\n" + text, "eval.jsonl:1: no object with a step")],
+    "config.json": [
+        (damage, "config.json is not as a run writes it") for damage in (
+            lambda text: "", lambda text: text[:-9], lambda text: "\xff", lambda text: "[]",
+            lambda text: '{"config": []}', lambda text: "[" * 100_000, without("config"), without("samples"),
+            lambda text: text.replace('"samples": 4', '"samples": 0'),
+            lambda text: text.replace('"samples": 4', '"samples": "many"'))],
+}
+
+
+@pytest.mark.parametrize("file", DAMAGES)
+def test_a_damaged_file_of_a_run_is_one_line_that_names_it(tmp_path, command, file):
+    write_run(tmp_path / "run", steps=2)
+    path = tmp_path / "run" / file
+    whole = path.read_text()
+    for damage, says in DAMAGES[file]:
+        path.write_text(damage(whole), "latin-1")  # 0xff is no UTF-8
+        for name in ("report", "curve") if file == "metrics.jsonl" else ("report",):
+            line = command(name, [tmp_path / "run"])
+            if (name, says) != ("curve", "has no 'seconds/update'"):  # which the curve does not show
+                assert says in line and bool(says) == bool(line) and "\n" not in line, (name, says, line)
+
+
+def test_a_run_may_have_a_name_that_html_matplotlib_or_the_page_reads_otherwise(tmp_path, command):
+    write_run(tmp_path / "@@DATA@@", steps=1)
+    assert command("report", ["@@DATA@@"]) == ""
+    page = (tmp_path / "@@DATA@@/report.html").read_text()
+    assert "<h1>@@DATA@@</h1>" in page and page.count("<figure>") == 8
+    write_run(tmp_path / r"$\frac$", steps=1)
+    assert command("curve", [r"$\frac$"]) == ""
+
+
+def test_a_picture_of_several_runs_is_not_written_over_a_file_that_nobody_named(tmp_path, command):
+    for name in ("a", "b"):
+        write_run(tmp_path / name, steps=1)
+    for name, file in (("curve", "curve.png"), ("report", "report.html")):
+        assert command(name, ["a"]) == "" and not (tmp_path / file).exists()
+        (tmp_path / file).write_text("mine")
+        assert command(name, ["a", "b"]) == f"{name}: {file} is here already; --out names another file"
+        assert (tmp_path / file).read_text() == "mine"
+        assert command(name, ["a", "b", "--out", file]) == "" and (tmp_path / file).stat().st_size > 5000
+        (tmp_path / file).unlink()
+        assert command(name, ["a", "b"]) == "" and (tmp_path / file).stat().st_size > 5000
+
+
+def test_the_menu_of_changes_begins_with_all_and_wrong_to_right():
+    """As pairs: a JavaScript object would have its keys 10 and 11 before all others."""
+    menu = json.loads(re.search("const CHANGES = (.*);", report.TEMPLATE.read_text())[1])
+    assert [value for value, _ in menu] == ["", "01", "10", "11", "00"]
+
+
 # ---- which rollouts, and their numbers
 
 def test_every_kth_step_has_numbers_and_the_report_has_whole_groups_of_at_most_2000_rollouts(tmp_path):
@@ -399,6 +488,9 @@ def test_the_screen_says_what_goes_on_and_where_to_look_next(screen, capsys):
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"next: open {log.folder}/report.html; the model is {log.folder}/final: ")
     assert (log.folder / "report.html").stat().st_size > 10_000 and (log.folder / "curve.png").exists()
+    log.cfg.steps = 0  # evaluates only: no model is written
+    log.close()
+    assert capsys.readouterr().out.splitlines()[-1] == f"next: open {log.folder}/report.html"
 
 
 def test_a_run_leaves_the_plots_of_a_notebook_alone(tmp_path):

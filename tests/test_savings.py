@@ -97,7 +97,7 @@ def test_flash_attention_gets_repeated_keys_only_from_a_torch_that_needs_them(mo
         return torch_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale,
                           window_size=window_size)
 
-    monkeypatch.setattr(attention, "varlen_attn", torch_2_13 if has_enable_gqa else torch_2_11)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torch_2_13 if has_enable_gqa else torch_2_11)
     got = attention.flash_attention(q, k, v, batch, 0.3)
     assert torch.equal(got, attention.attend_in_groups(q, k, v, batch, 0.3))
     assert heads == [2 if has_enable_gqa else 6]

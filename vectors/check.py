@@ -27,10 +27,13 @@ def difference(got, wanted):
 def main(file, tolerance=1e-9):
     cases = json.loads(Path(__file__).with_name("cases.json").read_text())
     cases = {case["name"]: case["expected"] for case in cases}
-    results = json.loads(Path(file).read_text())
-    compared = [(name, field, difference(result[field], cases[name][field]))
-                for name, result in results.items() for field in result]
-    wrong = [x for x in compared if not x[2] <= float(tolerance)]  # also catches NaN
+    try:
+        results, tolerance = json.loads(Path(file).read_text()), float(tolerance)
+        compared = [(name, field, difference(result[field], cases[name][field]))
+                    for name, result in results.items() for field in result]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        sys.exit(f"check: {file}, tolerance {tolerance}: {type(e).__name__}: {e}")
+    wrong = [x for x in compared if not x[2] <= tolerance]  # also catches NaN
     for name, field, size in wrong:
         print(f"{name}: {field} differs, {size:.1g} of its size")
     agree = len(compared) - len(wrong)
@@ -39,4 +42,4 @@ def main(file, tolerance=1e-9):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:]) if len(sys.argv) in (2, 3) else sys.exit(__doc__)
