@@ -95,7 +95,7 @@ def test_a_flag_that_has_no_effect_is_named(argv, flag, capsys, monkeypatch):
 
 def notes_of(argv, capsys, monkeypatch):
     """The flags that each note about a command line names, a list per note."""
-    monkeypatch.setattr(preflight, "need_compiler", lambda: None)  # it may print a note too
+    monkeypatch.setattr(preflight, "need_compiler", lambda **_: None)  # it may print a note too
     nr.parse_config(argv)
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     return [re.findall(r"--(\w+)", note.partition(" without ")[0].partition(": --lr")[0]) for note in notes]

@@ -532,7 +532,8 @@ def test_a_rank_gets_sigterm_when_torchrun_is_killed():
     (RuntimeError("[enforce fail at x/gloo/tcp/loop.cc:105] epoll_create: Too many open files"),
      "nano_rlvr: [0-9]+ open files are too few: raise the limit, ulimit -n"),
     (OSError(errno.ENOSPC, "No space left on device"), "nano_rlvr: /dev/shm is full"),
-    (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "nano_rlvr: .*No space left on device: '/x/y'"),
+    (OSError(errno.ENOSPC, "No space left on device", "/x/y"),
+     "nano_rlvr: .*No space left on device: '/x/y'"),
     (RuntimeError("[x/gloo/tcp/pair.cc:1] Connection closed by peer"), "nano_rlvr: another rank has ended"),
 ])
 def test_what_has_run_out_is_named_and_not_taken_for_a_lost_rank(error, says):

@@ -160,7 +160,7 @@ def _fetch(url, body, end, reply):
 
 
 def _score(reply):
-    """The score at the end of a reply, 0.0 to 1.0, or None: 7, 7.5, 7/10 and 10.0 are scores, 7/100 is not."""
+    """The score at the end of a reply, 0.0 to 1.0, or None. 7, 7.5, 7/10, 10.0 are scores; 7/100 is none."""
     _, found, last = reply[-200:].rpartition("SCORE:")
     number = found and re.match(r"[ *]{0,3}(\d+(?:\.\d+)?)(?: ?/ ?10)?(?! ?/|[.,]?[\w%–-])", last)
     return float(number[1]) / 10 if number and float(number[1]) <= 10 else None
