@@ -52,6 +52,7 @@ class SentWeights:
 
     def __iter__(self):
         for name, tensor in self.named_weights:
+            tensor = tensor.to(dist.device())  # LoRA with offload has its frozen weights in host memory
             self.sent[name] = tensor.shape, tensor.dtype, checksum(tensor)
             yield name, tensor
 

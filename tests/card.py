@@ -1,0 +1,181 @@
+"""A GPU made of host memory: real numbers, and errors where PyTorch on CUDA raises them.
+
+Inside simulated_card(), a tensor is on the card or on the host as it would be on a machine with one GPU.
+Its storage carries the mark, so that views, `p.data = x` and saved tensors are where their storage is. The
+values are computed by the kernels of the CPU, which check dtypes and shapes as those of CUDA do. Streams,
+kernels and memory limits of a GPU are not simulated.
+"""
+import contextlib
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CARD, HOST = torch.device("cuda", 0), torch.device("cpu")
+aten = torch.ops.aten
+CROSSING = {aten.copy_.default, aten._to_copy.default}  # what moves values between devices
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
+            aten._index_put_impl_.default, aten._unsafe_index.Tensor}  # they take indices of the host
+
+
+def device_of(tensor):
+    """CARD or HOST."""
+    return CARD if getattr(tensor.untyped_storage(), "on_card", False) else HOST
+
+
+def put(tensor, device):
+    """Marks the storage of a tensor."""
+    tensor.untyped_storage().on_card = device == CARD
+    return tensor
+
+
+def tensors_in(tree):
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+class Dispatch(TorchDispatchMode):
+    """Below autograd: operators refuse a mix of devices, and their results are where their arguments are."""
+
+    to = None  # device of the results of an operator that crosses
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = tensors_in((args, kwargs))
+        if func in CROSSING:
+            device = self.to or device_of(tensors[0])
+        else:
+            device = self.common_device(func, tensors, args)
+        known = {x.untyped_storage()._cdata for x in tensors}
+        out = func(*args, **kwargs)
+        for x in tensors_in(out):
+            if x.untyped_storage()._cdata not in known:
+                put(x, device)
+        return out
+
+    def common_device(self, func, tensors, args):
+        if func in INDEXING:  # indices of the host are allowed
+            tensors = [args[0], *(x for x in tensors[1:] if device_of(x) == CARD), *args[2:3]]
+        if torch.Tag.pointwise in func.tags or func in INDEXING:  # a number of the host is allowed
+            on_card = any(device_of(x) == CARD for x in tensors)
+            tensors = [x for x in tensors if not on_card or x.dim() or device_of(x) == CARD]
+        devices = {device_of(x) for x in tensors}
+        if len(devices) > 1:
+            raise RuntimeError(f"{func}: Expected all tensors to be on the same device, "
+                               f"got {[(str(device_of(x)), tuple(x.shape)) for x in tensors]}")
+        return devices.pop() if devices else HOST
+
+
+class Functions(TorchFunctionMode):
+    """Above autograd: devices that Python code reads or asks for."""
+
+    def __init__(self, dispatch):
+        super().__init__()
+        self.dispatch = dispatch
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        special = SPECIAL.get(func)
+        if special:
+            return special(self, func, *args, **kwargs)
+        if kwargs.pop("pin_memory", False):
+            out = self.__torch_function__(func, types, args, kwargs)
+            out.untyped_storage().pinned = True
+            return out
+        wanted = kwargs.pop("device", None)
+        if wanted is None and tensors_in((args, kwargs)):
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor):  # made from numbers, or new_zeros and the like
+            put(out, CARD if torch.device(wanted or "cpu").type == "cuda" else HOST)
+        return out
+
+    def move(self, x, device, **options):
+        """x.to(device, **options): a copy if it is elsewhere."""
+        if device_of(x) == device:
+            return x.to(**options)
+        self.dispatch.to = device
+        try:
+            options.pop("copy", None), options.pop("non_blocking", None)
+            return aten._to_copy(x, **options)
+        finally:
+            self.dispatch.to = None
+
+
+def get_device(mode, func, x, *_):
+    return device_of(x)
+
+
+def get_is_cuda(mode, func, x, *_):
+    return device_of(x) == CARD
+
+
+def get_is_cpu(mode, func, x, *_):
+    return device_of(x) == HOST
+
+
+def to(mode, func, x, *args, **kwargs):
+    copy = {"copy": True} if kwargs.pop("copy", False) else {}
+    if other := tensors_in((args, kwargs)):
+        return mode.move(x, device_of(other[0]), dtype=other[0].dtype, **copy)
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+    device = device_of(x) if device is None else CARD if device.type == "cuda" else HOST
+    return mode.move(x, device, dtype=dtype or x.dtype, **copy)
+
+
+def to_host(mode, func, x, *_, **__):
+    return mode.move(x, HOST)
+
+
+def to_card(mode, func, x, *_, **__):
+    return mode.move(x, CARD)
+
+
+def type_name(mode, func, x, *args, **kwargs):
+    name = func(x, *args, **kwargs)
+    return name.replace("torch.", "torch.cuda.") if not args and device_of(x) == CARD else name
+
+
+def numpy(mode, func, x, *args, **kwargs):
+    if device_of(x) == CARD:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+    return func(x, *args, **kwargs)
+
+
+def pin_memory(mode, func, x, *_):
+    if device_of(x) == CARD:
+        raise RuntimeError("cannot pin 'torch.cuda.Tensor' only dense CPU tensors can be pinned")
+    pinned = x.clone()
+    pinned.untyped_storage().pinned = True
+    return pinned
+
+
+def is_pinned(mode, func, x, *_):
+    return getattr(x.untyped_storage(), "pinned", False)
+
+
+SPECIAL = {
+    torch.Tensor.device.__get__: get_device, torch.Tensor.is_cuda.__get__: get_is_cuda,
+    torch.Tensor.is_cpu.__get__: get_is_cpu, torch.Tensor.to: to, torch.Tensor.cpu: to_host,
+    torch.Tensor.cuda: to_card, torch.Tensor.type: type_name, torch.Tensor.numpy: numpy,
+    torch.Tensor.__array__: numpy, torch.Tensor.pin_memory: pin_memory, torch.Tensor.is_pinned: is_pinned,
+}
+
+
+@contextlib.contextmanager
+def simulated_card():
+    """In this block tensors can be put on "cuda:0"."""
+    run_backward = torch.autograd._engine_run_backward
+
+    def backward(*args, **kwargs):
+        with functions:  # PyTorch has left the mode to call this; DeepSpeed's hooks need it
+            return run_backward(*args, **kwargs)
+
+    with Dispatch() as dispatch, Functions(dispatch) as functions:
+        # what is compared with the forward pass: not the device, which is read outside of the mode
+        same = {"default": lambda x: (x.shape, x.dtype)}
+        with (mock.patch.object(torch.autograd, "_engine_run_backward", backward),
+              mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, same)):
+            yield

