@@ -9,6 +9,7 @@ import rewards
 from test_pool import processes_with
 from verify import jail
 
+MACHINE = os.uname().machine
 WORKING = [wrap for wrap in (jail._bwrap, jail._unshare) if jail._isolates(wrap)]
 
 
@@ -133,6 +134,86 @@ def test_a_program_over_the_memory_limit_fails_also_when_its_processes_share_it(
         time.sleep(60)"""
     # 8 x 200 MB, each process is below the limit; without the limit the program would end well after 60 s
     assert run(program, seconds=600) is None
+
+
+# Each does 15 MB of what could be repeated: the limit of memory counts only what a process owns.
+HIDDEN_MEMORY = {
+    "memfd": "os.write(os.memfd_create('x'), data)",
+    "shared mapping": "mmap.mmap(-1, len(data)).write(data)",
+    "/dev/zero": "mmap.mmap(os.open('/dev/zero', os.O_RDWR), len(data)).write(data)",
+    "SysV shared memory": "sure(libc.shmget(0, len(data), 0o1600))",
+    "SysV messages": "sure(libc.msgget(0, 0o1600))",
+    "SysV semaphores": "sure(libc.semget(0, 32000, 0o1600))",
+    "pages in a pipe": "sure(libc.vmsplice(os.pipe()[1], struct.pack('PL', id(data), 9), 1, 0))",
+    "socket": "socket.socket(socket.AF_UNIX)",
+    "large socket buffers": "socket.socketpair()[0].setsockopt(1, socket.SO_SNDBUF, 1 << 20)",
+    "tmpfs in a user namespace": """
+user, group = os.getuid(), os.getgid()
+sure(libc.unshare(0x10020000))
+open("/proc/self/setgroups", "w").write("deny")
+open("/proc/self/uid_map", "w").write(f"0 {user} 1")
+open("/proc/self/gid_map", "w").write(f"0 {group} 1")
+os.mkdir("more")
+sure(libc.mount(b"x", b"more", b"tmpfs", 0, b"size=1g"))
+open("more/x", "wb").write(data)""",
+    "user namespace of clone": "sure(libc.syscall(CLONE, 0x10000011, 0, 0, 0, 0)) or os._exit(0)",
+    "user namespace of clone3": """
+space = struct.pack("11Q", 1 << 28, *[0] * 10)
+sure(libc.syscall(435, space, 88)) or os._exit(0)""",
+    "io_uring": "sure(libc.syscall(425, 8, bytes(120)))",
+}
+
+
+@pytest.mark.parametrize("way", HIDDEN_MEMORY)
+def test_memory_that_no_process_owns_is_refused(each_jail, way):
+    program = f"""import ctypes, mmap, os, socket, struct, sys
+libc, data = ctypes.CDLL(None, use_errno=True), b"x" * (15 << 20)
+CLONE = {56 if MACHINE == "x86_64" else 220}
+def sure(result):
+    if result < 0: raise OSError(ctypes.get_errno(), "refused")
+    return result
+try:
+{textwrap.indent(HIDDEN_MEMORY[way], "    ")}
+except OSError as e: print("refused")
+else: print("has it")"""
+    assert run(program) == "refused\n"
+
+
+def test_page_tables_count_as_memory(each_jail):
+    program = """
+        import ctypes, time
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_size_t] * 6
+        for i in range(1, 60000):  # 240 MB in pages that share no page table, and 480 MB of tables
+            ctypes.memset(libc.mmap(i << 30, 4096, 3, 0x100022, 2 ** 64 - 1, 0), 1, 1)
+        time.sleep(60)"""
+    assert run(program, seconds=600) is None  # without the limit the program would end well
+
+
+def test_a_program_finds_no_key_of_the_one_before(each_jail):
+    add, find = (248, 250) if MACHINE == "x86_64" else (217, 219)
+    program = f"""
+        import ctypes
+        call = ctypes.CDLL(None).syscall
+        print(call({find}, 10, -4, b"user", b"left", 0) > 0)  # KEYCTL_SEARCH in the user's keyring
+        call({add}, b"user", b"left", b"data", 4, -4)"""
+    assert [run(program), run(program)] == ["False\n", "False\n"]
+
+
+def test_what_ordinary_programs_use_is_not_refused(each_jail):
+    program = """
+        import asyncio, mmap, multiprocessing, sqlite3, subprocess, sys
+        from concurrent.futures import ThreadPoolExecutor
+        def work(end): end.send(sum(range(10)))
+        ours, theirs = multiprocessing.Pipe()
+        multiprocessing.Process(target=work, args=[theirs]).start()
+        print(ours.recv(), *ThreadPoolExecutor(2).map(abs, [-1, 2]))
+        print(asyncio.run(asyncio.sleep(0, 3)))
+        print(subprocess.check_output([sys.executable, "-c", "print(4)"], text=True).strip())
+        print(*sqlite3.connect("x.db").execute("select 5"))
+        with open("program.py", "rb") as f:
+            print(len(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)) > 0)"""
+    assert run(program, seconds=20) == "45 1 2\n3\n4\n(5,)\nTrue\n"
 
 
 def test_a_program_can_write_64_mb_and_no_more(each_jail):

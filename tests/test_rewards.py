@@ -1,4 +1,5 @@
 """The rewards: what earns how much, and that no completion makes a reward raise or block."""
+import contextlib
 import doctest
 import functools
 import http.server
@@ -329,6 +330,12 @@ def test_code_takes_the_last_block_after_thinking():
 
 @pytest.fixture
 def judge(tmp_path):
+    with endpoint_at("127.0.0.1", tmp_path) as endpoint:
+        yield endpoint
+
+
+@contextlib.contextmanager
+def endpoint_at(host, tmp_path):
     """A fake OpenAI-compatible endpoint: it answers endpoint.says; endpoint.asked has the requests."""
     class Endpoint(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
@@ -337,10 +344,20 @@ def judge(tmp_path):
             choices = [{"message": {"content": endpoint.says}}]
             body = endpoint.body or json.dumps({"choices": choices}).encode()
             self.send_response(endpoint.statuses.pop(0) if endpoint.statuses else endpoint.status)
+            self.send_header("Location", endpoint.location)
+            if endpoint.drips == "head":
+                self.flush_headers()
+                self.drip(b"X: " + b"x" * 300)
             self.end_headers()
-            self.wfile.write(body)
+            (self.drip if endpoint.drips == "body" else self.wfile.write)(b" " * 300 + body)
+
+        def drip(self, data):  # takes 15 s: the whole reply is valid, and no read waits for long
+            for i in range(len(data)):
+                self.wfile.write(data[i:i + 1])
+                time.sleep(0.05)
 
         def do_GET(self):
+            keys.append(self.headers["Authorization"])
             self.send_response(200)
             self.end_headers()
             models = [{"id": "m"}, {"id": "other"}] if self.path == "/v1/models" else []
@@ -352,12 +369,13 @@ def judge(tmp_path):
     class Server(http.server.ThreadingHTTPServer):
         request_queue_size = 256
 
-    asked = []
-    endpoint = Server(("127.0.0.1", 0), Endpoint)
+    asked, keys = [], []
+    endpoint = Server((host, 0), Endpoint)
     endpoint.says, endpoint.asked = "Good.\nSCORE: 7", asked
     endpoint.wait = lambda: time.sleep(endpoint.delay)
     endpoint.delay, endpoint.status, endpoint.statuses, endpoint.body = 0, 200, [], b""
-    endpoint.settings = {"judge_url": f"http://127.0.0.1:{endpoint.server_port}/v1", "judge_model": "m",
+    endpoint.drips, endpoint.location, endpoint.keys = "", "", keys
+    endpoint.settings = {"judge_url": f"http://{host}:{endpoint.server_port}/v1", "judge_model": "m",
                          "judge_cache": str(tmp_path / "a/judge.sqlite")}
     endpoint.judge = lambda text, **more: rewards.judge_reward(
         [text], question=["Why?"], **endpoint.settings, **more)[0]
@@ -377,7 +395,7 @@ def test_the_judge_is_asked_once_and_its_score_is_cached(judge):
 
 
 def test_a_judge_that_fails_or_replies_without_a_valid_score_gives_none(judge):
-    for says in "", "I like it", "SCORE: 11", "SCORE: ten", "SCORE: -3", "SCORE: 10\n" + "bye " * 100:
+    for says in "", "I like it", "SCORE: ten", "SCORE: 10\n" + "bye " * 100:
         judge.says = says
         assert judge.judge(f"to {says}") is None
     judge.body = b"\xff not json"
@@ -386,6 +404,40 @@ def test_a_judge_that_fails_or_replies_without_a_valid_score_gives_none(judge):
     assert judge.judge("x", timeout=1.0) is None
     judge.settings["judge_url"] = "http://127.0.0.1:9/v1"
     assert judge.judge("x") is None
+
+
+@pytest.mark.parametrize("score, value", [
+    ("0", 0.0), ("7", 0.7), ("7.5", 0.75), ("10.0", 1.0), (" **7**", 0.7), ("7.", 0.7),
+    ("7, as it is right", 0.7), ("7/10", 0.7), ("7.5 / 10.", 0.75), ("7/100", None), ("7 / 20", None),
+    ("7,5", None), ("7-8", None), ("70%", None), ("-3", None), ("11", None), ("10.5", None),
+    ("100", None), ("1e1", None), ("7.5.1", None),
+])
+def test_a_number_from_0_to_10_is_a_score_and_no_part_of_another_number_is(judge, score, value):
+    judge.says = f"Not SCORE: 4.\nSCORE: {score}"
+    assert judge.judge("x") == value
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_the_key_does_not_follow_a_redirect_to_another_host(judge, monkeypatch, tmp_path, status):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    with endpoint_at("localhost", tmp_path) as other:
+        judge.status, judge.location = status, f"{other.settings['judge_url']}/chat/completions"
+        with pytest.raises(ValueError, match=f"HTTP {status} .*; .* {judge.location}$"):
+            rewards.judge.check(**judge.settings)
+        assert judge.judge("x") is None and len(judge.asked) == 2
+        assert other.asked == other.keys == []
+
+
+@pytest.mark.parametrize("status", [200, 400])
+@pytest.mark.parametrize("part", ["head", "body"])
+def test_a_judge_that_replies_in_drops_is_named_after_its_time_limit(judge, part, status):
+    with rewards.Verifier("judge", timeout=1.0, **judge.settings) as verify:
+        judge.drips, judge.status = part, status
+        metrics = verify(["x"], question=["Why?"])[2]
+    assert metrics == {"reward/timeouts": 1.0, "reward/crashes": 0.0}
+    with pytest.raises(ValueError, match="^--judge_url http://127.0.0.1:[0-9]*/v1: no reply in time;"):
+        rewards.Verifier("judge", timeout=1.0, **judge.settings)
+    assert judge.judge("x", timeout=1.0) is None
 
 
 def test_a_slow_judge_gives_none_within_the_time_limit(judge):

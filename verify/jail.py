@@ -157,7 +157,7 @@ def _bwrap(command):
             args += ["--symlink", os.readlink(outside), inside]
         else:
             args += ["--ro-bind", outside, inside]
-    for name in ("null", "urandom"):  # not zero: a shared mapping of it is memory that no process owns
+    for name in ("null", "urandom"):  # not zero: see refused_calls about shared memory
         args += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     args += ["--proc", "/proc", "--perms", "1777", "--size", str(JAIL_DISK), "--tmpfs", SCRATCH,
              "--symlink", SCRATCH, "/tmp", "--remount-ro", "/", "--chdir", SCRATCH]
@@ -208,36 +208,36 @@ def _supervise():
     if jailed and os.getpid() != 1:
         sys.exit("not process 1: kill(-1) below would kill processes outside")
 
-    def refuse_calls():
-        """From now on the calls fail with which a program keeps memory that belongs to no process, which
-        memory() below would not see, or data for the next program. Raises if the kernel has no such filter.
+    def refused_calls():
+        """A filter of system calls (seccomp(2)). Those fail that give a program memory which no
+        process owns, because memory() below cannot see it, or that leave data for the next program.
         """
-        # memfd_create, memfd_secret, shmget, semget, msgget, vmsplice, bpf, io_uring_setup (its requests pass
-        # the filter), socket, setsockopt (for larger buffers), add_key, request_key, keyctl, unshare, clone3
+        # memfd_create memfd_secret shmget semget msgget vmsplice bpf, io_uring_setup (its requests pass
+        # the filter), socket setsockopt (buffers), add_key request_key keyctl, unshare clone3
         arch, clone, mmap, *calls = {
-            "x86_64": (0xC000003E, 56, 9,
-                       319, 447, 29, 64, 68, 278, 321, 425, 41, 54, 248, 249, 250, 272, 435),
-            "aarch64": (0xC00000B7, 220, 222,
-                        279, 447, 194, 190, 186, 75, 280, 425, 198, 208, 217, 218, 219, 97, 435),
-        }[os.uname().machine]
-        # Classic BPF: (operation, instructions to skip if true, if false, value), see seccomp(2)
-        load, equal, has, mask = 0x20, 0x15, 0x45, 0x54
+            "x86_64": (0xC000003E, 56, 9, 319, 447, 29, 64, 68, 278, 321, 425, 41, 54, 248, 249, 250,
+                       272, 435),
+            "aarch64": (0xC00000B7, 220, 222, 279, 447, 194, 190, 186, 75, 280, 425, 198, 208, 217, 218,
+                        219, 97, 435)}[os.uname().machine]
+        load, equal, has, mask = 0x20, 0x15, 0x45, 0x54  # then: lines to skip if true, if false, value
         fail, allow = (0x06, 0, 0, 0x50000 | errno.ENOSYS), (0x06, 0, 0, 0x7FFF0000)
-        lines = [(load, 0, 0, 4), (equal, 1, 0, arch), fail, (load, 0, 0, 0), (has, 0, 1, 0x40000000), fail]
-        for call in calls:
-            lines += [(equal, 0, 1, call), fail]
-        # with CLONE_NEWUSER, in which it could mount a tmpfs; with MAP_SHARED and MAP_ANONYMOUS
-        lines += [(equal, 0, 4, clone), (load, 0, 0, 16), (has, 0, 1, 0x10000000), fail, allow,
-                  (equal, 0, 4, mmap), (load, 0, 0, 40), (mask, 0, 0, 0x21), (equal, 0, 1, 0x21), fail, allow]
-        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
-        if prctl(22, 2, struct.pack("HP", len(lines), ctypes.addressof(code))):  # PR_SET_SECCOMP
-            sys.exit("no seccomp")
+        lines = [(load, 0, 0, 4), (equal, 1, 0, arch), fail,
+                 (load, 0, 0, 0), (has, 0, 1, 0x40000000), fail,  # x32, other numbers for the calls
+                 *(line for call in calls for line in ((equal, 0, 1, call), fail)),
+                 # CLONE_NEWUSER: there the program could mount a tmpfs
+                 (equal, 0, 4, clone), (load, 0, 0, 16), (has, 0, 1, 0x10000000), fail, allow,
+                 # MAP_SHARED with MAP_ANONYMOUS: after munmap of a part all of it is kept
+                 (equal, 0, 4, mmap), (load, 0, 0, 40), (mask, 0, 0, 0x21), (equal, 0, 1, 0x21), fail,
+                 allow]
+        return b"".join(struct.pack("HBBI", *line) for line in lines)
 
     prctl = ctypes.CDLL(None).prctl
     prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the worker. Set again: a new user id has reset it
     prctl(4, 0)  # PR_SET_DUMPABLE: no program in the jail may trace this process or write to its files
     if jailed:
-        refuse_calls()
+        code = ctypes.create_string_buffer(refused_calls())
+        if prctl(22, 2, struct.pack("HP", len(code) // 8, ctypes.addressof(code))):  # PR_SET_SECCOMP
+            sys.exit("the kernel has no filter of system calls")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     with open("program.py", "wb") as f:
         f.write(job["program"].encode("utf-8", "surrogatepass"))
@@ -260,7 +260,8 @@ def _supervise():
         kilobytes = 0
         for name in os.listdir("/proc") if jailed else []:
             if name.isdigit() and name != "1":
-                with contextlib.suppress(OSError), open(f"/proc/{name}/status") as f:  # it has just ended
+                # OSError: it has just ended
+                with contextlib.suppress(OSError), open(f"/proc/{name}/status") as f:
                     kilobytes += sum(int(line.split()[1]) for line in f
                                      if line.startswith(("VmRSS", "VmSwap", "VmPTE")))
         return kilobytes << 10

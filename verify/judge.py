@@ -88,7 +88,7 @@ def _reason(e, url):
     """Why a request failed and what to do, in one line."""
     if isinstance(e, urllib.error.HTTPError):
         if 300 <= e.code < 400:
-            return f"HTTP {e.code} {e.reason}; give the address to which it leads, {e.headers['Location']}"
+            return f"HTTP {e.code} {e.reason}; give the address it leads to, {e.headers['Location']}"
         advice = {401: "; set OPENAI_API_KEY", 403: "; set OPENAI_API_KEY", 404: _known_models(url)}
         return f"HTTP {e.code} {e.reason}{advice.get(e.code, '')}"
     if isinstance(e, TimeoutError):
@@ -122,12 +122,13 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _request(url, body, seconds):
-    """The JSON that an endpoint replies to a request. HTTP 429 and 5xx are tried again within `seconds`.
+    """The JSON that an endpoint replies. HTTP 429 and 5xx are tried again within `seconds`.
 
-    Raises TimeoutError after `seconds`: urllib's own limit is for each read, and a reply may come in drops.
+    Raises TimeoutError after `seconds`: urllib limits each read, but a reply may come in drops.
     """
     reply = Future()
-    thread = threading.Thread(target=_fetch, args=(url, body, time.monotonic() + seconds, reply), daemon=True)
+    args = (url, body, time.monotonic() + seconds, reply)
+    thread = threading.Thread(target=_fetch, args=args, daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
@@ -136,11 +137,12 @@ def _request(url, body, seconds):
 
 
 def _fetch(url, body, end, reply):
-    """Set what `reply`, a Future, gives or raises."""
+    """Set what the Future `reply` gives or raises."""
     key = "".join(os.environ.get("OPENAI_API_KEY", "-").split())  # http.client would print one with a newline
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    pause = 0.25
     try:
-        request, pause = urllib.request.Request(url, body, headers), 0.25
+        request = urllib.request.Request(url, body, headers)
         opener = urllib.request.build_opener(_NoRedirect)
         while True:
             try:
@@ -151,18 +153,22 @@ def _fetch(url, body, end, reply):
                     said = e.read(1000).decode("utf-8", "replace")
                     e.msg = " ".join(f"{e.msg} {said}".split())[:200]
                     raise
-            except urllib.error.URLError as e:
-                raise e.reason if isinstance(e.reason, OSError) else e  # TimeoutError, ConnectionRefusedError
             time.sleep(pause)
             pause *= 2
-    except Exception as e:
-        reply.set_exception(e)
+    except Exception as e:  # URLError hides a TimeoutError, ConnectionRefusedError
+        reason = getattr(e, "reason", None)
+        reply.set_exception(reason if isinstance(reason, OSError) else e)
 
 
 def _score(reply):
+<<<<<<< HEAD
     """The score at the end of a reply, 0.0 to 1.0, or None. 7, 7.5, 7/10, 10.0 are scores; 7/100 is none."""
+=======
+    """The score at the end of a reply, 0.0 to 1.0, or None."""
+>>>>>>> verify
     _, found, last = reply[-200:].rpartition("SCORE:")
-    number = found and re.match(r"[ *]{0,3}(\d+(?:\.\d+)?)(?: ?/ ?10)?(?! ?/|[.,]?[\w%–-])", last)
+    score = r"[ *]{0,3}(\d+(?:\.\d+)?)(?: ?/ ?10)?(?! ?/|[.,]?[\w%–-])"  # no part of another number
+    number = found and re.match(score, last)
     return float(number[1]) / 10 if number and float(number[1]) <= 10 else None
 
 

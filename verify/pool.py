@@ -2,8 +2,8 @@
 
     trainer (one thread of Pool) -> fork server (has imported the functions) -> workers (3 ms per fork)
 
-Between them stand parents that only wait (_keep), one for the fork server and one for each worker: they kill
-all that these have started.
+The fork server and each worker have a parent that only waits (_keep) and kills all that they have
+started.
 
 Why not a library (figures of bench/rewards.py, 2 cores): for 20 hung answers among 1,024 at a limit of 5 s
 this pool takes 5.7 s, pebble 5.2 54 s with one worker per core and 6.5 s with 24, where math takes 1.8 s in
@@ -224,7 +224,7 @@ class Pool:
         """Kill the worker. `result` goes to its running task; its other tasks are queued again."""
         self.workers.remove(worker)
         with socket.socket(fileno=os.dup(worker.conn.fileno())) as line:
-            line.shutdown(socket.SHUT_RDWR)  # close() is not enough: a fork of the trainer may have a copy
+            line.shutdown(socket.SHUT_RDWR)  # close() does not end it if the trainer has forked
         worker.conn.close()
         with contextlib.suppress(OSError):  # it has ended
             os.kill(worker.pid, signal.SIGCONT)  # its function may have stopped the parent
@@ -262,7 +262,7 @@ class Pool:
         code = (f"import os, sys; sys.path.insert(0, {root!r}); from verify import pool; pool._serve(); "
                 "os._exit(0)")  # does not wait for threads of a user's file
         # One thread each and no GPU, whatever a user's reward function imports. A session of its own: Ctrl-C
-        # reaches only the trainer, which then closes the pool or exits. -u: os._exit writes no buffer.
+        # reaches only the trainer, which then closes the pool or exits. -u: os._exit drops buffers.
         env = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
         with theirs:
             self.fork_server = subprocess.Popen(
@@ -322,12 +322,12 @@ def _serve():
 def _keep(line):
     """Fork, and return in the child only.
 
-    The parent kills all that the child has started, daemons too, when the child has ended or the other end of
-    the socket `line` is closed. Then it ends as the child did.
+    When the child has ended or the other end of the socket `line` is closed, the parent kills all that
+    the child has started, daemons too, and ends as the child did.
     """
     prctl, hung_up, status = ctypes.CDLL(None).prctl, select.poll(), None
     hung_up.register(line, 0)
-    prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: a process that loses its parent becomes a child of this one
+    prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process
     prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG, should a reward function have stopped this process
     pid = os.fork()
     if pid == 0:
