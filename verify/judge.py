@@ -161,11 +161,7 @@ def _fetch(url, body, end, reply):
 
 
 def _score(reply):
-<<<<<<< HEAD
     """The score at the end of a reply, 0.0 to 1.0, or None. 7, 7.5, 7/10, 10.0 are scores; 7/100 is none."""
-=======
-    """The score at the end of a reply, 0.0 to 1.0, or None."""
->>>>>>> verify
     _, found, last = reply[-200:].rpartition("SCORE:")
     score = r"[ *]{0,3}(\d+(?:\.\d+)?)(?: ?/ ?10)?(?! ?/|[.,]?[\w%–-])"  # no part of another number
     number = found and re.match(score, last)
