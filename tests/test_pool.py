@@ -199,7 +199,7 @@ def test_a_daemon_that_a_reward_function_starts_ends_with_its_worker_or_the_pool
 
 
 @pytest.mark.parametrize("text, value", [("stop", 0.5), ("stop and hang", None)])
-def test_a_function_that_stops_all_above_it_costs_no_other_verdict(my, monkeypatch, text, value):
+def test_a_function_that_stops_all_above_it_does_not_stop_the_run(my, monkeypatch, text, value):
     monkeypatch.setattr(pool, "FORK_SECONDS", 1.0)
     before = descendants([os.getpid()])
     with rewards.Verifier(f"{my}:misbehaves", timeout=2.0, workers=1) as verify:
@@ -226,6 +226,18 @@ def test_a_fork_server_that_died_is_replaced(my):
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.5)
         assert verify(["x", "y"])[0][0] is not None
+
+
+def test_a_fork_server_that_cannot_be_replaced_ends_the_call_with_its_reason(tmp_path, monkeypatch):
+    (tmp_path / "my.py").write_text(f"""import os, signal, time
+if os.path.exists({str(tmp_path / 'second')!r}): time.sleep(600)
+open({str(tmp_path / 'second')!r}, "w").close()
+server = os.getpid()
+def f(completions): os.kill(server, signal.SIGKILL)""")
+    with rewards.Verifier(f"{tmp_path}/my.py:f", workers=1) as verify:
+        monkeypatch.setattr(pool, "START_SECONDS", 1.0)
+        with pytest.raises(RuntimeError, match="not ready after 1 s"):
+            verify(["x", "y"])
 
 
 def test_workers_import_neither_torch_nor_the_trainer(my):

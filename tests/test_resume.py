@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ import transformers
 import nano_rlvr as nr
 from bench.faults import differences, rows
 from conftest import ENV, EPS, ROOT, fixed_rollouts, make_checkpoints, make_config
-from runtime import checkpoint, folder, preflight, stop
+from runtime import checkpoint, engines, folder, preflight, stop
 from runtime.errors import RunError
 from runtime.log import Log
 
@@ -532,8 +533,7 @@ def test_a_rank_gets_sigterm_when_torchrun_is_killed():
     (RuntimeError("[enforce fail at x/gloo/tcp/loop.cc:105] epoll_create: Too many open files"),
      "nano_rlvr: [0-9]+ open files are too few: raise the limit, ulimit -n"),
     (OSError(errno.ENOSPC, "No space left on device"), "nano_rlvr: /dev/shm is full"),
-    (OSError(errno.ENOSPC, "No space left on device", "/x/y"),
-     "nano_rlvr: .*No space left on device: '/x/y'"),
+    (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "No space left on device: ./x/y."),
     (RuntimeError("[x/gloo/tcp/pair.cc:1] Connection closed by peer"), "nano_rlvr: another rank has ended"),
 ])
 def test_what_has_run_out_is_named_and_not_taken_for_a_lost_rank(error, says):
@@ -548,6 +548,11 @@ def test_a_home_that_cannot_be_written_is_refused_or_replaced(tmp_path, monkeypa
         preflight.need_compiler()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "new"))
     preflight.need_compiler()
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file/vllm"))  # vLLM's files are only a cache
+    with pytest.raises(RunError, match="vLLM does not start: Seed must be"):
+        engines.start_vllm(model=str(ROOT / "models/tiny"), seed=-5, max_num_seqs=1, max_model_len=64,
+                           cuda_args={})
+    assert folder.is_writable(Path(os.environ["VLLM_CACHE_ROOT"]))
 
 
 def test_a_rank_that_does_not_answer_ends_the_others_with_one_line():

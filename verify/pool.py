@@ -251,7 +251,8 @@ class Pool:
 
     def _end_fork_server(self):
         """Kill the fork server, its workers and all that they have started."""
-        self.control.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # closed before: the fork server could not be replaced
+            self.control.shutdown(socket.SHUT_RDWR)
         self.control.close()
         self.fork_server.send_signal(signal.SIGCONT)  # a function may have stopped all above it
         self.fork_server.wait()
