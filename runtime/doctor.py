@@ -90,8 +90,8 @@ def device():
     if not built:
         return "FAIL", cuda, "pip install -r requirements.txt, in a new environment"
     if not torch.cuda.is_available():
-        return ("FAIL", f"no usable GPU; {cuda}", "see nvidia-smi (driver 580 or newer) and "
-                "CUDA_VISIBLE_DEVICES; for the CPU: pip install -r requirements-cpu.txt in a new environment")
+        return ("FAIL", f"no usable GPU; {cuda}", "see nvidia-smi (driver 580 or newer) and CUDA_VISIBLE_"
+                "DEVICES; on a CPU: pip install -r requirements-cpu.txt, in a new environment")
     free, total = torch.cuda.mem_get_info()
     capability = torch.cuda.get_device_capability()
     found = (f"{torch.cuda.get_device_name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, "

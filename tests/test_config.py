@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import typing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -304,3 +305,53 @@ def test_importing_the_script_loads_neither_vllm_nor_deepspeed_nor_dynamo():
     code = f"import sys, nano_rlvr; print([m for m in {slow} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# ---- the machine, simulated
+
+
+def test_pytorch_for_cuda_without_a_usable_gpu_is_no_run_on_the_cpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    message = one_line(["--steps", "1"], capsys)
+    assert "built for CUDA 13.0" in message and "driver 580 or newer" in message
+    assert "pip install -r requirements-cpu.txt" in message
+
+
+@pytest.mark.parametrize("capability, dtype, refused", [
+    ((7, 5), "auto", True), ((7, 0), "bfloat16", True), ((7, 5), "float32", False), ((8, 0), "auto", False)])
+def test_a_gpu_without_bfloat16_is_told_to_use_float32(monkeypatch, capability, dtype, refused):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if refused:
+        with pytest.raises(ValueError, match=r"compute capability 8.0 .* has 7\.[05]: use --dtype float32"):
+            nr.parse_config(["--dtype", dtype])
+    else:
+        nr.parse_config(["--dtype", dtype])
+
+
+@pytest.mark.parametrize("tools, offload, missing", [
+    ("gcc", "none", ""), ("clang", "none", ""), ("cc-of-mine", "none", ""), ("", "none", "a C compiler"),
+    ("gcc g++ ninja", "optimizer", ""), ("gcc ninja", "optimizer", "'g++'"),
+    ("gcc g++", "optimizer", "'ninja'"), ("g++ ninja", "optimizer", "a C compiler")])
+def test_a_gpu_needs_a_c_compiler_and_offload_one_for_cpp(monkeypatch, tools, offload, missing):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(shutil, "which", lambda tool: tool if tool in tools.split() else None)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    if tools == "cc-of-mine":
+        monkeypatch.setenv("CC", tools)
+    if missing:
+        with pytest.raises(ValueError, match=f"needs {missing}"):
+            nr.parse_config(["--offload", offload])
+    else:
+        nr.parse_config(["--offload", offload])
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_a_python_without_its_header_cannot_compile(monkeypatch, tmp_path, gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(ValueError, match="Python.h is missing.*apt-get install python3-dev"):
+        nr.parse_config([])

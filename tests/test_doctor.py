@@ -3,6 +3,7 @@ import http.server
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -84,6 +85,13 @@ def test_a_gpu_machine_with_a_cpu_build_of_torch_is_told_what_to_install(diagnos
     assert status == "FAIL" and "driver is for 12.8" in text and "-> pip install -r requirements.txt" in text
 
 
+def test_a_cuda_build_of_torch_without_a_driver_is_told_to_install_that_for_cpus(diagnose, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    status, text, code = diagnose("device")
+    assert (status, code) == ("FAIL", 1) and "there is no NVIDIA driver" in text
+    assert "driver 580 or newer" in text and "pip install -r requirements-cpu.txt" in text
+
+
 @pytest.mark.parametrize("available, free, capability, status, named", [
     (False, 80, (9, 0), "FAIL", "CUDA_VISIBLE_DEVICES"), (True, 80, (7, 5), "note", "--dtype float32"),
     (True, 40, (9, 0), "note", "nvidia-smi"), (True, 80, (9, 0), "ok", "a GPU, 80.0 of 80.0 GiB free")])
@@ -104,6 +112,29 @@ def test_no_compiler_fails(diagnose, monkeypatch, tmp_path):
     assert status == "FAIL" and "apt-get install g++" in text
     status, text, _ = diagnose("git")
     assert status == "note" and "-> apt-get install git" in text
+
+
+def test_on_a_gpu_a_missing_c_compiler_fails(diagnose, monkeypatch):
+    found = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool in ("gcc", "clang") else found(tool))
+    monkeypatch.delenv("CC", raising=False)
+    assert diagnose("compiler")[0] == "ok"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="apt-get install gcc"):
+        doctor.compiler()
+
+
+def test_an_offload_that_cannot_be_compiled_is_told_what_it_needs(monkeypatch):
+    def run_program(code):
+        if "offload" in code:
+            raise RuntimeError("ninja fails")
+        return "a step"
+
+    monkeypatch.setattr(doctor, "driver_cuda", lambda: (13, 0))
+    monkeypatch.setattr(doctor, "run_program", run_program)
+    status, found, advice = doctor.deepspeed()
+    assert status == "note" and "--offload optimizer fails: ninja fails" in found
+    assert "g++ and ninja" in advice and "toolkit" not in advice
 
 
 def test_a_lock_of_deepspeed_fails_and_deepspeed_does_not_wait_for_it(diagnose, monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from conftest import (
     rehearse,
     within,
 )
-from runtime import checkpoint, engines, preflight
+from runtime import checkpoint, dist, engines, preflight
 from runtime.checkpoint import Checkpoints
 from runtime.errors import RunError
 from runtime.log import Log
@@ -369,3 +370,45 @@ def test_vllms_complaint_about_memory_is_an_out_of_memory_error(monkeypatch):
     monkeypatch.setattr(vllm, "LLM", fail)
     with pytest.raises(torch.OutOfMemoryError, match="No available memory for the cache blocks"):
         nr.make_llm(make_config())
+
+
+@pytest.fixture
+def started_on_a_gpu(monkeypatch, capsys):
+    """started_on_a_gpu(**flags) -> the arguments that vllm.LLM gets on a simulated GPU, and the screen."""
+    import vllm
+    arguments = {}
+
+    def record(**args):
+        arguments.update(args)
+        return SimpleNamespace(llm_engine=SimpleNamespace(step=None))
+
+    monkeypatch.setattr(vllm, "LLM", record)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "share_engine", lambda ranks: None)
+    for name in ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ALLREDUCE_USE_FLASHINFER"):
+        monkeypatch.setenv(name, "undone after the test")
+        monkeypatch.delenv(name)
+
+    def start(**flags):
+        cfg = dataclasses.replace(make_config(), dtype="float32", vllm_memory=0.5, **flags)
+        monkeypatch.setattr(nr.memory, "kv_cache_bytes", lambda cfg: 2**30)
+        nr.make_llm(cfg)
+        return arguments, capsys.readouterr().out
+    return start
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_gpus_that_share_an_engine_do_not_use_the_all_reduce_that_ends_the_process(started_on_a_gpu, tp):
+    arguments, screen = started_on_a_gpu(tp=tp)
+    assert arguments["disable_custom_all_reduce"] is (tp > 1) and arguments["tensor_parallel_size"] == tp
+    assert "the first start on a GPU compiles kernels" in screen
+
+
+def test_no_kernel_of_flashinfer_is_compiled_unless_the_user_asks_for_it(started_on_a_gpu, monkeypatch):
+    from vllm import envs
+    monkeypatch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER", "1")
+    started_on_a_gpu(top_p=0.9, correction="none")
+    assert envs.VLLM_USE_FLASHINFER_SAMPLER is False and envs.VLLM_ALLREDUCE_USE_FLASHINFER is True
+    monkeypatch.delenv("VLLM_ALLREDUCE_USE_FLASHINFER")
+    started_on_a_gpu()
+    assert envs.VLLM_ALLREDUCE_USE_FLASHINFER is False

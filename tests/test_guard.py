@@ -209,7 +209,7 @@ def test_zero_1_in_bf16_is_planned_with_fp32_gradients_of_all_weights_in_every_p
 def test_the_kv_cache_is_what_the_share_leaves_and_no_more_than_a_step_needs(gpu):
     shape = gpu(24)
     cfg = nr.Config(dtype="bfloat16", vllm_memory=0.5)
-    left = 12 * memory.GIB - 2 * shape.parameters - memory.VLLM_ACTIVATIONS
+    left = 12 * memory.GIB - memory.vllm_weights(cfg, shape) - memory.VLLM_ACTIVATIONS
     assert memory.kv_cache_bytes(cfg) == int(left)
     gpu(1000)
     sequences = cfg.prompts * cfg.samples + 1

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import tempfile
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 import nano_rlvr as nr
 from conftest import ROOT, fixed_rollouts, make_config
-from runtime import engines, lora, memory, sleep
+from runtime import checkpoint, engines, lora, memory, sleep
 from runtime.attention import packed_attention
 from runtime.flops import ModelShape
 
@@ -174,16 +175,85 @@ def test_a_reference_waits_in_host_memory_or_stays_as_the_plan_says(monkeypatch,
     assert (model.weight.data_ptr() != before) is stays
 
 
+def pinned(size):
+    """Bytes that PyTorch pins for a tensor of this size."""
+    return 2 ** math.ceil(math.log2(size))
+
+
 @pytest.mark.parametrize("size", ["1.5B", "wide"])
 def test_planned_host_memory_holds_pinned_tensors_rounded_up_to_powers_of_two(size):
-    """As PyTorch pins them: those of the sleeping vLLM, and of the reference unless it stays on the GPU."""
+    """Those of the sleeping vLLM (weights, and how often each of 513 sequences has each token, in 32 bits),
+    and of the reference unless it stays on the GPU."""
     with torch.device("meta"):
-        rounded = sum(2 ** math.ceil(math.log2(2 * p.numel())) for p in make(SIZES[size]).parameters())
+        weights = sum(pinned(2 * p.numel()) for p in make(SIZES[size]).parameters())
     cfg, shape = dataclasses.replace(nr.Config(), dtype="bfloat16", offload="none"), shape_of(SIZES[size])
-    assert 2 * rounded < memory.host_bytes(cfg, shape) == 2 * memory.host_bytes(cfg, shape, True)
+    vllm = memory.host_bytes(cfg, shape, True)
+    assert weights + pinned(4 * 513 * shape.vocab) < vllm < 4.1 * shape.parameters + 9 * 513 * shape.vocab
+    assert weights < memory.host_bytes(cfg, shape) - vllm == 4 * shape.parameters
     no_kl, offload = dataclasses.replace(cfg, kl_coef=0.0), dataclasses.replace(cfg, offload="optimizer")
-    assert memory.host_bytes(no_kl, shape) == memory.host_bytes(cfg, shape, True)
+    assert memory.host_bytes(no_kl, shape) == vllm
     assert memory.host_bytes(offload, shape) == memory.host_bytes(cfg, shape) + 24 * shape.parameters
+
+
+def test_planned_host_memory_holds_the_frozen_weights_of_adapters_with_offload():
+    cfg, shape = dataclasses.replace(nr.Config(), dtype="bfloat16", lora_rank=32), shape_of(SIZES["7B"])
+    on_card, offload = (memory.host_bytes(dataclasses.replace(cfg, offload=x), shape)
+                        for x in ("none", "optimizer"))
+    trained = memory.trained_parameters(cfg, shape)
+    assert offload - on_card == 24 * trained + pinned(2 * shape.parameters)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_planned_copies_of_a_checkpoint_are_those_of_its_loop(monkeypatch, dtype, lora_rank):
+    from deepspeed.utils import tensor_fragment
+    from torch.distributed._tools.mem_tracker import MemTracker
+    monkeypatch.setattr(tensor_fragment.dist, "all_reduce", lambda *args, **kwargs: None)
+    size, measured = SIZES["7B"] | dict(num_hidden_layers=1), 0
+    with torch.device("meta"):
+        model = make(size)
+    if lora_rank:
+        lora.add_adapters(model, lora_rank)
+    model.to(getattr(torch, dtype))
+    for name, p in model.named_parameters():
+        p._hp_mapping = p._dp_group = None  # as DeepSpeed does, on a rank that has no part of p
+        p.get_full_hp_param = partial(tensor_fragment.get_full_hp_param, p)
+        w = p.detach()
+        with MemTracker() as tracker:  # in the order of Checkpoints.save
+            list(lora.merge_adapter(model, name, w))
+            if p.requires_grad:
+                checkpoint.get_tensor(p, "fp32")
+        totals = [x["Total"] for x in tracker.get_tracker_snapshot("peak").values()]
+        measured = max(measured, sum(totals))
+    cfg = nr.Config(dtype=dtype, lora_rank=lora_rank)
+    planned = memory.step_bytes(cfg, shape_of(size), gpu=True)["a checkpoint's copies"]
+    assert 0.99 * measured < planned.generate < 1.01 * measured and planned[1:] == (0, 0)
+
+
+class Engine(SimpleNamespace):
+    """Stands in for DeepSpeed's engine with --offload optimizer."""
+    optimizer = SimpleNamespace(cpu_offload=True)
+
+
+def test_frozen_weights_leave_the_gpu_without_being_copied_and_return_with_the_same_values(monkeypatch):
+    def to(x, device):
+        return x if device == "cpu" else x.clone()  # a clone stands in for the GPU's copy
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    module = torch.nn.Linear(3, 2).requires_grad_(False)
+    module.adapter = torch.nn.Linear(3, 2)
+    engine, values = Engine(module=module), [p.detach().clone() for p in module.parameters()]
+    lora.place_frozen_weights(engine, "cpu")  # makes the copy in host memory
+    first = [p.data_ptr() for p in module.parameters()]
+    for _ in range(2):
+        lora.place_frozen_weights(engine, "gpu")
+        moved = [p.data_ptr() != before for p, before in zip(module.parameters(), first)]
+        assert moved == [True, True, False, False]  # the adapters stay
+        lora.place_frozen_weights(engine, "cpu")
+        assert [p.data_ptr() for p in module.parameters()] == first
+    assert all(torch.equal(p, value) for p, value in zip(module.parameters(), values))
+    assert first[1] - first[0] == 4 * 6  # one tensor: PyTorch rounds the size of each one that it pins
+
 
 
 def set_ranks(monkeypatch, ranks):
@@ -253,6 +323,15 @@ def test_what_cannot_fit_is_refused_in_one_line_and_adapters_make_it_fit():
     assert card(12, lora_rank=16)[1] <= 12
 
 
+def test_vllm_keeps_room_for_the_token_counts_of_the_sequences_that_run_at_once():
+    """In vLLM's sampler: per running sequence and token 32 bits, and 1 bit for the prompt."""
+    shape = shape_of(SIZES["1.5B"])
+    for flags, running in (({}, 513), (dict(prompts=1024), 1024), (dict(prompts=8, eval_size=16), 65)):
+        cfg = nr.Config(dtype="bfloat16", **flags)
+        counts = memory.vllm_weights(cfg, shape) - 2 * shape.parameters
+        assert memory.most_sequences(cfg) == running and counts == running * shape.vocab * (4 + 1 / 8)
+
+
 def test_planned_flops_are_those_a_counter_sees(tokenizer):
     from torch.utils.flop_counter import FlopCounterMode
     cfg, rollouts = make_config(), fixed_rollouts(tokenizer)
@@ -273,7 +352,7 @@ def test_an_lm_head_that_is_more_than_a_matrix_is_refused(tmp_path):
 def test_a_share_for_vllm_without_room_for_its_cache_is_refused_before_anything_is_loaded():
     with pytest.raises(ValueError, match="--vllm_memory 0.1 has no room for a KV cache: use at least 0.2"):
         card(24, vllm_memory=0.1)
-    least = 0.21
+    least = 0.23
     assert card(24, vllm_memory=least)[0].vllm_memory == least
 
 
@@ -324,6 +403,12 @@ def test_each_flag_of_the_advice_makes_the_plan_smaller():
         name, value = flag.removeprefix("--").split()
         value = type(getattr(cfg, name))(value)
         assert total(dataclasses.replace(cfg, **{name: value})) < 0.99 * total(cfg), flag
+
+
+@pytest.mark.parametrize("library", ["CUBLAS", "CUDNN"])
+def test_a_library_without_memory_is_out_of_memory_too(library):
+    assert memory.is_out_of_memory(RuntimeError(f"CUDA error: {library}_STATUS_ALLOC_FAILED when calling"))
+    assert not memory.is_out_of_memory(RuntimeError(f"CUDA error: {library}_STATUS_EXECUTION_FAILED"))
 
 
 def test_a_full_host_memory_is_out_of_memory_too():

@@ -21,8 +21,9 @@ import transformers
 import nano_rlvr as nr
 from bench.faults import differences, rows
 from conftest import ENV, EPS, ROOT, fixed_rollouts, make_checkpoints, make_config
-from runtime import checkpoint, engines, folder, preflight, stop
+from runtime import checkpoint, engines, folder, memory, preflight, stop
 from runtime.errors import RunError
+from runtime.flops import ModelShape
 from runtime.log import Log
 
 ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -381,6 +382,38 @@ def test_resume_without_a_value_means_the_run_of_this_name_or_a_new_one(saved, t
 def test_a_changed_rounding_is_said(saved, capsys):
     nr.parse_config(["--resume", str(saved), "--zero_stage", "3"])
     assert "other zero_stage: from here the run is equal only up to rounding" in capsys.readouterr().out
+
+
+def test_what_the_memory_plan_chose_is_chosen_anew_and_what_the_user_gave_is_kept(
+        group, tokenizer, tmp_path, monkeypatch, capsys):
+    shape = ModelShape.of(str(ROOT / "models/tiny"))
+
+    def start(gib, *argv):
+        """A run, or its continuation, on a simulated GPU -> its planned Config."""
+        device = memory.Device(True, gib * memory.GIB, gib * memory.GIB, 64 * memory.GIB)
+        monkeypatch.setattr(memory.Device, "here", lambda: device)
+        cfg = memory.plan(nr.parse_config(["--out", str(tmp_path), *argv]), shape=shape)
+        capsys.readouterr()
+        Log(dataclasses.replace(cfg, name="run"), tokenizer)
+        return cfg, memory.reference_stays, capsys.readouterr().out
+
+    resume = ["--resume", "run"]
+    first, stays, _ = start(16, "--checkpointing", "on")
+    assert stays and first.vllm_memory > 0.6
+    saved = json.loads((tmp_path / "run/config.json").read_text())
+    assert saved["config"] == dataclasses.asdict(first) | {"name": "run"}
+    again, stays, screen = start(16, *resume)
+    assert dataclasses.replace(again, resume="", name="") == first and stays and "note" not in screen
+    other, _, screen = start(8, *resume)
+    assert other.vllm_memory < first.vllm_memory - 0.1 and other.checkpointing == "on"
+    assert "note: other memory plan than before: from here the run is equal only up to rounding" in screen
+    start(16, *resume, "--pack_tokens", "4500")
+    given, *_ = start(16, *resume)
+    assert (given.pack_tokens, given.vllm_memory) == (4500, first.vllm_memory)
+    del saved["memory plan"]  # a run of an older version: all of its values count as given
+    (tmp_path / "run/config.json").write_text(json.dumps(saved))
+    old, _, screen = start(8, *resume)
+    assert old.vllm_memory == first.vllm_memory and "note" not in screen
 
 
 def test_a_folder_belongs_to_one_process(group, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import math
+import sys
 
 import pytest
 
@@ -14,7 +15,7 @@ SMALL = SHAPES["Qwen2.5-1.5B"]  # tied embeddings
 WEIGHTS = 28 * (2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960)  # q and o, k and v, the MLP
 HEAD = 151936 * 1536
 H200 = roofline.DEVICES[0]
-CPU = roofline.Device("CPU", 1e11, 1e10, math.inf, 2**34)
+CPU = roofline.Device("CPU", 1e11, 1e10, math.inf, 2**34, 1e-5)
 BF16 = nr.Config(dtype="bfloat16", kl_coef=0.0, checkpointing="off", pack_tokens=32768)
 GROUPS = [(100, [700] * 8) for _ in range(64)]
 TOKENS, COMPLETION_TOKENS = 64 * (100 + 8 * 700), 64 * 8 * 700
@@ -143,6 +144,57 @@ def run(tmp_path):
     (tmp_path / "rollouts.jsonl").write_text("".join(
         json.dumps({"step": i, "prompt_tokens": 7, "tokens": n}) + "\n" for i, n in ((0, 9), (1, 3), (1, 5))))
     return tmp_path
+
+
+def test_the_engines_python_is_added_on_a_cpu_and_on_a_gpu_only_as_far_as_decoding_is_shorter():
+    per_token = 2 * (WEIGHTS + HEAD) * 512 / 989e12 / 512  # seconds of the products on an H200, 512 at once
+    decode = roofline.seconds(parts()["decode"], H200)
+    slow = 10 * per_token
+    for python, waiting in ((0, 0), (per_token / 2, 0), (slow, slow * COMPLETION_TOKENS - decode)):
+        [op] = parts(device=H200._replace(python=python))["engine's Python"]
+        assert op.seconds(H200) == pytest.approx(waiting) and not any(op[:3])
+    [op] = parts(device=CPU)["engine's Python"]
+    assert op.seconds(CPU) == pytest.approx(1e-5 * COMPLETION_TOKENS)
+
+
+def test_the_engines_python_is_measured_without_the_models_work(llm, monkeypatch):
+    """Schedule, update and outputs advance the clock by 2, 3 and 5 s per call, the model by 1000."""
+    clock, calls, core = [0.0], [0], llm.llm_engine.engine_core.engine_core
+
+    def slow(owner, name, seconds):
+        call = getattr(owner, name)
+
+        def advance(*args, **kwargs):
+            clock[0] += seconds
+            calls[0] += name == "schedule"
+            return call(*args, **kwargs)
+        monkeypatch.setattr(owner, name, advance)
+        return advance
+
+    monkeypatch.setattr(roofline.time, "thread_time", lambda: clock[0])
+    schedule = slow(core.scheduler, "schedule", 2)
+    slow(core.scheduler, "update_from_output", 3)
+    slow(llm.llm_engine.output_processor, "process_outputs", 5)
+    slow(core.model_executor, "execute_model", 1000)
+    measured = roofline.measure_python(llm, sequences=32, tokens=4)
+    assert calls[0] % 4 == 0  # equal trials
+    assert measured == pytest.approx(10 * calls[0] / 4 / (32 * 4))
+    assert core.scheduler.schedule is schedule  # the clocks are taken off again
+
+
+def test_the_tables_on_paper_have_a_row_per_device_and_model_and_their_columns_add_up(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["roofline.py"])
+    roofline.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    rows = [line.strip("| ").split(" | ") for line in lines if not line.startswith("| device")]
+    devices = {(row[0], row[1]) for row in rows}
+    assert len(rows) == 16 and len(devices) == 8
+    for row in rows:
+        rollout, python, reference, update, recomputation, adamw, sync, step, *sums = map(float, row[2:12])
+        assert 0 <= python < rollout  # each figure is rounded to 0.005
+        assert step == pytest.approx(rollout + update + adamw + sync, abs=0.03)
+        assert sums == pytest.approx([step + reference, step + reference + recomputation], abs=0.03)
+    assert {row[1] for row in rows if row[12].endswith("LoRA 32")} == {"7B"}
 
 
 def test_a_run_is_compared_with_the_bound_of_its_own_lengths(run):
