@@ -233,7 +233,9 @@ def test_a_fork_server_that_cannot_be_replaced_ends_the_call_with_its_reason(tmp
 if os.path.exists({str(tmp_path / 'second')!r}): time.sleep(600)
 open({str(tmp_path / 'second')!r}, "w").close()
 server = os.getpid()
-def f(completions): os.kill(server, signal.SIGKILL)""")
+def f(completions):
+    os.kill(server, signal.SIGKILL)
+    time.sleep(600)""")
     with rewards.Verifier(f"{tmp_path}/my.py:f", workers=1) as verify:
         monkeypatch.setattr(pool, "START_SECONDS", 1.0)
         with pytest.raises(RuntimeError, match="not ready after 1 s"):

@@ -407,7 +407,7 @@ def test_a_judge_that_fails_or_replies_without_a_valid_score_gives_none(judge):
 
 
 @pytest.mark.parametrize("score, value", [
-    ("0", 0.0), ("7", 0.7), ("7.5", 0.75), ("10.0", 1.0), (" **7**", 0.7), ("7.", 0.7),
+    ("0", 0.0), ("7", 0.7), ("7.5", 0.75), ("10.0", 1.0), ("**7**", 0.7), ("7.", 0.7),
     ("7, as it is right", 0.7), ("7/10", 0.7), ("7.5 / 10.", 0.75), ("7/100", None), ("7 / 20", None),
     ("7,5", None), ("7-8", None), ("70%", None), ("-3", None), ("11", None), ("10.5", None),
     ("100", None), ("1e1", None), ("7.5.1", None),
