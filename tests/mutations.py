@@ -187,7 +187,7 @@ FAULTS = [  # (description, file, text, what replaces it)
      "if path != best or step_of(path) not in accuracy", ""),
     ("resume: other flags are accepted", FOLDER, "if texts and not cfg.resume_force", "if False"),
     ("resume: two processes in one folder", FOLDER, "fcntl.LOCK_EX", "fcntl.LOCK_SH"),
-    ("resume: other data are accepted", FOLDER, "path.read_text() != checksum", "False"),
+    ("resume: other data are accepted", FOLDER, "path.read_bytes() == checksum.encode()", "True"),
     ("resume: a half line stays in a log", "runtime/log.py", "os.ftruncate(f.fileno(), size)", "pass"),
     ("resume: a signal waits for the end of the rollout", "runtime/stop.py",
      "in_call = in_loop", "in_call = False"),
