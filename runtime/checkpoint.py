@@ -334,7 +334,7 @@ def read_manifest(folder):
 
 
 def read_state(folder):
-    """What save() wrote into trainer/state.json: Progress, sizes of the logs, number of AdamW's steps.
+    """What save() wrote into trainer/state.json: Progress, sizes of the logs, AdamW's steps.
 
     Raises ValueError if something is missing there.
     """
@@ -374,23 +374,24 @@ def newest_whole(folder):
 
 
 def check_logs(folder, sizes):
-    """Raises ValueError unless the first bytes of each log, {name: bytes}, are lines of JSON with a step.
+    """Raises ValueError unless each log, {name: bytes}, begins with so many bytes of JSON lines with a step.
 
     A log that is not there is no error: the run then starts a new one.
     """
-    for path, size in ((folder / name, size) for name, size in sizes.items() if (folder / name).exists()):
+    for path in (folder / name for name in sizes if (folder / name).exists()):
+        rest, number = sizes[path.name], 0
         with path.open("rb") as f:
-            rest, number = size, 0
             while rest > 0:  # what comes after these bytes is cut off
                 line, number = f.readline(), number + 1
                 rest -= len(line)
                 try:
-                    whole = line.endswith(b"\n") and rest >= 0 and type(json.loads(line)["step"]) is int
+                    has_step = type(json.loads(line)["step"]) is int
                 except (ValueError, TypeError, KeyError):
-                    whole = False
-                if not whole:
-                    raise ValueError(f"{path}:{number} is damaged: not a whole line of JSON with a step; "
-                                     "mend it, or move the file away: the run then starts a new one")
+                    has_step = False
+                if not has_step or rest < 0 or not line.endswith(b"\n"):
+                    raise ValueError(
+                        f"{path}:{number} is damaged: not a whole line of JSON with a step; "
+                        "mend it, or move the file away: the run then starts a new one")
 
 
 def expired(folder, keep, rows):

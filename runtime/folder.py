@@ -137,7 +137,7 @@ def claim_folder(cfg, examples=()):
 def _check_inputs(path, cfg, examples):
     """Keeps a checksum of examples and model in a file, or returns that a resumed run has others.
 
-    All bytes of the starting weights count: 0.7 s per GiB with a processor that has instructions for SHA-256.
+    All bytes of the starting weights count: 0.7 s per GiB on a processor with SHA instructions.
     """
     from transformers.utils import cached_file
     checksum = hashlib.sha256(repr([sorted(e.items(), key=str) for e in examples]).encode())
@@ -148,7 +148,9 @@ def _check_inputs(path, cfg, examples):
     checksum = checksum.hexdigest()
     is_same = path.exists() and path.read_bytes() == checksum.encode()
     if cfg.resume and not is_same and not cfg.resume_force:
-        why = "have changed since it started" if path.exists() else f"cannot be compared: {path} is missing"
+        why = "have changed since it started"
+        if not path.exists():
+            why = f"cannot be compared: {path} is missing"
         return (f"--resume {cfg.resume}: its data, tokenizer or --model {why}. "
                 "--resume_force continues nevertheless")
     path.write_text(checksum)

@@ -23,7 +23,7 @@ def check_step(metrics, mismatch_bound, rollout=""):
     """
     mismatch = metrics["mismatch/mean_abs"]
     if not mismatch <= mismatch_bound:  # also when it is NaN
-        user = f"--rollout {rollout} returned other ids or log-probs than vLLM sampled, or " * bool(rollout)
+        user = f"--rollout {rollout} returned other ids or log-probs than vLLM's, or " * bool(rollout)
         raise RunError(
             "vLLM and the trainer disagree about the tokens that vLLM sampled: the mean |log-prob "
             f"difference| {mismatch:.2g} is above --mismatch_bound {mismatch_bound:.2g}. Either {user}vLLM "
@@ -34,10 +34,11 @@ def check_step(metrics, mismatch_bound, rollout=""):
 
 
 def checked(rollout, spec):
-    """--rollout's function, which a signal can end, with what it returns checked. spec: the flag's value.
+    """A function that calls that of --rollout and checks what it returns. spec: the flag's value.
 
-    Raises ValueError if the trainer cannot call it. The function that is returned raises RunError, with the
-    user's function and the number of the Rollout, for an exception and for the first one that does not fit.
+    A signal can end the call. Raises ValueError if the user's function does not take the arguments. The
+    function returned here raises RunError, which names the user's function, for an exception in it and
+    for the first Rollout that does not fit.
     """
     from runtime import memory, stop  # not above: they import preflight, which imports this file
     try:
@@ -49,8 +50,9 @@ def checked(rollout, spec):
 
     @functools.wraps(rollout)
     def sample(llm, prompts, n, *args, **sampling):
-        # with --tp, no rank may leave the function while the others wait for it in llm.generate
-        call = functools.partial(stop.interruptible, rollout) if dist.engine_ranks() == 1 else rollout
+        call = functools.partial(stop.interruptible, rollout)
+        if dist.engine_ranks() > 1:  # no rank may leave while others wait for it in llm.generate
+            call = rollout
         try:
             rollouts = call(llm, [list(prompt) for prompt in prompts], n, *args, **sampling)
         except (Exception, SystemExit) as e:
@@ -60,7 +62,8 @@ def checked(rollout, spec):
             file = str(Path(spec.rpartition(":")[0]).resolve())
             last = [frame for frame in frames if frame.filename == file][-1:] or frames
             text = shorten(f"{type(e).__name__}: {e}", 500)
-            raise RunError(f"--rollout {spec}: {text} ({last[-1].filename}:{last[-1].lineno})") from e
+            where = f"{last[-1].filename}:{last[-1].lineno}"
+            raise RunError(f"--rollout {spec}: {text} ({where})") from e
         found = len(rollouts) if isinstance(rollouts, (list, tuple)) else shown(rollouts)
         if found != len(prompts) * n:
             raise RunError(f"--rollout {spec}: it must return a list of {n} Rollouts for each of "
@@ -68,7 +71,8 @@ def checked(rollout, spec):
         vocabulary = llm.llm_engine.model_config.get_vocab_size()
         for i, r in enumerate(rollouts):
             if problem := misfit(r, prompts[i // n], vocabulary):
-                raise RunError(f"--rollout {spec}: Rollout {i} of {len(rollouts)} does not fit: {problem}")
+                raise RunError(
+                    f"--rollout {spec}: Rollout {i} of {len(rollouts)} does not fit: {problem}")
             r.advantages = [0.0] * len(r.completion)  # which may have grown since it was made
         return rollouts
 
@@ -81,7 +85,7 @@ def shown(x):
 
 
 def misfit(r, prompt, vocabulary):
-    """What is wrong with a Rollout of a user's function for a prompt (token ids), in words; "" if nothing.
+    """What is wrong with a user's Rollout for a prompt (token ids), in words; "" if nothing.
 
     vocabulary: the number of tokens of the model.
     """
