@@ -53,6 +53,7 @@ from runtime.log import Log, summary, timed
 from runtime.lora import WithoutAdapters
 from runtime.packing import balance, pack, pack_evenly  # noqa: F401  users reach pack() here
 from runtime.rehearsal import rehearse
+from runtime.user_rollout import checked
 
 # ---------------------------------------------------------------------------------------------------- config
 
@@ -238,7 +239,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
 
 def sampler(name):
     """The function that samples: rollout, or with --rollout my_file.py:my_rollout that one."""
-    return guard.checked(rewards.load(*name.rsplit(":", 1), kind="rollout"), name) if name else rollout
+    return checked(rewards.load(*name.rsplit(":", 1), kind="rollout"), name) if name else rollout
 
 
 # ------------------------------------------------------------------------------------------------- 2. reward

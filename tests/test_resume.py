@@ -490,7 +490,7 @@ LOOP = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
 from types import SimpleNamespace
-from runtime import guard, stop
+from runtime import stop, user_rollout
 def mine(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     stop.interruptible(print, "sampled")
     print("ready", flush=True)
@@ -510,7 +510,7 @@ with stop.on_signals():
             print("the update ends", flush=True)
             time.sleep(float(sys.argv[2]))
         if sys.argv[1] == "user":
-            guard.checked(mine, "mine.py:mine")(None, [], 1, 1.0, 8)
+            user_rollout.checked(mine, "mine.py:mine")(None, [], 1, 1.0, 8)
         stop.interruptible(lambda: [print("ready", flush=True), time.sleep(20), print("the rollout ends")])
 """
 

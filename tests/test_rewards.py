@@ -655,7 +655,7 @@ def test_random_is_a_fair_coin_that_ignores_the_answer_and_is_reproducible():
         assert 0.4 < sum(a != b for a, b in zip(coins, changed)) / n < 0.6
     with rewards.Verifier("random", workers=2) as verify:  # the same values in workers
         for _ in range(2):
-            assert verify(texts[:100], prompts=["p"] * 100)[0] == coins[:100]
+            assert verify(texts[:100], prompts=["p"] * 100, sample_index=list(range(100)))[0] == coins[:100]
 
 
 # -------------------------------------------------------------------------------- specs
