@@ -151,7 +151,8 @@ def test_every_row_keeps_its_columns_whatever_row_is_first(tokenizer):
     nr.score(fixed_rollouts(tokenizer, groups=3, n=2), examples, verify, step=7)
     del seen["completion_ids"]
     assert seen == {"question": list("aabbcc"), "prompts": list("aabbcc"), "step": 7,
-                    "sample_index": [0, 1] * 3, "rubric": [None, None, "r", "r", None, None], "tests": [None] * 4 + [[1]] * 2}
+                    "sample_index": [0, 1] * 3, "rubric": [None, None, "r", "r", None, None],
+                    "tests": [None] * 4 + [[1]] * 2}
 
 
 def test_weights_that_are_not_finite_are_named_before_anything_is_saved(group, tmp_path):
