@@ -104,8 +104,8 @@ def step_bytes(cfg, shape, gpu, reference_stays=False):
     gradients = 4 * trained / (1 if cfg.zero_stage == 1 else dist.world_size()) * (not offload or not sharded)
     asleep = VLLM_ASLEEP if gpu else 0
     # a checkpoint is made tensor by tensor while vLLM can generate: of each trained one an fp32 copy; with
-    # LoRA, an MLP's matrix and its adapter's product, which are added in fp32
-    copies = (2 * size + 4) * shape.mlp if cfg.lora_rank else 4 * shape.vocab
+    # LoRA, an MLP's matrix and its adapter's product, which are added in fp32: 8 bytes in bf16 and in fp32
+    copies = 8 * shape.mlp if cfg.lora_rank else 4 * shape.vocab
 
     hidden, attention, mlp = (4, 7 if shape.qk_norms else 5, 3) if cfg.compile == "on" else (
         5, 14 if shape.qk_norms else 8, 4)

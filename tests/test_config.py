@@ -331,7 +331,7 @@ def test_a_gpu_without_bfloat16_is_told_to_use_float32(monkeypatch, capability, 
 
 @pytest.mark.parametrize("tools, offload, missing", [
     ("gcc", "none", ""), ("clang", "none", ""), ("cc-of-mine", "none", ""), ("", "none", "a C compiler"),
-    ("gcc g++ ninja", "optimizer", ""), ("gcc ninja", "optimizer", "'g++'"),
+    ("gcc g++ ninja", "optimizer", ""), ("gcc ninja", "optimizer", r"'g\+\+'"),
     ("gcc g++", "optimizer", "'ninja'"), ("g++ ninja", "optimizer", "a C compiler")])
 def test_a_gpu_needs_a_c_compiler_and_offload_one_for_cpp(monkeypatch, tools, offload, missing):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -250,7 +250,7 @@ def test_memory_gb_without_a_gpu_shows_the_plan_for_one_of_that_size(diagnose, t
     status, text, _ = diagnose("plan", *argv)
     assert status == "note" and "for a GPU of 24 GiB, which this machine does not have" in text
     assert "1,543.7 M parameters in bfloat16 and 24.0 GiB: --offload optimizer --checkpointing on" in text
-    assert "--vllm_memory 0.7" in text and "host memory: 47 GiB" in text
+    assert "--vllm_memory 0.6" in text and "host memory: 47 GiB" in text
     assert "in float32" in diagnose("plan", *argv, "--memory_gb", "48", "--dtype", "float32")[1]
     small = diagnose("plan", *argv, "--memory_gb", "12", "--lora_rank", "16")[1]  # less than the host has
     assert "for a GPU of 12 GiB" in small

@@ -376,7 +376,7 @@ def test_vllms_complaint_about_memory_is_an_out_of_memory_error(monkeypatch):
 def started_on_a_gpu(monkeypatch, capsys):
     """started_on_a_gpu(**flags) -> the arguments that vllm.LLM gets on a simulated GPU, and the screen."""
     import vllm
-    arguments = {}
+    base, arguments = make_config(), {}
 
     def record(**args):
         arguments.update(args)
@@ -385,14 +385,13 @@ def started_on_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(vllm, "LLM", record)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "share_engine", lambda ranks: None)
+    monkeypatch.setattr(nr.memory, "kv_cache_bytes", lambda cfg: 2**30)
     for name in ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ALLREDUCE_USE_FLASHINFER"):
         monkeypatch.setenv(name, "undone after the test")
         monkeypatch.delenv(name)
 
     def start(**flags):
-        cfg = dataclasses.replace(make_config(), dtype="float32", vllm_memory=0.5, **flags)
-        monkeypatch.setattr(nr.memory, "kv_cache_bytes", lambda cfg: 2**30)
-        nr.make_llm(cfg)
+        nr.make_llm(dataclasses.replace(base, vllm_memory=0.5, **flags))
         return arguments, capsys.readouterr().out
     return start
 

@@ -405,7 +405,7 @@ def test_what_the_memory_plan_chose_is_chosen_anew_and_what_the_user_gave_is_kep
     again, stays, screen = start(16, *resume)
     assert dataclasses.replace(again, resume="", name="") == first and stays and "note" not in screen
     other, _, screen = start(8, *resume)
-    assert other.vllm_memory < first.vllm_memory - 0.1 and other.checkpointing == "on"
+    assert other.vllm_memory < first.vllm_memory - 0.05 and other.checkpointing == "on"
     assert "note: other memory plan than before: from here the run is equal only up to rounding" in screen
     start(16, *resume, "--pack_tokens", "4500")
     given, *_ = start(16, *resume)
