@@ -92,8 +92,7 @@ class Functions(TorchFunctionMode):
         wanted = kwargs.get("device")
         if wanted is None or torch.device(wanted).type == "meta":
             return func(*args, **kwargs)
-        del kwargs["device"]
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs | {"device": HOST})
         if isinstance(out, torch.Tensor):
             put(out, CARD if torch.device(wanted).type == "cuda" else HOST)
         return out

@@ -124,7 +124,12 @@ def train(monkeypatch, tokenizer, **changes):
                              lr=1e-3, pack_tokens=320) | changes)
     rollouts = fixed_rollouts(tokenizer)
     groups = [rollouts[i:i + 4] for i in range(0, 16, 4)]
-    monkeypatch.setattr(nr, "collect_rollouts", lambda *_: [copy.deepcopy(groups)] * 2)
+
+    def collected(*_):
+        again = copy.deepcopy(groups)
+        return [again[i::cfg.minibatches] for i in range(cfg.minibatches)], again
+
+    monkeypatch.setattr(nr, "collect_rollouts", collected)
     monkeypatch.setattr(nr, "evaluate", lambda *_: ({}, []))
     monkeypatch.setattr(Log, "close", lambda self: None)
     monkeypatch.setattr(log, "peak_flops", lambda dtype: 1e12)

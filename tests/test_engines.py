@@ -405,6 +405,7 @@ def test_gpus_that_share_an_engine_do_not_use_the_all_reduce_that_ends_the_proce
 
 def test_no_kernel_of_flashinfer_is_compiled_unless_the_user_asks_for_it(started_on_a_gpu, monkeypatch):
     from vllm import envs
+    envs.disable_envs_cache()  # which another engine of this process has filled
     monkeypatch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER", "1")
     started_on_a_gpu(top_p=0.9, correction="none")
     assert envs.VLLM_USE_FLASHINFER_SAMPLER is False and envs.VLLM_ALLREDUCE_USE_FLASHINFER is True

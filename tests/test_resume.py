@@ -575,12 +575,14 @@ def test_what_has_run_out_is_named_and_not_taken_for_a_lost_rank(error, says):
 
 
 def test_a_home_that_cannot_be_written_is_refused_or_replaced(tmp_path, monkeypatch):
+    from vllm import envs
     (tmp_path / "file").write_text("")  # nobody, not even root, can make a folder in it
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file/extensions"))
     with pytest.raises(ValueError, match="file/extensions, which cannot be written: set HOME, or TORCH"):
         preflight.need_compiler()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "new"))
     preflight.need_compiler()
+    envs.disable_envs_cache()  # which another engine of this process has filled
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file/vllm"))  # vLLM's files are only a cache
     with pytest.raises(RunError, match="vLLM does not start: Seed must be"):
         engines.start_vllm(model=str(ROOT / "models/tiny"), seed=-5, max_num_seqs=1, max_model_len=64,
