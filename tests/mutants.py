@@ -17,10 +17,7 @@ import difflib
 import os
 import random
 import shutil
-import signal
-import sys
 import tempfile
-import time
 import xml.etree.ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -111,39 +108,6 @@ def tests_of(file, line, by_line):
     return set().union(*lines.values())
 
 
-def first_failure(folder, tests, core, limit):
-    """The first failing test of a copy; "" if all pass. Runs in a forked child, `limit` seconds at most."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.setsid()
-        os.sched_setaffinity(0, {core})
-        os.close(reading)
-        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.chdir(folder)
-        libraries = [p for p in sys.path if not p.startswith(str(ROOT)) or "site-packages" in p]
-        sys.path[:] = [str(folder / "tests"), str(folder), *libraries]
-        import pytest
-        first = mutations.FirstFailure()
-        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov", *tests], plugins=[first])
-        os.write(writing, (first.name or ("" if code == 0 else f"pytest ended with {int(code)}")).encode())
-        os._exit(0)
-    os.close(writing)
-    begin = time.monotonic()
-    while not os.waitpid(child, os.WNOHANG)[0]:
-        if time.monotonic() - begin > limit:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return "does not end"
-        time.sleep(0.05)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # what the tests left
-    with os.fdopen(reading) as pipe:
-        return pipe.read()
-
-
 def judge(mutant, folder, core, by_line, seconds, most):
     """(what caught the mutant or "", number of tests that ran)."""
     file, line, changed = mutant
@@ -162,7 +126,7 @@ def judge(mutant, folder, core, by_line, seconds, most):
         chosen.append(test)
     if not chosen:
         return "", 0
-    name = first_failure(folder, chosen, core, limit=120 + 5 * most)
+    name = mutations.first_failure(folder, chosen, {core}, limit=120 + 5 * most)
     shutil.rmtree(folder)
     return name, len(chosen)
 

@@ -9,8 +9,11 @@ unnoticed. Each copy is tested in a forked child (torch, TRL and vLLM are import
 the first test that fails; the quickest tests run first. Prints a Markdown table. Exits with 1 if no test
 notices a fault, or if a test fails without a fault.
 """
+import contextlib
+import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -485,11 +488,14 @@ def caught_by(folder, topic="", stages=STAGES):
     return next(filter(None, (first_failure(folder, stage) for stage in stages)), "")
 
 
-def first_failure(folder, stage):
-    """The first failing test of a stage in a copy, "" if all pass. Runs in a forked child."""
+def first_failure(folder, arguments, cores=None, limit=math.inf):
+    """The first failing test of a copy, "" if all pass. Runs pytest with these arguments in a forked child, on
+    these cores if they are given, for at most `limit` seconds."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
+        os.setsid()
+        os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -498,11 +504,19 @@ def first_failure(folder, stage):
         sys.path[:] = [str(folder / "tests"), str(folder), *libraries]
         import pytest
         first = FirstFailure()
-        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *stage], plugins=[first])
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov", *arguments], plugins=[first])
         os.write(writing, (first.name or ("" if code == 0 else f"pytest ended with {int(code)}")).encode())
         os._exit(0)
     os.close(writing)
-    os.waitpid(child, 0)
+    begin = time.monotonic()
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        if time.monotonic() - begin > limit:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return "does not end"
+        time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # what the tests left
     with os.fdopen(reading) as pipe:
         return pipe.read()
 
