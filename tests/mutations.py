@@ -489,8 +489,8 @@ def caught_by(folder, topic="", stages=STAGES):
 
 
 def first_failure(folder, arguments, cores=None, limit=math.inf):
-    """The first failing test of a copy, "" if all pass. Runs pytest with these arguments in a forked child, on
-    these cores if they are given, for at most `limit` seconds."""
+    """The first failing test of a copy, "" if all pass. Runs pytest with these arguments in a forked child,
+    on these cores if they are given, for at most `limit` seconds."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -504,7 +504,8 @@ def first_failure(folder, arguments, cores=None, limit=math.inf):
         sys.path[:] = [str(folder / "tests"), str(folder), *libraries]
         import pytest
         first = FirstFailure()
-        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov", *arguments], plugins=[first])
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov"]
+        code = pytest.main([*options, *arguments], plugins=[first])
         os.write(writing, (first.name or ("" if code == 0 else f"pytest ended with {int(code)}")).encode())
         os._exit(0)
     os.close(writing)
