@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 CARD, HOST = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
+PIN_MEMORY = torch._C.TensorBase.pin_memory  # vLLM on a CPU replaces torch.Tensor.pin_memory
 CROSSING = {aten.copy_.default, aten._to_copy.default}  # what moves values between devices
 INDEXING = {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default,  # the host's
             aten.index_put_.default, aten._index_put_impl_.default}  # indices are allowed here
@@ -167,7 +168,7 @@ SPECIAL = {
     torch.Tensor.device.__get__: get_device, torch.Tensor.is_cuda.__get__: get_is_cuda,
     torch.Tensor.is_cpu.__get__: get_is_cpu, torch.Tensor.to: to, torch.Tensor.cpu: to_host,
     torch.Tensor.cuda: to_card, torch.Tensor.type: type_name, torch.Tensor.numpy: numpy,
-    torch.Tensor.__array__: numpy, torch.Tensor.pin_memory: pin_memory,
+    torch.Tensor.__array__: numpy, PIN_MEMORY: pin_memory,
     torch.Tensor.is_pinned: is_pinned,
 }
 
@@ -185,5 +186,6 @@ def simulated_card():
         # what is compared with the forward pass: not the device, which is read outside of the mode
         same = {"default": lambda x: (x.shape, x.dtype)}
         with (mock.patch.object(torch.autograd, "_engine_run_backward", backward),
+              mock.patch.object(torch.Tensor, "pin_memory", PIN_MEMORY),
               mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, same)):
             yield
