@@ -16,8 +16,7 @@ import re
 import zlib
 from pathlib import Path
 
-from runtime import evaluation, preflight
-from runtime.flops import empty_model
+from runtime import shape
 from verify.verifier import ADDED_COLUMNS
 
 # -------------------------------------------------------------------------------------------- generated tasks
@@ -150,7 +149,7 @@ def read_rows(path):
         try:
             rows = parquet.read_table(path).to_pylist()
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
-            raise ValueError(f"{path}: not a readable parquet file ({preflight.first_line(e)})") from None
+            raise ValueError(f"{path}: not a readable parquet file ({shape.first_line(e)})") from None
         yield from ((f"{path}, row {n}", row) for n, row in enumerate(rows, 1))
     else:
         raise ValueError(f"{path}: cannot read '{kind or 'no suffix'}' (jsonl, json, csv or parquet)")
@@ -158,13 +157,13 @@ def read_rows(path):
 
 def hub_rows(repo, name, split):
     """A split of a hub dataset (or its only one) -> iterator of (location, row)."""
-    preflight.hub_answers()  # before datasets is imported: it looks only once whether it is offline
+    shape.hub_answers()  # before datasets is imported: it looks only once whether it is offline
     from datasets import load_dataset
     try:
         splits = load_dataset(repo, name)
     except Exception as e:  # gated, renamed, damaged: datasets raises many types; the user gets one line
         raise ValueError(f"{repo}: not a file here and not loadable from the hub "
-                         f"({preflight.first_line(e, repo)}); --data and --eval_data can name a file") from e
+                         f"({shape.first_line(e, repo)}); --data and --eval_data can name a file") from e
     if split not in splits and len(splits) > 1:
         raise ValueError(f"{repo} has no split '{split}' (it has {', '.join(splits)})")
     rows = splits[split if split in splits else next(iter(splits))]
@@ -317,7 +316,7 @@ def encode(example, tokenizer, template):
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     except Exception as e:  # a template is a program: any type can come
         raise ValueError("--template chat: the tokenizer's chat template fails "
-                         f"({preflight.first_line(e)}); use r1, qwen_math or none") from e
+                         f"({shape.first_line(e)}); use r1, qwen_math or none") from e
     if example["question"].strip() not in text:
         raise ValueError("--template chat: the tokenizer's chat template leaves the question out; "
                          "use r1, qwen_math or none")
@@ -406,8 +405,6 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
     else:
         eval_set = load(cfg.task, "test", size=cfg.eval_size)
 
-    if cfg.eval_budget:  # must fit into max_tokens
-        evaluation.answer_opening(cfg, tokenizer, split_template(cfg.template)[1])
     taken = ADDED_COLUMNS | {"prompt_ids", "completions"}
     for name in sorted(taken & set().union(*train_set, *eval_set)):
         notify(f"note: rewards do not see the column '{name}' of the data, but the trainer's")
@@ -418,7 +415,7 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
                          "training questions are also held out for evaluation")
     if left_out := len(train_set) - len(new):
         notify(f"{left_out} of {len(train_set)} training examples left out: their questions are held out")
-    vocabulary = empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config().vocab_size
+    vocabulary = shape.empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config().vocab_size
 
     def with_prompts(examples, name):
         for example in examples:

@@ -24,67 +24,49 @@ Shapes: G prompts, n completions per prompt, N = G*n sequences. Per pack: B sequ
 tokens with each prompt stored once, K tokens with the prompt repeated for each completion. H hidden size, V
 vocabulary. Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
-import dataclasses
-import itertools
 import math
 import os
 import sys
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 # Set before torch is imported: idle threads do not spin; large arrays on a CPU get 2 MB pages.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # pack sizes vary: no fragments
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # pack sizes vary
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 
 import data
 import rewards
-from runtime import credit, dist, engines, evaluation, guard, memory, preflight, sleep, stats, stop
-from runtime.checkpoint import Checkpoints, named_weights
-from runtime.checksum import SentWeights
+from runtime import dist, evaluation, flags, guard, memory, stats, stop
+from runtime.batch import (  # noqa: F401  some are here for those who import this script
+    Rollout, balance, collate, ends_in_tokens, pack, pack_evenly, set_advantages, step_rewards)
+from runtime.checkpoint import Checkpoints
 from runtime.folder import claim_folder
-from runtime.head import CHUNK, HeadLogps
 from runtime.log import Log, summary, timed
-from runtime.lora import WithoutAdapters
-from runtime.packing import balance, pack, pack_evenly  # noqa: F401  users reach pack() here
-from runtime.rehearsal import rehearse
-from runtime.user_rollout import checked
+from runtime.model import CHUNK, HeadLogps, WithoutAdapters, load_model, on_device
+from runtime.sampler import Sampler
+from runtime.trainer import (
+    named_weights, place_frozen_weights, set_lr, start_deepspeed, store_kl, token_logps)
 
 # ---------------------------------------------------------------------------------------------------- config
 
 
 @dataclass
-class Config:
-    """Defaults for 1.5B parameters on one GPU. The rows of ALGOS and MODELS, below, replace some of them."""
+class Config(flags.RunFlags):
+    """The flags that a student turns; model, data, memory and files are in runtime/flags.py.
 
-    # model and data
-    model: str = "models/tiny"  # a folder or a hub id; a bare name of a known family gets its organisation
-    trust_remote_code: bool = False  # run Python code that comes with the model
-    algo: str = "grpo"  # a row of ALGOS; any flag below overrides a value of the row
-    task: str = "gsm8k"  # arithmetic, countdown, gsm8k, math, math500, aime24, amc23
-    data: str = ""  # train on this file (jsonl, json, csv, parquet) or hub set instead of the task's own
-    eval_data: str = ""  # evaluate on these, as a,b; with --data alone, up to a tenth of it is held out
-    question_key: str = ""  # column of the question ("" = the first of question, problem, prompt)
-    answer_key: str = ""  # column of the answer ("" = answer, solution or ground_truth; "none" = no column)
-    template: str = "qwen_math"  # of the prompt: chat, none, r1, qwen_math, or a file with {question}
-    rewards: str = ""  # name:weight,... or my_file.py:my_reward ("" = the task's); evaluation uses the first
-    reward_timeout: float = 5.0  # seconds a reward function has per completion; after that, no verdict
-    allow_unsafe_code: bool = False  # --rewards code: run the model's programs even without isolation
-    judge_url: str = "http://localhost:8000/v1"  # --rewards judge: an OpenAI-compatible endpoint ...
-    judge_model: str = ""  # ... and the name of the model there
+    Defaults for 1.5B parameters on one GPU. The rows of ALGOS and MODELS replace some of them.
+    """
+
     # rollout
     rollout: str = ""  # my_file.py:my_rollout samples instead of the function below, for example with tools
     steps: int = 200  # rollout batches; each gives epochs * minibatches optimizer steps
     prompts: int = 64  # G: prompts per step, over all ranks
     samples: int = 8  # n: completions per prompt
     temperature: float = 1.0  # of sampling; the trainer's log-probs use the same temperature
-    top_p: float = 1.0  # nucleus sampling; biases pi/pi_vllm: needs --correction none --temperature 1
-    top_k: int = 0  # sample from the k likeliest tokens, under the conditions of top_p; 0 = off
+    top_p: float = 1.0  # nucleus sampling; needs --correction none --temperature 1
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm
@@ -95,15 +77,11 @@ class Config:
     aggregate: Literal["sequence", "token", "constant"] = "sequence"  # divisor of the loss: token_weights
     clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low ...
     clip_high: float = 0.2  # ... and 1 + clip_high
+    tau: float = 1.0  # of the soft gate, positive advantages; weight of the squared gate's penalty
+    tau_neg: float = 1.05  # of the soft gate, negative advantages
     delta: float = 0.0  # upper bound of the ratio for negative advantages (two-sided clip); 0 = off
-    soft_tau_pos: float = 1.0  # temperature of the soft gate for positive advantages ...
-    soft_tau_neg: float = 1.05  # ... and for negative ones
-    squared_tau: float = 0.1  # weight of the squared gate's penalty
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference model
     kl_in: Literal["loss", "reward"] = "loss"  # k3 per token in the loss, or k1 subtracted from the reward
-    ref_reset_every: int = 0  # steps after which the policy becomes the new reference; 0 = never
-    eps: float = 1e-4  # added to the divisor of the advantage
-    decorrelate_length: bool = False  # remove the part of a group's advantages that is linear in length
     correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = (
         "token_truncate")  # importance weight for the difference between vLLM's and the trainer's log-probs
     correction_cap: float = 2.0  # largest importance weight pi_trainer / pi_vllm
@@ -111,7 +89,6 @@ class Config:
     resample: int = 0  # with drop_flat_groups: draw new prompts up to this many times to get G groups
     mask_truncated: bool = False  # truncated completions enter the group statistics but get no gradient
     overlong_buffer: float = 0.0  # penalty for completions in this last share of max_tokens; 0 = off
-    overlong: Literal["soft", "hard"] = "soft"  # the penalty: 0 to -1 (DAPO), or -1 in the whole buffer
     epochs: int = 1  # passes over a rollout batch
     minibatches: int = 1  # optimizer steps per pass
     # optimizer
@@ -121,35 +98,6 @@ class Config:
     beta2: float = 0.999  # AdamW's second beta (the first is 0.9)
     weight_decay: float = 0.0  # AdamW's weight decay
     max_grad_norm: float = 1.0  # the norm of the gradient is clipped to this
-    # engines and memory
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # bfloat16 has fp32 master weights
-    lora_rank: int = 0  # train adapters of this rank on all linear layers; 0 = train all weights
-    memory_gb: float = 0.0  # GiB of the device this run may use (0 = all); the next four are fitted into it
-    pack_tokens: int = 0  # most tokens per forward pass (a longer sequence goes alone); 0 = what fits
-    checkpointing: Literal["auto", "on", "off"] = "auto"  # recompute activations: less memory, more compute
-    offload: Literal["auto", "none", "optimizer"] = "auto"  # keep optimizer and fp32 weights in host memory
-    vllm_memory: float = 0.0  # share of the GPU for vLLM while it generates; 0 = what is left
-    compile: Literal["on", "off"] = "off"  # fuse element-wise work in layers and head with torch.compile
-    tp: int = 1  # ranks per vLLM engine (tensor parallel), which generate their prompts together
-    zero_stage: Literal[1, 2, 3] = 2  # ZeRO shards over the ranks: 1 optimizer, 2 + gradients, 3 + weights
-    timeout: float = 10.0  # minutes after which a rank that does not answer ends the run
-    mismatch_bound: float = 0.0  # stop above this mean |trainer - vLLM log-prob|; 0 = 1e-3 fp32, 0.15 bf16
-    # evaluation and files
-    eval_every: int = 20  # steps between evaluations; also before the first and after the last update
-    eval_size: int = 512  # held-out examples per set, 0 = all
-    eval_n: int = 0  # also draw this many samples per example: mean@n, pass@k, maj@n, best@n
-    eval_select: str = ""  # a spec like --rewards: best@n by its values; it sees no column but the question
-    eval_budget: str = ""  # as 64,256: tokens after which a greedy completion is cut and has to answer
-    name: str = ""  # name of the run ("" = model-task-algo-time); its files are in <out>/<name>/
-    out: str = "runs"  # folder of the runs
-    save_every: int = 20  # steps between checkpoints; 0 = one at the end and one when the run is stopped
-    keep: int = 2  # newest checkpoints to keep; the one with the best accuracy is also kept
-    resume: str = ""  # continue the run in this folder, or without a value: --name, new if there is none
-    resume_force: bool = False  # ... also with flags that give other results than the run had so far
-    keep_rollouts: int = 64  # rollouts per step of rank 0 written to rollouts.jsonl, in whole groups
-    wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
-    profile: bool = False  # write a torch profiler trace of step 1 to trace.json, for ui.perfetto.dev
-    seed: int = 0  # seed of data order, sampling and everything else
 
 
 # name -> its differences from Config's defaults, which are GRPO's
@@ -166,7 +114,7 @@ ALGOS = {
     "sapo": dict(gate="soft", kl_coef=0.0),  # arXiv:2511.20347
     "rft": dict(baseline="none", scale="none", kl_coef=0.0),  # only right samples train, arXiv:2308.01825
     "maxrl": dict(scale="mean", aggregate="constant", kl_coef=0.0),  # arXiv:2602.02710
-    "kimi": dict(scale="none", ratio="product", gate="squared", kl_coef=0.0),  # k1.5, arXiv:2501.12599
+    "kimi": dict(scale="none", ratio="product", gate="squared", tau=0.1, kl_coef=0.0),  # k1.5, arXiv:2501.12599
 }
 # model -> its differences from Config's defaults, which suit 1.5B parameters on one GPU
 MODELS = {
@@ -176,49 +124,12 @@ MODELS = {
 
 
 def parse_config(argv=None):
-    """Command line -> checked Config: see preflight.parse. Raises ValueError with one line."""
+    """Command line -> checked Config: see flags.parse. Raises ValueError with one line."""
     argv = sys.argv[1:] if argv is None else argv
-    return preflight.parse(Config, ALGOS, MODELS, argv, check_config, description=__doc__.split("\n\n")[0])
-
-
-def check_config(cfg):
-    """Fills what depends on the task and the machine. Raises ValueError with one line for a bad value."""
-    cfg = dataclasses.replace(cfg, template=data.read_template(cfg.template))
-    return preflight.check(cfg, data.TASKS, rewards.parse_spec)
+    return flags.parse(Config, ALGOS, MODELS, argv, description=__doc__.split("\n\n")[0])
 
 
 # ------------------------------------------------------------------------------------------------ 1. rollout
-
-@dataclass
-class Rollout:
-    # stage 1, rollout
-    prompt: list[int]  # token ids
-    completion: list[int]  # token ids with the end-of-sequence token: stopping is learned too
-    text: str  # the completion without special tokens
-    truncated: bool  # the completion was cut off at max_tokens
-    vllm_logps: list[float]  # log-prob of each completion token, as vLLM sampled it
-    sampled: list[bool] | None = None  # per completion token: False in a tool's output; None = all True
-    # stage 2, reward
-    reward: float | None = None  # weighted sum of the parts; None = no verdict
-    parts: dict[str, float | None] = field(default_factory=dict)  # value of each reward function
-    steps: list[tuple[int, float]] = field(default_factory=list)  # (end, reward) per step; [] = outcome only
-    # stage 3, advantage
-    kl: float = 0.0  # sum over its tokens of log pi - log ref, with --kl_in reward
-    advantages: list[float] | None = None  # of each completion token; None = 0
-    # stage 4, pack
-    weight: float = 0.0  # of each of its tokens in the loss; 0 = not trained
-
-    def __post_init__(self):
-        self.sampled = self.sampled or [True] * len(self.completion)
-        self.advantages = self.advantages or [0.0] * len(self.completion)
-
-    def __len__(self):
-        return len(self.prompt) + len(self.completion)
-
-    @property
-    def length(self):  # number of sampled tokens
-        return sum(self.sampled)
-
 
 def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     """Samples n completions for each of G prompts (token ids) in one call: G*n Rollouts, in prompt order."""
@@ -228,8 +139,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     sampling = dict(n=n, temperature=temperature, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
                     detokenize=False, stop_token_ids=[] if turn_end is None else [turn_end]) | sampling
     params = [SamplingParams(seed=seed, **sampling) for seed in seeds or [None] * len(prompts)]
-    requests = stop.interruptible(
-        llm.generate, [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    requests = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     samples = [(prompt, s) for prompt, request in zip(prompts, requests) for s in request.outputs]
     texts = tokenizer.batch_decode([list(s.token_ids) for _, s in samples], skip_special_tokens=True)
     return [Rollout(prompt, list(s.token_ids), text, s.finish_reason == "length",
@@ -239,7 +149,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
 
 def sampler(name):
     """The function that samples: rollout, or with --rollout my_file.py:my_rollout that one."""
-    return checked(rewards.load(*name.rsplit(":", 1), kind="rollout"), name) if name else rollout
+    return guard.checked(rewards.load(*name.rsplit(":", 1), kind="rollout"), name) if name else rollout
 
 
 # ------------------------------------------------------------------------------------------------- 2. reward
@@ -266,52 +176,50 @@ def score(rollouts, examples, verifier, step=0):
     return counts
 
 
-def collect_rollouts(cfg, llm, train_set, verifier, step, metrics):
+def collect_rollouts(run, step):
     """Stages 1 and 2 for this rank. -> (minibatches of groups to train on, all groups of n rollouts).
 
-    The groups to train on are in one list per minibatch. With drop_flat_groups, groups whose rewards are all
-    the same are left out. With resample, new prompts are then drawn until the ranks together have enough:
-    DAPO's dynamic sampling. The ranks keep the groups that one rank would keep: the first of the data. Each
-    step owns 1 + resample batches of prompts, used or not: the data does not depend on what came before.
+    With drop_flat_groups, groups whose rewards are all the same are left out. With resample, new prompts are
+    then drawn until the ranks together have enough: DAPO's dynamic sampling. The ranks keep the groups that
+    one rank would keep: the first of the data. Each step owns 1 + resample batches of prompts, used or not,
+    so the data does not depend on what came before.
     """
-    share = cfg.prompts // dist.world_size()
+    cfg, share = run.cfg, run.cfg.prompts // dist.world_size()
     groups, sampled = {}, []  # number of the prompt in this step -> group, all groups
     for draw in range(1 + cfg.resample):
-        examples = data.batch_at(train_set, step * (1 + cfg.resample) + draw, cfg.prompts, cfg.seed,
+        examples = data.batch_at(run.train_set, step * (1 + cfg.resample) + draw, cfg.prompts, cfg.seed,
                                  dist.rank(), dist.world_size())
         first = dist.rank() * share  # number of this rank's first prompt in the batch
         seeds = [data.request_seed(cfg.seed, step, draw, first + i) for i in range(share)]
-        with timed(metrics, "rollout"):
-            rollouts = sampler(cfg.rollout)(llm, [e["prompt_ids"] for e in examples], cfg.samples,
-                                            cfg.temperature, cfg.max_tokens, seeds,
-                                            top_p=cfg.top_p, top_k=cfg.top_k)
-        with timed(metrics, "reward"):
-            counts = score(rollouts, examples, verifier, step)
-            credit.ends_in_tokens(rollouts, llm)
-        stats.add_counts(metrics, counts, "reward")
-        new = [rollouts[i:i + cfg.samples] for i in range(0, len(rollouts), cfg.samples)]
-        sampled += new
-        for i, group in enumerate(new):
+        with timed(run.metrics, "rollout"):
+            rollouts = sampler(cfg.rollout)(run.llm, [e["prompt_ids"] for e in examples], cfg.samples,
+                                            cfg.temperature, cfg.max_tokens, seeds, top_p=cfg.top_p)
+        with timed(run.metrics, "reward"):
+            counts = score(rollouts, examples, run.verifier, step)
+            ends_in_tokens(rollouts, run.llm.get_tokenizer())
+        stats.add_counts(run.metrics, counts, "reward")
+        for i in range(share):
+            group = rollouts[i * cfg.samples:(i + 1) * cfg.samples]
+            sampled.append(group)
             if not (cfg.drop_flat_groups and stats.is_flat(group)):
                 groups[draw * cfg.prompts + first + i] = group
-        kept = sorted(dist.all_gather(list(groups)))[:cfg.prompts]  # of all ranks
+        kept = sorted(dist.all_gather(list(groups)))[:cfg.prompts]  # numbers, of all ranks
         if len(kept) == cfg.prompts:
             break
-    guard.check_verdicts("reward", [r.reward for g in sampled for r in g], metrics, verifier)
-    metrics["draws"] = draw + 1
+    guard.check_verdicts("reward", [r.reward for group in sampled for r in group], run.metrics, run.verifier)
+    run.metrics["draws"] = draw + 1
     minibatches = [kept[i::cfg.minibatches] for i in range(cfg.minibatches)]
     return [[groups[number] for number in part if number in groups] for part in minibatches], sampled
 
 
 # ---------------------------------------------------------------------------------------------- 3. advantage
 
-def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, running=0.0, lengths=None):
+def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, running=0.0):
     """(G, n) rewards -> (G, n) advantages. NaN means "no verdict": it enters no mean and gets advantage 0.
 
     baseline: subtract the mean of the group, of the others in the group (leave_one_out), of the batch, the
     number `running`, or nothing. scale: divide by the standard deviation of the group or of the batch, plus
-    eps, by the group's mean (MaxRL; 0 where it is not positive), or by nothing. lengths (G, n): remove the
-    part of each group's advantages that is linear in them.
+    eps, by the group's mean (MaxRL; 0 where it is not positive), or by nothing.
 
     The deviation is the population's, sqrt(1/n sum (r - mean)^2), as in the GRPO paper. TRL, verl and
     simple_GRPO divide by n - 1: their advantages are ours times sqrt((n-1)/n), 6.5 % smaller at n = 8.
@@ -343,31 +251,28 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
         advantages = torch.where(group_mean > 0, advantages / (group_mean + eps), 0.0)  # (G, n)
     elif scale != "none":
         raise ValueError(f"unknown scale {scale!r}")
-    advantages = advantages.masked_fill(no_verdict, 0.0)  # (G, n)
-    if lengths is not None:
-        lengths = lengths.to(advantages).masked_fill(no_verdict, math.nan)  # (G, n)
-        advantages = stats.without_linear_part(advantages, lengths)  # (G, n)
-    return advantages
+    return advantages.masked_fill(no_verdict, 0.0)  # (G, n)
 
 
 def assign_advantages(groups, cfg, running_mean):
     """Fills the advantages of each rollout from the groups of all ranks. Returns the updated running mean.
 
-    A rollout has K step rewards, filled with NaN; without process supervision K is 1. The rewards of all
-    steps of a group are normalised together, and a token gets the sum of the advantages of the steps that end
-    at it or later (GRPO+PS, arXiv:2402.03300, section 4.1.3).
+    With process supervision a rollout has K step rewards. Those of all steps of a group are normalised
+    together, and a token gets the sum of the advantages of the steps that end at it or later (GRPO+PS,
+    arXiv:2402.03300, section 4.1.3).
     running_mean: moving average of the reward, for --baseline running; NaN before the first step.
     """
-    step_rewards = credit.gather(groups, lambda r: credit.step_rewards(r, cfg.kl_coef), cfg)  # (G, n K)
-    lengths = None
-    if cfg.decorrelate_length:
-        lengths = credit.gather(groups, lambda r: [r.length] * max(1, len(r.steps)), cfg)  # (G, n K)
-    batch_mean = step_rewards.nanmean().item()  # NaN when nothing got a verdict
+    if any(dist.all_gather([any(r.steps for group in groups for r in group)])):
+        all_rewards = step_rewards(groups, cfg)  # (G, n K) of all ranks
+    else:
+        own = [[math.nan if r.reward is None else r.reward - cfg.kl_coef * r.kl for r in group]
+               for group in groups]
+        all_rewards = torch.tensor(dist.all_gather(own)).view(-1, cfg.samples)  # (G, n) of all ranks
+    batch_mean = all_rewards.nanmean().item()  # NaN when nothing got a verdict
     if math.isnan(running_mean):
         running_mean = batch_mean
-    advantages = group_advantages(
-        step_rewards, cfg.baseline, cfg.scale, cfg.eps, running_mean, lengths)  # (G, n K)
-    credit.spread(groups, advantages)  # fills r.advantages
+    advantages = group_advantages(all_rewards, cfg.baseline, cfg.scale, running=running_mean)
+    set_advantages(groups, advantages)
     return running_mean if math.isnan(batch_mean) else 0.9 * running_mean + 0.1 * batch_mean
 
 
@@ -409,52 +314,6 @@ def assign_token_weights(rollouts, cfg):
     return [r for r in judged if r.weight]
 
 
-def collate(rollouts, device="cpu"):
-    """A pack of B rollouts -> one row of T tokens: each prompt once, before its first completion.
-
-    A prompt P with completions a and b becomes the row P a b. Attention runs per sequence: queries P a with
-    keys P a, then queries b with keys P b. The causal mask is aligned to the end: b sees all of P.
-    Sequence i has the queries cu_seqlens_q[i]:cu_seqlens_q[i+1] of the row and the keys
-    kv_index[cu_seqlens_k[i]:cu_seqlens_k[i+1]]; kv_index holds positions in the row. predictors (R,) are the
-    positions whose output predicts the R sampled tokens; other completion tokens (a tool's output) are only
-    read, like a prompt. old and ref are left to store_fixed_logps.
-    """
-    def concatenate(lists, dtype):  # NumPy reads a list five times faster than torch.tensor
-        return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(lists), dtype))
-
-    # All sequences with their prompts, P a P b: K tokens. The row keeps the first copy of each prompt.
-    tokens = concatenate(([*r.prompt, *r.completion] for r in rollouts), np.int64)  # (K,)
-    prompt_lengths = torch.tensor([len(r.prompt) for r in rollouts])  # (B,)
-    completion_lengths = torch.tensor([len(r.completion) for r in rollouts])  # (B,)
-    lengths = prompt_lengths + completion_lengths  # (B,)
-    end = lengths.cumsum(0)  # (B,)
-    sequence = torch.arange(len(rollouts)).repeat_interleave(lengths)  # (K,) number of the sequence
-    position = torch.arange(len(tokens)) - (end - lengths)[sequence]  # (K,) in the sequence
-    is_completion = position >= prompt_lengths[sequence]  # (K,)
-    first = {}  # prompt -> the first sequence that has it
-    keeper = torch.tensor([first.setdefault(tuple(r.prompt), i) for i, r in enumerate(rollouts)])  # (B,)
-    kept_in = torch.where(is_completion, sequence, keeper[sequence])  # (K,) sequence with the copy to keep
-    kept_as = (end - lengths)[kept_in] + position  # (K,) which of the K tokens is that copy
-    kept = kept_as == torch.arange(len(tokens))  # (K,) T of them
-    kv_index = (kept.cumsum(0) - 1)[kept_as]  # (K,) position of that copy in the row
-    sampled = concatenate((r.sampled for r in rollouts), bool)  # (completion tokens,) R of them are true
-    completion = is_completion.nonzero()[:, 0][sampled]  # (R,)
-    sequence_ids = sequence[completion]  # (R,)
-    weight = torch.tensor([r.weight for r in rollouts])[sequence_ids]  # (R,)
-    batch = dict(
-        input_ids=tokens[kept][None], position_ids=position[kept][None],  # (1, T), (1, T)
-        kv_index=kv_index, predictors=kv_index[completion - 1],  # (K,), (R,) the token before each one
-        cu_seqlens_q=F.pad(kv_index[end - 1] + 1, (1, 0)).int(),  # (B+1,)
-        cu_seqlens_k=F.pad(end, (1, 0)).int(),  # (B+1,)
-        targets=tokens[completion],  # (R,)
-        vllm_logps=concatenate((r.vllm_logps for r in rollouts), np.float64)[sampled].to(weight),  # (R,)
-        advantage=concatenate((r.advantages for r in rollouts), np.float64)[sampled].to(weight),  # (R,)
-        weight=weight, sequence_ids=sequence_ids,  # (R,), (R,)
-        lengths=sequence_ids.bincount(minlength=len(rollouts)))  # (B,) sampled tokens
-    batch = {name: x.to(device) for name, x in batch.items()}
-    return SimpleNamespace(**batch, old=None, ref=None, max_seqlen=int(lengths.max()))
-
-
 # ---------------------------------------------------------------------------------------------- 5. log-probs
 
 class TokenLogps(torch.nn.Module):
@@ -463,20 +322,19 @@ class TokenLogps(torch.nn.Module):
     forward(batch of collate) -> logp (R,), entropy (R,) in fp32.
     """
 
-    def __init__(self, model, temperature=1.0, chunk=CHUNK, fuse=False):
+    def __init__(self, model, temperature=1.0, chunk=CHUNK):
         super().__init__()
-        self.model, self.temperature, self.chunk, self.fuse = model, temperature, chunk, fuse
+        self.model, self.temperature, self.chunk = model, temperature, chunk
 
     def forward(self, batch):
         # use_cache=False: with a KV cache, transformers would silently treat the row as one sequence.
-        # batch=batch reaches runtime/attention.py, which needs cu_seqlens_q, cu_seqlens_k and kv_index.
+        # batch=batch reaches packed_attention in runtime/batch.py, which needs cu_seqlens_q, cu_seqlens_k and kv_index.
         output = self.model.get_decoder()(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, batch=batch)
         hidden = output.last_hidden_state[0, batch.predictors]  # (R, H)
         head = self.model.get_output_embeddings().weight  # (V, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, in chunks of the vocabulary
-        return HeadLogps.apply(  # (R,), (R,)
-            hidden, head, batch.targets, self.temperature, self.chunk, self.fuse)
+        return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # (R,), (R,)
 
 
 @torch.no_grad()
@@ -484,7 +342,7 @@ def store_fixed_logps(policy, ref, batches, cfg):
     """Log-probs that stay fixed while the policy changes: batch.ref, for the KL, and batch.old, the policy's
     before the first step, if several steps follow."""
     if ref is not None and cfg.kl_in == "loss":
-        with sleep.on_device(ref):
+        with on_device(ref):
             for batch in batches:
                 batch.ref, _ = ref(batch)  # (R,)
     if cfg.epochs * cfg.minibatches > 1:
@@ -548,22 +406,23 @@ def gated_objective(ratio, log_ratio, logp, advantage, cfg):
         weight = ratio.clamp(max=1 + cfg.clip_high).detach()  # (R,)
         return weight * advantage * logp, torch.zeros_like(beyond)
     if cfg.gate == "soft":  # SAPO: at ratio 1 the gradient is the advantage; it fades to 0 on both sides
-        tau = torch.full_like(ratio, cfg.soft_tau_neg).masked_fill(advantage > 0, cfg.soft_tau_pos)  # (R,)
+        tau = torch.full_like(ratio, cfg.tau_neg).masked_fill(advantage > 0, cfg.tau)  # (R,)
         gate = torch.sigmoid(tau * (ratio - 1))  # (R,)
         return gate * 4 / tau * advantage, beyond | (gate == 1)  # 1: rounded, its derivative is 0
     if cfg.gate == "squared":  # Kimi k1.5, eq. 3: no bound, but a penalty on the squared log-ratio
-        return advantage * log_ratio - cfg.squared_tau / 2 * log_ratio**2, torch.zeros_like(beyond)
+        return advantage * log_ratio - cfg.tau / 2 * log_ratio**2, torch.zeros_like(beyond)
     raise ValueError(f"unknown gate {cfg.gate!r}")
 
 
 def policy_loss(logp, old, ref, batch, cfg):
     """Policy gradient with a bounded ratio, plus k3 KL. logp, old, ref: (R,).
 
-    old None: on-policy, old = logp. ref None: no KL. Returns the loss () and sums over the pack's tokens for
-    the metrics. The loss is this pack's part of the global mean: gradients of packs and ranks are summed.
+    old None: on-policy, old = logp. ref None: no KL. Returns the loss () and its terms per token, for the
+    metrics. The loss is this pack's part of the global mean: gradients of packs and ranks are summed.
     """
-    before = logp.detach() if old is None else old  # (R,) before the first optimizer step on this batch
-    log_ratio = logp - before  # (R,) on-policy it is 0, but has a gradient
+    if old is None:
+        old = logp.detach()  # (R,)
+    log_ratio = logp - old  # (R,) on-policy it is 0, but has a gradient
     if cfg.ratio == "sequence":  # GSPO: geometric mean over the sequence
         log_ratio = sequence_mean(log_ratio, batch)  # (R,)
     elif cfg.ratio == "product":  # RLOO: the ratio of the whole sequence, the same for its |o| tokens
@@ -573,19 +432,29 @@ def policy_loss(logp, old, ref, batch, cfg):
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (R,) unbounded: inf and NaN
     objective, clipped = gated_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,), (R,)
     token_loss = -objective  # (R,)
-    sums = {"tokens": len(logp), "ratio": ratio, "clipped": clipped}
+    terms = {"ratio": ratio, "clipped": clipped, "mismatch": old - batch.vllm_logps}
     if cfg.correction != "none":
-        mismatch = before - batch.vllm_logps  # (R,)
-        correction = importance(mismatch, batch, cfg)  # (R,)
-        token_loss = token_loss * correction  # (R,)
-        uncapped = 1.0 if cfg.correction == "sequence_mask" else mismatch.exp()  # (R,) weight without a cap
-        sums |= {"correction/w": correction, "correction/w2": correction**2,  # for the effective sample size
-                 "correction/share": correction != uncapped}  # share of tokens that the cap changes
+        terms["correction"] = importance(terms["mismatch"], batch, cfg)  # (R,)
+        token_loss = token_loss * terms["correction"]  # (R,)
     if ref is not None:
-        sums["kl"] = k3(logp, ref)  # (R,)
-        token_loss = token_loss + cfg.kl_coef * sums["kl"]  # (R,)
-    sums["loss"] = loss = (batch.weight * token_loss).sum()  # ()
-    return loss, {name: x.detach().sum() if torch.is_tensor(x) else x for name, x in sums.items()}
+        terms["kl"] = k3(logp, ref)  # (R,)
+        token_loss = token_loss + cfg.kl_coef * terms["kl"]  # (R,)
+    return (batch.weight * token_loss).sum(), terms
+
+
+def loss_metrics(loss, terms, entropy, batch, cfg):
+    """What update() reports of a pack: each term summed over its tokens. All 0 for a filler of pack_evenly."""
+    mismatch = terms.pop("mismatch")  # (R,)
+    terms |= {"entropy": entropy, "mismatch/k3": mismatch.expm1() - mismatch, "mismatch/mean_abs": mismatch.abs()}
+    if cfg.correction != "none":
+        weight = terms.pop("correction")  # (R,)
+        uncapped = 1.0 if cfg.correction == "sequence_mask" else mismatch.exp()  # (R,)
+        terms |= {"correction/w": weight, "correction/w2": weight**2,  # for the effective sample size
+                  "correction/share": weight != uncapped}  # share of tokens that the cap changes
+    sums = {"tokens": torch.ones_like(mismatch).sum(), "loss": loss, "mismatch/max": mismatch.abs().max()}
+    sums |= {name: x.sum() for name, x in terms.items()}
+    is_trained = batch.weight[0] != 0  # ()
+    return {name: is_trained * x.detach() for name, x in sums.items()}
 
 
 # ------------------------------------------------------------------------------------------------- 7. update
@@ -596,14 +465,14 @@ def make_policy(cfg):
     bf16 weights alone would not learn: at lr 1e-6 an update is below the last bit of nearly every weight.
     """
     torch.manual_seed(cfg.seed)
-    model = engines.load_model(cfg).train()
+    model = load_model(cfg).train()
     if cfg.checkpointing == "on":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     zero = {"stage": cfg.zero_stage, "reduce_bucket_size": memory.BUCKET}
     if cfg.offload == "optimizer":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    return engines.start_deepspeed(
-        TokenLogps(model, cfg.temperature, fuse=cfg.compile == "on"),
+    return start_deepspeed(
+        TokenLogps(model, cfg.temperature),
         adamw=dict(lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay),
         config={
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
@@ -615,14 +484,15 @@ def make_policy(cfg):
         })
 
 
-def make_reference(cfg, policy=None):
+def make_reference(cfg, policy, stays_on_gpu):
     """The frozen model of the KL term, in host memory while it is not in use. None when kl_coef is 0."""
     if not cfg.kl_coef:
         return None
     if cfg.lora_rank:
         return WithoutAdapters(policy.module)  # the policy itself: no second copy
-    model = engines.load_model(cfg).eval().requires_grad_(False)
-    return TokenLogps(model, cfg.temperature, fuse=cfg.compile == "on")
+    ref = TokenLogps(load_model(cfg).eval().requires_grad_(False), cfg.temperature)
+    ref.stays_on_gpu = stays_on_gpu
+    return ref
 
 
 def lr_at(step, cfg):
@@ -640,14 +510,9 @@ def update(policy, batches, cfg):
     sums = []  # per pack: each metric summed over its tokens
     for batch in batches:
         logp, entropy = policy(batch)  # (R,), (R,)
-        loss, pack_sums = policy_loss(logp, batch.old, batch.ref, batch, cfg)  # ()
+        loss, terms = policy_loss(logp, batch.old, batch.ref, batch, cfg)  # ()
         policy.backward(loss * dist.world_size())  # ZeRO averages gradients over the ranks; we want their sum
-        before = logp.detach() if batch.old is None else batch.old  # (R,)
-        mismatch = (before - batch.vllm_logps).abs()  # (R,)
-        pack_sums |= {"entropy": entropy.sum(), "mismatch/k3": k3(batch.vllm_logps, before).sum(),
-                      "mismatch/mean_abs": mismatch.sum(), "mismatch/max": mismatch.max()}
-        is_trained = batch.weight[0] != 0  # () false for a filler: see pack_evenly
-        sums.append({name: is_trained * x for name, x in pack_sums.items()})
+        sums.append(loss_metrics(loss, terms, entropy, batch, cfg))
     metrics = stats.token_means(sums)  # means over tokens, the sum for loss, the maximum for mismatch/max
     guard.check_step(metrics, cfg.mismatch_bound, cfg.rollout)
     policy.step()  # DeepSpeed skips it silently when the gradient is not finite
@@ -657,124 +522,146 @@ def update(policy, batches, cfg):
 
 # --------------------------------------------------------------------------------------------------- 8. sync
 
-def make_llm(cfg):
-    """The vLLM engine, in this process: weights are handed over as tensors, not through pipes or files."""
-    # The trainer's log-probs include the temperature, but not top-p and top-k. vLLM's processed log-probs
-    # include all three, its raw ones none: raw is right with top-p or top-k, as temperature is then 1.
-    logprobs_mode = "processed_logprobs" if (cfg.top_p, cfg.top_k) == (1.0, 0) else "raw_logprobs"
-    return engines.start_vllm(
-        model=cfg.model, dtype=cfg.dtype, seed=cfg.seed, logprobs_mode=logprobs_mode,
-        max_model_len=cfg.max_prompt + cfg.max_tokens, max_num_seqs=memory.most_sequences(cfg),
-        enable_prefix_caching=True, tensor_parallel_size=cfg.tp,
-        trust_remote_code=cfg.trust_remote_code,
-        distributed_executor_backend="external_launcher",  # engines of cfg.tp ranks, in our process group
-        cuda_args=dict(gpu_memory_utilization=cfg.vllm_memory, enable_sleep_mode=True,
-                       kv_cache_memory_bytes=memory.kv_cache_bytes(cfg)))
-
-
 def sync_weights(policy, llm):
     """Copies the policy's weights into vLLM, in place. Raises RunError if one bit differs afterwards."""
-    sleep.wake_weights(llm, policy)
-    # Without an iterator, reload_weights reads the old checkpoint from disk again, without a message.
-    weights = SentWeights(named_weights(policy))  # keeps a checksum of each tensor
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-    weights.check(llm)
-    sleep.wake_kv_cache(llm)  # empty: cached keys and values belong to the old weights
+    place_frozen_weights(policy, "cpu")  # of LoRA with offload: vLLM needs their room on the GPU
+    llm.load(named_weights(policy))
 
 
 # ------------------------------------------------------------------------------------------------- the loop
 
-def evaluate(llm, examples, verifier, cfg, selector=None):
-    """Metrics of the held-out examples, and a dict per greedy completion: see evaluation.run."""
-    seeds = [data.request_seed(cfg.seed, "eval", i) for i in range(len(examples))]  # in every evaluation
-    _, opener = data.split_template(cfg.template)
-    return evaluation.run(cfg, llm, examples, sampler(cfg.rollout), score, verifier, selector, seeds, opener,
-                          rewards.final_answer)
+@dataclass
+class Run:
+    """What the loop works with. main() fills the first nine, steps() the others."""
+    cfg: Config
+    train_set: list[dict]
+    eval_set: list[dict]
+    verifier: rewards.Verifier
+    log: Log
+    checkpoints: Checkpoints
+    llm: Sampler
+    policy: Any  # DeepSpeed's engine around TokenLogps
+    ref: Any  # frozen TokenLogps, or None
+    metrics: dict[str, float] = field(default_factory=dict)  # of the current step
+    answers: list[dict] = field(default_factory=list)  # of its evaluation, if there is one
+
+    def steps(self):
+        """Yields the number of each step to take, and the frame around it: evaluation, checkpoint, signals.
+
+        The final weights are evaluated and saved too.
+        """
+        cfg, log, progress = self.cfg, self.log, self.checkpoints.progress
+        for step in range(progress.step, cfg.steps + 1):
+            self.metrics, self.answers, progress.step = {}, [], step
+            stop.check()
+            if step % cfg.eval_every == 0 or step == cfg.steps:
+                log.say(f"step {step}: evaluation of {len(self.eval_set)} examples ...")
+                with timed(self.metrics, "evaluate"):
+                    found, self.answers = evaluate(self.llm, self.eval_set, self.verifier, cfg)
+                self.metrics |= found
+            if step == cfg.steps or cfg.save_every and step % cfg.save_every == 0:
+                self.checkpoints.save(final=step == cfg.steps)
+            if step < cfg.steps:
+                yield step
+                self.checkpoints.check()
+        log.write(cfg.steps, self.metrics, answers=self.answers)
+        self.checkpoints.wait()
+        log.close()
 
 
-def train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints, selector=None):
-    """The loop. It runs steps + 1 times, so that the final weights are evaluated too."""
-    progress = checkpoints.restore(policy, ref)  # of the run so far, with --resume
+def evaluate(llm, examples, verifier, cfg):
+    """Metrics of the held-out examples, and a dict per greedy completion: see evaluation.summary."""
+    metrics, sample = {}, sampler(cfg.rollout)
+    indices = range(dist.rank(), len(examples), dist.world_size())  # of this rank
+    mine = [examples[i] for i in indices]
+    prompts = [e["prompt_ids"] for e in mine]
+    greedy, groups = sample(llm, prompts, 1, 0.0, cfg.max_tokens), []
+    stats.add_counts(metrics, score(greedy, mine, verifier), "eval")
+    if n := cfg.eval_n:
+        seeds = [data.request_seed(cfg.seed, "eval", i) for i in indices]
+        samples = sample(llm, prompts, n, cfg.temperature, cfg.max_tokens, seeds)
+        stats.add_counts(metrics, score(samples, mine, verifier), "eval")
+        groups = [samples[i:i + n] for i in range(0, len(samples), n)]
+    guard.check_verdicts("eval", [stats.first_part(r) for r in greedy], metrics, verifier)
+    found, answers = evaluation.summary(mine, indices, greedy, groups, cfg)
+    return metrics | found, answers
+
+
+def train(run):
+    """The loop. To try another one: write it from the same stages, and call main(argv, train=yours)."""
+    cfg, llm, policy, ref, progress = run.cfg, run.llm, run.policy, run.ref, run.checkpoints.progress
     sync_weights(policy, llm)
-    for step in range(progress.step, cfg.steps + 1):
-        metrics, answers, progress.step = {}, [], step
-        if step % cfg.eval_every == 0 or step == cfg.steps:
-            log.say(f"step {step}: evaluation of {len(eval_set)} examples ...")
-            with timed(metrics, "evaluate"):
-                found, answers = evaluate(llm, eval_set, verifier, cfg, selector)
-            metrics |= found
-        if step == cfg.steps or cfg.save_every and step % cfg.save_every == 0:
-            checkpoints.save(final=step == cfg.steps)
-        if step == cfg.steps:
-            log.write(step, metrics, answers=answers)
-            break
-
-        parts, sampled = collect_rollouts(cfg, llm, train_set, verifier, step, metrics)  # 1. 2.
-        groups = sum(parts, [])
-        log.trace(step)
-        with timed(metrics, "sync"):
-            sleep.put_to_sleep(llm, policy)  # GPU memory: from vLLM to the trainer, and back in sync_weights
-        with log.token_numbers(step, metrics, policy, sampled, collate), timed(metrics, "update"):
-            if cfg.ref_reset_every and step and step % cfg.ref_reset_every == 0 and ref is not None:
-                ref.model.load_state_dict(dict(named_weights(policy)))  # preflight: not with LoRA
+    for step in run.steps():
+        minibatches, sampled = collect_rollouts(run, step)  # 1. 2.
+        groups, filler = [group for part in minibatches for group in part], sampled[0][0]
+        with timed(run.metrics, "sync"):
+            llm.sleep()  # GPU memory: from vLLM to the trainer, and back in sync_weights
+            place_frozen_weights(policy, dist.device())
+        shown = run.log.rollouts_with_tokens(step, sampled)  # for the report; none in most steps
+        with timed(run.metrics, "report"):
+            before = token_logps(policy, shown, filler, cfg)
+        with timed(run.metrics, "update"):
             if cfg.kl_in == "reward" and ref is not None:
-                metrics |= credit.store_kl(policy, ref, groups, sampled[0][0], cfg, collate)  # for 3.
+                run.metrics |= store_kl(policy, ref, groups, filler, cfg)
             progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
-            minibatches = []  # 4. one list of batches per optimizer step
-            for part in parts:
+            packed = []  # 4. a list of batches per optimizer step
+            for part in minibatches:
                 trained = assign_token_weights([r for group in part for r in group], cfg)
                 trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
                 # ranks with fewer packs add copies of the filler; pack_evenly sets their weight to 0
-                packs = pack_evenly(trained, filler=sampled[0][0], budget=cfg.pack_tokens)
-                minibatches.append([collate(p, dist.device()) for p in packs])  # 60 bytes per token
-            store_fixed_logps(policy, ref, sum(minibatches, []), cfg)  # 5. ref, old
-            engines.set_lr(policy, lr_at(step, cfg))
-            history = [update(policy, batches, cfg)  # 5. 6. 7.
-                       for _ in range(cfg.epochs) for batches in minibatches if batches]
-            metrics |= stats.step_means(history)  # empty if all groups are flat or have no verdict
-            progress.skipped = guard.count_skipped(progress.skipped, step, history, groups, log.folder)
-        with timed(metrics, "sync"):
+                packs = pack_evenly(trained, filler, cfg.pack_tokens)
+                packed.append([collate(p, dist.device()) for p in packs])  # 60 bytes per token
+            for batches in packed:
+                store_fixed_logps(policy, ref, batches, cfg)  # 5. ref, old
+            set_lr(policy, lr_at(step, cfg))
+            history = []
+            for _ in range(cfg.epochs):
+                for batches in packed:
+                    if batches:  # not if all groups are flat or have no verdict
+                        history.append(update(policy, batches, cfg))  # 5. 6. 7.
+            run.metrics |= stats.step_means(history)
+            progress.skipped = guard.count_skipped(progress.skipped, step, history, groups, run.log.folder)
+        with timed(run.metrics, "report"):
+            after = token_logps(policy, shown, filler, cfg)
+        with timed(run.metrics, "sync"):
             sync_weights(policy, llm)  # 8.
-
-        metrics |= {"lr": lr_at(step, cfg)} | summary(cfg, groups, sampled, metrics)
-        log.write(step, metrics, sampled, answers)
-        checkpoints.check()
-    checkpoints.wait()
-    log.close()
+        run.metrics |= {"lr": lr_at(step, cfg)} | summary(cfg, groups, sampled, run.metrics)
+        run.log.write(step, run.metrics, sampled, run.answers, zip(shown, before, after))
 
 
 # ------------------------------------------------------------------------------------------------------ main
 
-def main(argv=None):
+def main(argv=None, train=train):
+    """Runs the command line. train: a loop of your own in place of the one above; it gets a Run."""
     stop.keep_printing()
     with stop.on_signals():
         with stop.with_one_line(ValueError, OSError, RuntimeError):
             cfg = parse_config(argv)
             sampler(cfg.rollout)  # a user's file is imported before anything expensive
             dist.init_process_group(cfg.timeout)
-            tokenizer = preflight.load_tokenizer(cfg)
+            tokenizer = flags.load_tokenizer(cfg)
             train_set, eval_set = data.load_splits(cfg, tokenizer, dist.world_size(), notify=dist.print_once)
-            verifier, selector = evaluation.start_verifiers(cfg, rewards.Verifier, train_set, eval_set)
-            cfg = memory.plan(cfg)
+            verifier = evaluation.start_verifier(cfg, train_set, eval_set)
+            cfg, plan = memory.plan(cfg)
             cfg = claim_folder(cfg, train_set + eval_set)
-            log = Log(cfg, tokenizer)
+            log = Log(cfg, tokenizer, plan)
             checkpoints = Checkpoints(cfg, log)
-        with stop.with_one_line(OSError, cfg=cfg):
+
+        with stop.with_one_line(OSError, cfg=cfg, folder=log.folder):
             memory.limit_device(cfg)
             log.say("loading the model into vLLM ...")
-            llm = make_llm(cfg)  # before the trainer: vLLM measures how much GPU memory is free
-            sleep.put_to_sleep(llm)
+            llm = Sampler(cfg)  # before the trainer: vLLM measures how much GPU memory is free
+            llm.sleep()
             log.say("loading the model into the trainer ...")
             policy = make_policy(cfg)
-            ref = make_reference(cfg, policy)
+            ref = make_reference(cfg, policy, plan["reference_stays"])
             if cfg.steps:  # --steps 0 only evaluates
                 log.say("rehearsal: two updates on the largest pack, at learning rate 0 ...")
-                rehearse(policy, ref, cfg, Rollout, collate, store_fixed_logps, update)
+                guard.rehearse(policy, ref, cfg)
+            checkpoints.restore(policy)
             with stop.with_checkpoint(checkpoints):
-                train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, checkpoints, selector)
+                train(Run(cfg, train_set, eval_set, verifier, log, checkpoints, llm, policy, ref))
         verifier.close()
-        if selector:
-            selector.close()
     # The process group is left to vLLM, which closes it at exit.
 
 

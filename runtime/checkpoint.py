@@ -20,12 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from runtime import dist, engines, lora, memory
-from runtime.errors import RunError
-from runtime.flops import ModelShape
+from runtime import dist, memory
+from runtime.dist import RunError
 from runtime.folder import step_of, steps_on_disk, sync, to_json
+from runtime.shape import ModelShape
+from runtime.trainer import (
+    KINDS, adamw_states, get_tensor, named_weights, set_tensor, trained_parameters)
 
-KINDS = ("fp32", "exp_avg", "exp_avg_sq")  # per trained parameter: weights, first and second moment
 SHARD = 2**30  # bytes of a file in trainer/, unless one tensor is larger
 
 
@@ -35,54 +36,6 @@ class Progress:
     step: int = 0  # the one to take next
     running_mean: float = math.nan  # moving average of the reward, for --baseline running
     skipped: int = 0  # optimizer steps in a row that were not taken: guard.py
-
-
-def named_weights(engine):
-    """Yields (name, tensor) of every weight under the checkpoint's names, LoRA adapters merged. Collective.
-
-    ZeRO-3 shards are gathered one tensor at a time.
-    """
-    import deepspeed
-    # keep_vars: with their ZeRO-3 attributes. Unlike named_parameters(), it lists a tied lm_head.weight.
-    for name, tensor in engine.module.model.state_dict(keep_vars=True).items():
-        with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
-            yield from lora.merge_adapter(engine.module.model, name, tensor.detach())
-
-
-# ---- the trainer's state, by name. DeepSpeed's own checkpoints load only on the same number of ranks.
-
-
-def trained_parameters(engine):
-    """{name: parameter} of the weights that AdamW updates."""
-    return {name: p for name, p in engine.module.model.named_parameters() if p.requires_grad}
-
-
-def get_tensor(p, kind):
-    """A whole fp32 tensor of a parameter, on its device; kind: one of KINDS. Collective."""
-    from deepspeed import utils
-    if kind == "fp32":
-        return utils.safe_get_full_fp32_param(p)
-    return utils.safe_get_full_optimizer_state(p, kind)
-
-
-@torch.no_grad()
-def set_tensor(p, kind, value):
-    """Replaces a tensor of a parameter by `value`, of the whole parameter's shape. Collective."""
-    import deepspeed
-    from deepspeed import utils
-    sharded, part = hasattr(p, "ds_id"), value
-    if sharded:  # ZeRO-3: safe_set_full_* fails if the shards are padded
-        size = p.ds_tensor.numel()
-        part = value.flatten()[dist.rank() * size:][:size]
-        part = torch.nn.functional.pad(part, (0, size - len(part)))
-    if kind != "fp32":
-        set_moment = utils.safe_set_local_optimizer_state if sharded else utils.safe_set_full_optimizer_state
-        set_moment(p, part, kind)
-        return
-    (utils.safe_set_local_fp32_param if sharded else utils.safe_set_full_fp32_param)(p, part)
-    # DeepSpeed updates the weights of the forward pass only in a step
-    with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=sharded):
-        p.copy_(value)
 
 
 class Checkpoints:
@@ -131,22 +84,21 @@ class Checkpoints:
             time.sleep(0.05)
         return self.pending and self.pending.result()
 
-    def restore(self, engine, ref):
-        """Loads the newest checkpoint into policy, AdamW and reference, and cuts the logs back to its step.
+    def restore(self, engine):
+        """Loads the newest checkpoint into policy and AdamW, and cuts the logs back to its step.
 
         Returns its Progress, or that of a new run. Raises RunError if it belongs to another model.
         """
-        self.engine, self.ref, self.progress = engine, ref, Progress()
+        self.engine, self.progress = engine, Progress()
         if self.newest is None:
             if self.cfg.resume:
                 dist.print_once(f"note: {self.folder} has no checkpoint: the run starts at step 0")
             self.log.cut_back({})
             return self.progress
         self.progress, logs, adamw_step = read_state(self.newest)
-        parameters, reference = trained_parameters(engine), self._reference()
+        parameters = trained_parameters(engine)
         expected = {f"{kind}.{name}": getattr(p, "ds_shape", p.shape)
                     for name, p in parameters.items() for kind in KINDS}
-        expected |= {f"reference.{name}": w.shape for name, w in reference.items()}
         # of the files in the folder only those whose checksums were compared
         files = [safe_open(self.newest / name) for name in read_manifest(self.newest)
                  if name.startswith("trainer/") and name.endswith(".safetensors")]
@@ -158,11 +110,8 @@ class Checkpoints:
         for f in files:
             for key in f.keys():
                 kind, _, name = key.partition(".")
-                if kind == "reference":
-                    reference[name].copy_(f.get_tensor(key))
-                else:
-                    set_tensor(parameters[name], kind, f.get_tensor(key).to(dist.device()))
-        for s in engines.adamw_states(engine):
+                set_tensor(parameters[name], kind, f.get_tensor(key).to(dist.device()))
+        for s in adamw_states(engine):
             s["step"] = s["step"] * 0 + adamw_step  # a tensor, or an int in DeepSpeed's CPU version
         self.log.cut_back(logs)
         dist.print_once(f"continues from {self.newest}")
@@ -192,7 +141,7 @@ class Checkpoints:
             if dist.rank() == 0:
                 weights[name] = w.to("cpu", copy=True)
         state = {"progress": dataclasses.asdict(self.progress), "logs": self.log.sizes(),
-                 "adamw_step": max(int(s["step"]) for s in engines.adamw_states(self.engine))}
+                 "adamw_step": max(int(s["step"]) for s in adamw_states(self.engine))}
         part, tensors = self.folder / f"{folder.name}.part", self._tensors()
         finish, problem = (self._finish, part, folder, state), ""
         if dist.rank() == 0:
@@ -220,17 +169,11 @@ class Checkpoints:
         if problems:
             raise RunError(problems[0])
 
-    def _reference(self):
-        """{name: tensor} of the reference, if it is no longer the starting model."""
-        return self.ref.model.state_dict() if self.ref and self.cfg.ref_reset_every else {}
-
     def _tensors(self):
         """Yields (name, tensor on the CPU) of the trainer's state."""
         for name, p in trained_parameters(self.engine).items():
             for kind in KINDS:
                 yield f"{kind}.{name}", get_tensor(p, kind).to("cpu", copy=True)
-        for name, w in self._reference().items():
-            yield f"reference.{name}", w.to("cpu", copy=True)
 
     def _write(self, part, weights, tensors):
         shutil.rmtree(part, ignore_errors=True)

@@ -126,3 +126,7 @@ def print_once(text, file=None):
     """print() on rank 0 only."""
     if rank() == 0:
         print(text, file=file)
+
+
+class RunError(RuntimeError):
+    """Ends a run. Its text is the line that main() prints: what happened and what to do."""

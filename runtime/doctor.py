@@ -26,19 +26,18 @@ GIB = 2**30
 # programs for a child process: what they print, change or break stays there
 DEEPSPEED = """
 import torch
-from runtime import dist, engines
+from runtime import dist, trainer
 dist.init_process_group()
-engine = engines.start_deepspeed(torch.nn.Linear(8, 8), dict(lr=1e-3), dict(
+engine = trainer.start_deepspeed(torch.nn.Linear(8, 8), dict(lr=1e-3), dict(
     train_micro_batch_size_per_gpu=1, zero_allow_untested_optimizer=True, zero_optimization={zero}))
 engine.backward(engine(torch.ones(1, 8, device=dist.device())).sum())
 engine.step()
 print("a ZeRO-2 step on", dist.device(), "with", torch.distributed.get_backend())"""
 VLLM = """
-from runtime import dist, engines
+from runtime import dist, sampler
 dist.init_process_group()
-llm = engines.start_vllm(
+llm = sampler.start_vllm(
     model="models/tiny", dtype="float32", max_model_len=64, max_num_seqs=1,
-    distributed_executor_backend="external_launcher",
     cuda_args=dict(gpu_memory_utilization=0.2, enable_sleep_mode=True, enforce_eager=True))
 [request] = llm.generate("1+1", use_tqdm=False)
 print("samples", len(request.outputs[0].token_ids), "tokens on", dist.device())"""
@@ -122,7 +121,7 @@ def shared_memory():
 
 
 def compiler():
-    from runtime.preflight import need_compiler
+    from runtime.memory import need_compiler
     with contextlib.redirect_stderr(io.StringIO()) as lock:
         need_compiler()
     if lock.getvalue():
@@ -148,8 +147,8 @@ def vllm():
 
 
 def matplotlib():
-    from runtime import curve
-    curve.figure()
+    from runtime import report
+    report.figure()
     return "ok", f"matplotlib {metadata.version('matplotlib')} draws curve.png and report.html"
 
 
@@ -175,10 +174,10 @@ def hub():
 # ---- checks of a run with these flags
 
 def wandb(cfg):
-    from runtime import curve
+    from runtime.log import check_wandb
     with contextlib.redirect_stderr(io.StringIO()):  # wandb tells whose account it is
         try:
-            curve.check_wandb("online" if cfg.wandb == "off" else cfg.wandb)
+            check_wandb("online" if cfg.wandb == "off" else cfg.wandb)
         except ValueError as e:
             return "note" if cfg.wandb == "off" else "FAIL", str(e)
     return "ok", f"--wandb {'online' if cfg.wandb == 'off' else cfg.wandb} works"
@@ -195,7 +194,7 @@ def jail(cfg):
 
 
 def model(cfg):
-    from runtime.flops import ModelShape
+    from runtime.shape import ModelShape
     try:
         shape = ModelShape.of(cfg.model)
     except OSError as e:
@@ -218,7 +217,7 @@ def plan(cfg):
 
 def disk(cfg):
     from runtime import memory
-    from runtime.flops import ModelShape
+    from runtime.shape import ModelShape
     out = Path(cfg.out).absolute()
     folder = next(path for path in (out, *out.parents) if path.exists())
     free, size = shutil.disk_usage(folder).free, memory.checkpoint_bytes(cfg, ModelShape.of(cfg.model))

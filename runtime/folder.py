@@ -10,15 +10,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from textwrap import shorten
 
-from runtime import cli, dist
+from runtime import dist
 
 # Fields of Config in which a resumed run may differ: they change no result ...
-FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "profile",
-        "judge_url", "data", "eval_data"}  # the examples themselves are compared: _check_inputs
+FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "data",
+        "eval_data"}  # the examples themselves are compared: _check_inputs
 # ... or only how it is rounded
-ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "compile", "offload", "vllm_memory",
+ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "offload", "vllm_memory",
             "memory_gb", "tp"}
 _lock = None  # the open file whose lock this process holds
 
@@ -54,65 +53,6 @@ def steps_on_disk(folder):
 def step_of(path):
     """The step of a checkpoint, from the name of its folder."""
     return int(path.name.removeprefix("step-"))
-
-
-def saved_config(argv, out):
-    """The values of the run that --resume names, for the command line: (argv, {field: value}).
-
-    --resume <folder or name> must exist. --resume alone continues the run --name or, if there is none,
-    starts it: the same command works for the first start and after every interruption. Without --resume: {}.
-    Raises ValueError with one line.
-    """
-    out, name, argv = cli.given(argv, "--out", out), cli.given(argv, "--name", ""), list(argv)
-    alone = "--resume" in argv and (argv[argv.index("--resume") + 1:] or ["--"])[0].startswith("--")
-    if alone:
-        argv.remove("--resume")
-    target = name if alone else cli.given(argv, "--resume", None)
-    if target is None:
-        return argv, {}
-    if not target:
-        raise ValueError("--resume needs the folder of a run, or --name")
-    places = [Path(out) / target] if alone else [Path(target), Path(out) / target]
-    folder = next((place for place in places if (place / "config.json").exists()), None)
-    if folder is None and alone:
-        dist.print_once(f"note: there is no run {places[0]} yet: it starts")
-        return argv, {}
-    if folder is None:
-        raise ValueError(f"--resume {target}: no folder of a run (it has a config.json) here or in {out}")
-    if name and name != folder.resolve().name:
-        raise ValueError(f"--name {name} and --resume {target} are two runs; leave --name out")
-    try:
-        about = json.loads((folder / "config.json").read_text())
-        not_given = ("resume_force", "profile", *about.get("memory plan", ()))  # this device has its own plan
-        saved = {name: value for name, value in about["config"].items() if name not in not_given}
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{folder / 'config.json'} cannot be read ({e})") from None
-    folder = folder.resolve()
-    return argv, saved | {"name": folder.name, "out": str(folder.parent), "resume": str(folder)}
-
-
-def check_resumed(cfg, saved):
-    """Raises ValueError, naming the fields, if a resumed run would give other results than without the break.
-
-    cfg: of this run. saved: of the run so far, {} for a new run. Returns cfg with the folder of the run.
-    """
-    fields = {f.name for f in dataclasses.fields(cfg)} & saved.keys()
-    if Path(cfg.model).is_dir():
-        fields.discard("model")  # by its weights: _check_inputs
-    changed = {name for name in fields - FREE if getattr(cfg, name) != saved[name]}
-    if "steps" in changed and (cfg.lr_end == 1 and cfg.steps > saved["steps"]):
-        changed.remove("steps")
-    if rounding := sorted(changed & ROUNDING):
-        dist.print_once(f"note: other {', '.join(rounding)}: from here the run is equal only up to rounding")
-    values = {name: [shorten(str(x), 200) for x in (getattr(cfg, name), saved[name])] for name in changed}
-    texts = [f"--{name} {values[name][0]} (was {values[name][1]})" for name in sorted(changed - ROUNDING)]
-    if "steps" in changed:
-        texts.append("the learning rate depends on --steps unless --lr_end is 1"
-                     if cfg.steps > saved["steps"] else "--steps may only grow")
-    if texts and not cfg.resume_force:
-        raise ValueError(f"--resume {cfg.resume}: other results with {'; '.join(texts)}. "
-                         "--resume_force continues nevertheless")
-    return dataclasses.replace(cfg, **{name: saved[name] for name in ("name", "out", "resume") if saved})
 
 
 def claim_folder(cfg, examples=()):

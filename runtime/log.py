@@ -16,11 +16,11 @@ from statistics import fmean, pstdev
 
 import torch
 
-from runtime import __version__, curve, dist, memory, report, stats, tokens
-from runtime.errors import RunError
-from runtime.flops import ModelShape, peak_flops
+from runtime import __version__, dist, memory, report, stats
+from runtime.dist import RunError
 from runtime.folder import sync, to_json
 from runtime.report import STAGES
+from runtime.shape import ModelShape, peak_flops
 
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")  # one JSON object per line
 WIDTH = 120  # columns of the screen
@@ -28,6 +28,25 @@ WIDTH = 120  # columns of the screen
 SHOWN = {"reward/mean": "reward {:6.3f}", "reward/no_verdict": "no verdict {:4.0%}",
          "completion/length": "length {:6.1f}", "group/flat": "flat {:4.0%}", "kl": "kl {:.4f}",
          "entropy": "entropy {:.3f}", "tokens_per_second": "{:6.0f} tok/s"}
+
+
+def check_wandb(mode):
+    """Raises ValueError if wandb.init could not log in `mode`, the value of --wandb. Never asks for a key."""
+    if mode == "off":
+        return
+    try:
+        import wandb
+    except ImportError as e:
+        raise ValueError(f"--wandb {mode}: {e}: pip install wandb, or use --wandb off") from e
+    problem = ""
+    if mode == "online":
+        try:
+            problem = "" if wandb.login(prompt=False) else "no API key"
+        except wandb.errors.Error as e:
+            problem = str(e).splitlines()[0]
+    if problem:
+        raise ValueError(f"--wandb online: {problem}: run `wandb login`, set WANDB_API_KEY, or use "
+                         "--wandb offline and `wandb sync` later")
 
 
 def provenance(*packages):
@@ -51,24 +70,24 @@ class Log:
     Every rank has one, but only rank 0 writes.
     """
 
-    def __init__(self, cfg, tokenizer):
+    def __init__(self, cfg, tokenizer, plan=None):
         self.cfg, self.tokenizer, self.folder = cfg, tokenizer, Path(cfg.out) / cfg.name
-        self.rows, self.profiler, self.wandb = [], None, None
-        self.per_token, self.start = {}, time.perf_counter()
+        self.rows, self.wandb = [], None
+        self.start = time.perf_counter()
         if dist.rank() > 0:
             return
         from tqdm import tqdm
-        curve.figure()  # both raise ValueError now and not at the end of the run
-        curve.check_wandb(cfg.wandb)
+        report.figure()  # both raise ValueError now and not at the end of the run
+        check_wandb(cfg.wandb)
         self.folder.mkdir(parents=True, exist_ok=True)
         config = dataclasses.asdict(cfg)
         start = {"command": " ".join(sys.argv), "world": dist.world_size(),
-                 "memory plan": memory.filled_in, **provenance()}
+                 "memory plan": plan or {}, **provenance()}
         about = {"config": config, **start, "wandb_id": os.urandom(4).hex()}
         path = self.folder / "config.json"
         if cfg.resume and path.exists():
             before = json.loads(path.read_text())
-            about |= before | {"config": config, "memory plan": memory.filled_in,
+            about |= before | {"config": config, "memory plan": plan or {},
                                "resumed": [*before.get("resumed", []), start]}
             for name in ("versions", "world", "device", "memory plan"):
                 if start[name] != before.get(name, {}):  # runs of older versions: their plan counts as given
@@ -105,7 +124,7 @@ class Log:
             elif path.exists():
                 os.truncate(path, min(sizes[path.name], path.stat().st_size))
         if (self.folder / "metrics.jsonl").exists():
-            self.rows = curve.read(self.folder)
+            self.rows = report.read(self.folder)
             self.bar.update(len(self.rows))
 
     def say(self, text):
@@ -113,29 +132,11 @@ class Log:
         if dist.rank() == 0:
             self.bar.write(f"{time.perf_counter() - self.start:6.1f} s  {text}")
 
-    @contextlib.contextmanager
-    def token_numbers(self, step, metrics, policy, groups, collate):
-        """Around an update: takes the numbers per token of the chosen rollouts for write(). Collective."""
-        rollouts = tokens.chosen(step, groups, self.cfg)
-        if not rollouts:
-            yield
-            return
-        with timed(metrics, "report"):
-            before = tokens.logps(policy, rollouts, collate, self.cfg)
-        yield
-        with timed(metrics, "report"):
-            after = tokens.logps(policy, rollouts, collate, self.cfg)
-            if dist.rank() == 0:
-                self.per_token = {id(r): tokens.numbers(r, *pair, self.tokenizer)
-                                  for r, *pair in zip(rollouts, before, after)}
+    def rollouts_with_tokens(self, step, groups):
+        """The rollouts of a step whose tokens the report shows, with numbers; none in most steps."""
+        return report.chosen(step, groups, self.cfg)
 
-    def trace(self, step):
-        """With --profile: starts PyTorch's profiler in step 1 (step 0 is the warm-up). write() stops it."""
-        if self.cfg.profile and step == 1 and dist.rank() == 0:
-            self.profiler = torch.profiler.profile()
-            self.profiler.start()
-
-    def write(self, step, metrics, groups=(), answers=()):
+    def write(self, step, metrics, groups=(), answers=(), token_logps=()):
         """At the end of a step: metrics.jsonl, the first groups in rollouts.jsonl, and the screen.
 
         answers: the dicts of an evaluation, for eval.jsonl. Like the metrics, they are written after the
@@ -143,20 +144,18 @@ class Log:
         """
         if dist.rank() > 0:
             return
-        if self.profiler:
-            self.profiler.stop()
-            self.profiler.export_chrome_trace(str(self.folder / "trace.json"))
-            self.profiler = None
+        per_token = {id(r): report.numbers(r, before, after, self.tokenizer)
+                     for r, before, after in token_logps}
         self.rows.append({"step": step, **metrics})
         self._append("metrics.jsonl", self.rows[-1:])
-        rollouts = [r for group in tokens.kept_groups(groups, self.cfg) for r in group]
+        rollouts = [r for group in report.kept_groups(groups, self.cfg) for r in group]
         prompts = self.tokenizer.batch_decode([r.prompt for r in rollouts])
         self._append("rollouts.jsonl", [
             {"step": step, "prompt": prompt, "completion": r.text, "reward": r.reward, "parts": r.parts,
              "advantage": r.advantages[0], "steps": r.steps, "prompt_tokens": len(r.prompt),
              "tokens": r.length,
              "finish": "length" if r.truncated else "stop",
-             **({"per_token": self.per_token.pop(id(r))} if id(r) in self.per_token else {})}
+             **({"per_token": per_token[id(r)]} if id(r) in per_token else {})}
             for r, prompt in zip(rollouts, prompts)])
         self._append("eval.jsonl", [{"step": step, **answer} for answer in answers])
         if self.wandb:
@@ -200,7 +199,7 @@ class Log:
             mfu = sum(row["mfu"] * row["seconds/update"] for row in steps) / update_seconds
             self.bar.write(fill(f"{len(steps)} steps: {times}; {tokens_per_second:.0f} tokens/s, "
                                 f"{mfu:.1%} MFU of the update, peak memory {peak(self.rows):.2f} GiB"))
-        curve.draw([self.folder], self.folder / "curve.png")
+        report.draw_curve([self.folder], self.folder / "curve.png")
         report.write([self.folder], self.folder / "report.html")
         self.bar.close()
         model = f"; the model is {self.folder / 'final'}: --model {self.folder / 'final'}"

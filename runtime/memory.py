@@ -4,7 +4,11 @@ The plan is made and printed before weights are loaded.
 """
 import dataclasses
 import math
+import os
 import resource
+import shutil
+import sys
+import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,9 +16,8 @@ import psutil
 import torch
 
 from runtime import dist
-from runtime.flops import ModelShape
-from runtime.head import CHUNK
-from runtime.preflight import need_compiler
+from runtime.folder import is_writable
+from runtime.shape import ModelShape
 
 GIB = 2**30
 CUDA_CONTEXT = 1.5 * GIB  # PyTorch, the CUDA context and the kernels, before the first tensor
@@ -23,7 +26,46 @@ VLLM_ACTIVATIONS = 2 * GIB  # vLLM's activations and CUDA graphs
 ZERO3_LIVE = 10**9  # weights that DeepSpeed keeps gathered in stage 3: its stage3_max_live_parameters
 BUCKET = 2**26  # numbers in one gradient bucket of DeepSpeed (its default of 5e8 can take 3 GB)
 MOST_RUNNING = 1024  # sequences that vLLM decodes at once, at most
+CHUNK = 2048  # vocabulary tokens that model.HeadLogps handles at a time: 8 KiB of fp32 logits per row
 USABLE = 0.9  # the plan uses this fraction of the memory; the rest is for fragmentation
+
+
+def need_gpu(dtype):
+    """Raises ValueError if PyTorch was installed for a GPU that it cannot use or that has no bfloat16."""
+    if torch.version.cuda and not torch.cuda.is_available():  # without this, it would run on the CPU
+        raise ValueError(f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda} and finds no "
+                         "usable GPU: nvidia-smi must show one, with driver 580 or newer; to run on the CPU: "
+                         "pip install -r requirements-cpu.txt, in a new environment")
+    if dtype == "bfloat16" and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(dist.device())
+        if major < 8:
+            raise ValueError(f"--dtype bfloat16 needs a GPU of compute capability 8.0 or higher, this one "
+                             f"has {major}.{minor}: use --dtype float32")
+
+
+def need_compiler(cpu_operators=True):
+    """Raises ValueError if DeepSpeed could not compile its CPU operators at their first use, or Triton, on a
+    GPU, what starts its kernels."""
+    if torch.cuda.is_available() and not os.environ.get("CC", shutil.which("gcc") or shutil.which("clang")):
+        raise ValueError("Triton needs a C compiler on a GPU (apt-get install gcc)")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        raise ValueError(f"{header} is missing, which compilers need (apt-get install python3-dev)")
+    if not cpu_operators:
+        return
+    from torch.utils.cpp_extension import get_default_build_root
+    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # pip installs ninja there
+    for tool in (os.environ.get("CXX", "g++"), "ninja"):
+        if not shutil.which(tool):
+            raise ValueError(f"DeepSpeed needs '{tool}' to compile its CPU operators "
+                             "(apt-get install g++ ninja-build)")
+    build_root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if not is_writable(build_root):
+        raise ValueError(f"DeepSpeed compiles its CPU operators in {build_root}, which cannot be written: "
+                         "set HOME, or TORCH_EXTENSIONS_DIR, to a folder of yours")
+    for lock in build_root.rglob("lock"):  # left by a run that was killed while it compiled
+        dist.print_once(f"note: DeepSpeed will wait for {lock} to be removed: delete it, "
+                        "unless another run is just starting", file=sys.stderr)
 
 
 class Phases(NamedTuple):
@@ -92,7 +134,7 @@ def step_bytes(cfg, shape, gpu, reference_stays=False):
     sharded = cfg.zero_stage == 3
     whole = shape.parameters * size
     weights = whole / dist.world_size() if sharded else whole
-    generate_weights = 0 if offload and cfg.lora_rank else weights  # lora.place_frozen_weights
+    generate_weights = 0 if offload and cfg.lora_rank else weights  # trainer.place_frozen_weights
     gathered = size * sharded * min(shape.parameters, ZERO3_LIVE)
     # vLLM holds the embedding, the head and what it fuses until the end of the sync, but no activations yet
     synced = sharded * max(0, size * 2 * (shape.vocab + shape.mlp) * shape.hidden - VLLM_ACTIVATIONS)
@@ -107,8 +149,7 @@ def step_bytes(cfg, shape, gpu, reference_stays=False):
     # LoRA, an MLP's matrix and its adapter's product, which are added in fp32: 8 bytes in bf16 and in fp32
     copies = 8 * shape.mlp if cfg.lora_rank else 4 * shape.vocab
 
-    hidden, attention, mlp = (4, 7 if shape.qk_norms else 5, 3) if cfg.compile == "on" else (
-        5, 14 if shape.qk_norms else 8, 4)
+    hidden, attention, mlp = 5, 14 if shape.qk_norms else 8, 4
     layer = tokens * size * (hidden * shape.hidden + attention * shape.attention + mlp * shape.mlp)
     layer_gradients = tokens * size * (3 * shape.mlp + 4 * shape.qk_norms * shape.attention)
     if cfg.checkpointing == "on":  # keep each layer's input, compute the layer again in the backward pass
@@ -188,10 +229,8 @@ def free_host_bytes():
 
 
 def checkpoint_bytes(cfg, shape):
-    """Bytes on disk of one checkpoint: all weights; per trained one, the fp32 weight and AdamW's two moments;
-    with ref_reset_every also the reference's weights."""
-    weights = shape.parameters * bytes_per_number(cfg)
-    return weights * (1 + bool(cfg.ref_reset_every)) + 12 * trained_parameters(cfg, shape)
+    """Bytes on disk of one checkpoint: all weights; per trained one, the fp32 weight and AdamW's two moments."""
+    return shape.parameters * bytes_per_number(cfg) + 12 * trained_parameters(cfg, shape)
 
 
 def peak_bytes(cfg, shape, gpu, reference_stays=False):
@@ -234,14 +273,9 @@ def host_bytes(cfg, shape, reference_stays=False):
     weights = shape.parameters * bytes_per_number(cfg)
     reference = bool(cfg.kl_coef and not cfg.lora_rank and not reference_stays)
     pinned = 2 * (vllm_weights(cfg, shape) + reference * weights)
-    if offload and cfg.lora_rank:  # lora.place_frozen_weights pins one tensor
+    if offload and cfg.lora_rank:  # trainer.place_frozen_weights pins one tensor
         pinned += 2 ** math.ceil(math.log2(weights))
     return dist.local_world_size() * (optimizer + pinned)
-
-
-# of the plan for this process: whether the reference model is not moved to host memory, and the fields of
-# Config that the plan has filled in
-reference_stays, filled_in = False, {}
 
 
 def plan(cfg, device=None, shape=None):
@@ -251,11 +285,11 @@ def plan(cfg, device=None, shape=None):
     Everything must fit into nine tenths of the device's memory, or of --memory_gb. Takes the first of
     candidates() that fits, then the largest packs that fit. While vLLM generates, it may use all the memory
     that the trainer does not hold. The reference model stays on the GPU if all of this is possible beside it,
-    see peak_bytes; else it waits in host memory. Raises ValueError, with one line, when nothing fits.
+    see peak_bytes; else it waits in host memory. Returns the completed cfg, and a dict of what was decided.
+    Raises ValueError, with one line, when nothing fits.
     device, shape: those of this process and of cfg.model, or other ones to see their plan.
     """
-    global reference_stays, filled_in
-    device, shape, is_here = device or Device.here(), shape or ModelShape.of(cfg.model), device is None
+    device, shape = device or Device.here(), shape or ModelShape.of(cfg.model)
     budget = USABLE * min(device.free, cfg.memory_gb * GIB or device.free)
 
     def fits(c, stays=False):
@@ -284,17 +318,14 @@ def plan(cfg, device=None, shape=None):
         left = budget - totals(parts).generate
         best = dataclasses.replace(best, vllm_memory=round(left / device.total, 3))
     kv_cache_bytes(best, device, shape)  # raises ValueError
-    if is_here:
-        reference_stays = stays
-        filled_in = {name: x for name, x in vars(best).items() if x != getattr(cfg, name)}
-
+    decided = {name: x for name, x in vars(best).items() if x != getattr(cfg, name)}
     vllm = vllm_weights(cfg, shape) + VLLM_ACTIVATIONS
     if device.gpu:
         vllm = best.vllm_memory * device.total
     parts["vLLM: weights, KV cache"] = Phases(vllm, 0, 0)
     host = host_bytes(best, shape, stays) if device.gpu else 0
     dist.print_once(describe(best, shape, parts, budget / USABLE, device.gpu, host))
-    return best
+    return best, decided | {"reference_stays": stays}
 
 
 def describe(cfg, shape, parts, available, gpu, host):

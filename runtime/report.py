@@ -14,12 +14,13 @@ import html
 import io
 import itertools
 import json
+import math
 import re
 import sys
 from pathlib import Path
 from statistics import fmean
 
-from runtime import curve, folder, tokens
+from runtime import folder
 from runtime.stats import mean_interval
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -33,6 +34,143 @@ SVG = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9, "axes.e
        "grid.color": GRID, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
        "grid.linewidth": 0.5, "lines.linewidth": 1.3, "xtick.major.size": 0, "ytick.major.size": 0,
        "figure.facecolor": "none", "axes.facecolor": "none"}
+LIMIT = 2000
+
+
+# ---- files of a run
+
+def read(folder, name="metrics.jsonl", only=b"", **options):
+    """metrics.jsonl of a run folder -> list of dicts, one per line: every step, and the last evaluation.
+    name: another file with a JSON object per line. only: keep the lines that contain these bytes. options:
+    passed to json.loads.
+
+    A last line that is cut off, as a killed run leaves it, is skipped with a note on stderr. Raises
+    ValueError for any other line that is no JSON object with a step, OSError if the file cannot be read.
+    """
+    path, rows = Path(folder) / name, []
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            if only in line:
+                row = json.loads(line, **options)
+                if not isinstance(row, dict) or type(row.get("step")) is not int:
+                    raise ValueError(f"{path}:{number}: no object with a step")
+                if name == "metrics.jsonl" and any(isinstance(x, (str, list, dict)) for x in row.values()):
+                    raise ValueError(f"{path}:{number}: a metric is no number")
+                rows.append(row)
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
+            if number < len(lines):
+                raise ValueError(f"{path}:{number}: not a line of JSON ({e})") from e
+            print(f"note: {path}:{number} is cut off: skipped", file=sys.stderr)
+    return rows
+
+
+def series(rows, key):
+    """{step: value} of a metric, or of a function of a row, in rows of metrics.jsonl. None = no value."""
+    get = key if callable(key) else lambda row: row.get(key)
+    return {row["step"]: get(row) for row in rows if get(row) is not None}
+
+
+def figure(**args):
+    """A matplotlib Figure. Raises ValueError if matplotlib cannot be imported.
+
+    Without pyplot, whose backend a notebook needs for its own plots.
+    """
+    try:
+        from matplotlib import figure
+    except ImportError as e:
+        raise ValueError(f"curve.png and report.html need matplotlib ({e}): pip install matplotlib") from e
+    return figure.Figure(layout="constrained", **args)
+
+
+def place(folders, out, name):
+    """Where a command writes: to `out`, or else into the folder of a single run, or to a new file here.
+
+    Raises ValueError if the command would write over a file that the user did not name.
+    """
+    if out or len(folders) == 1:
+        return Path(out or Path(folders[0]) / name)
+    if Path(name).exists():
+        raise ValueError(f"{name} is here already; --out names another file")
+    return Path(name)
+
+
+def draw_curve(folders, out, labels=None):
+    """Writes a figure with two panels and one line per run.
+
+    Left: held-out greedy accuracy with its interval; thin: mean reward of the training samples.
+    Right: mean completion length in 
+    """
+    fig = figure(figsize=(10, 3.6))
+    left, right = fig.subplots(1, 2)
+    for i, (path, label) in enumerate(zip(folders, labels or [Path(f).name for f in folders])):
+        rows, color = read(path), f"C{i}"
+        train = [row for row in rows if "reward/mean" in row]
+        evals = [row for row in rows if "eval/accuracy" in row]
+        train_steps = [row["step"] for row in train]
+        eval_steps = [row["step"] for row in evals]
+        low, high = ([row[name] for row in evals] for name in ("eval/low", "eval/high"))
+        left.plot(train_steps, [row["reward/mean"] for row in train], color=color, lw=0.8, alpha=0.5)
+        label = label.replace("$", r"\$")  # matplotlib would read a formula
+        left.plot(eval_steps, [row["eval/accuracy"] for row in evals], "o-", color=color, ms=4, label=label)
+        left.fill_between(eval_steps, low, high, color=color, alpha=0.15, lw=0)
+        right.plot(train_steps, [row["completion/length"] for row in train], color=color, label=label)
+    left.set(xlabel="step", ylabel="accuracy (thin: training reward)", ylim=(-0.02, None))
+    right.set(xlabel="step", ylabel="tokens per completion", ylim=(0, None))
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    fig.savefig(out, dpi=120)
+
+
+def spacing(steps, per_step, limit=LIMIT):
+    """The smallest k with at most `limit` rollouts in every k-th of `steps` steps of `per_step` rollouts.
+
+    >>> spacing(50, 64)
+    2
+    """
+    return max(1, math.ceil(steps / max(1, limit // per_step)))
+
+
+def kept_groups(groups, cfg):
+    """The groups of this rank whose rollouts rollouts.jsonl keeps."""
+    return groups[:math.ceil(cfg.keep_rollouts / cfg.samples)]
+
+
+def chosen(step, groups, cfg):
+    """The rollouts of a step that get numbers per token; none in most steps of a long run."""
+    rollouts = [r for group in kept_groups(groups, cfg)[:max(1, LIMIT // cfg.samples)] for r in group]
+    return rollouts if rollouts and step % spacing(cfg.steps, len(rollouts)) == 0 else []
+
+
+def numbers(r, before, after, tokenizer):
+    """For rollouts.jsonl, lists with one entry per completion token; two digits, at most five decimals.
+
+    text; logp: the trainer's log-prob before the update; change: by the update; gap: logp - vLLM's log-prob;
+    advantage, unless all tokens have the same. None: the token was not sampled.
+    """
+    lists = {"text": texts(r.completion, tokenizer), "logp": before,
+             "change": [None if x is None else y - x for x, y in zip(before, after)],
+             "gap": [None if x is None else x - y for x, y in zip(before, r.vllm_logps)]}
+    if len(set(r.advantages)) > 1:
+        lists["advantage"] = r.advantages
+    return {name: [float(f"{round(x, 5):.2g}") if isinstance(x, float) else x for x in values]
+            for name, values in lists.items()}
+
+
+def texts(ids, tokenizer):
+    """The text of each token, special tokens included. If several tokens make one character, the last one has
+    its text and the others have none."""
+    found, start = [], 0
+    for end in range(1, len(ids) + 1):
+        context = ids[max(0, start - 1):start]  # alone, SentencePiece would drop the space before a word
+        text = tokenizer.decode(context + ids[start:end])[len(tokenizer.decode(context)):]
+        if text.endswith("\ufffd") and end < min(start + 4, len(ids)):  # a character has at most 4 bytes
+            found.append("")
+        else:
+            found.append(text)
+            start = end
+    return found
 
 
 # ---- runs
@@ -41,7 +179,7 @@ def read_run(path):
     """A run folder as a dict. Raises ValueError or OSError, with one line, if it is none."""
     path = Path(path)
     try:
-        text, rows = (path / "config.json").read_bytes(), curve.read(path)
+        text, rows = (path / "config.json").read_bytes(), read(path)
     except (FileNotFoundError, NotADirectoryError) as e:
         raise ValueError(f"{path} is not the folder of a run: it has no {Path(e.filename).name}") from None
     try:
@@ -83,7 +221,7 @@ def choose(rollouts, samples, limit):
         by_step.setdefault(r["step"], []).append(r)
     steps = {step: of for step, of in by_step.items() if "per_token" in of[0]} or by_step
     most = min(max(map(len, steps.values()), default=1), max(samples, limit // samples * samples))
-    every = tokens.spacing(len(steps), most, limit)
+    every = spacing(len(steps), most, limit)
     return [{**r, "group": i // samples}
             for step in sorted(steps)[::every] for i, r in enumerate(steps[step][:most])]
 
@@ -91,7 +229,7 @@ def choose(rollouts, samples, limit):
 def read_lines(run, name, only=b""):
     """The rows of rollouts.jsonl or eval.jsonl, NaN as None; none if there is no such file."""
     there = (run["path"] / name).exists()
-    return curve.read(run["path"], name, only, parse_constant=lambda _: None) if there else []
+    return read(run["path"], name, only, parse_constant=lambda _: None) if there else []
 
 
 def rollouts(run, limit):
@@ -119,7 +257,7 @@ def draw(axis, lines, key, style="-", low=None, high=None):
     low, high: the metrics with the interval of a single run.
     """
     for color, runs in zip(itertools.cycle(LINES), lines.values()):
-        values = [curve.series(run["rows"], key) for run in runs]
+        values = [series(run["rows"], key) for run in runs]
         steps = sorted(set.intersection(*map(set, values)))
         band = [], []
         if len(runs) > 1:
@@ -152,7 +290,7 @@ def svg(draw, *args, **axes):
     import matplotlib
     from matplotlib.ticker import MaxNLocator, PercentFormatter
     with matplotlib.rc_context(SVG):
-        fig = curve.figure(figsize=(4.2, 2.4))
+        fig = figure(figsize=(4.2, 2.4))
         axis = fig.subplots()
         draw(axis, *args)
         if axes.pop("percent", False):
@@ -231,7 +369,7 @@ def write(folders, out):
     runs = [read_run(path) for path in folders]
     lines = lines_of(runs)
     data = [{"name": run["name"], **questions(read_lines(run, "eval.jsonl")),
-             "rollouts": rollouts(run, tokens.LIMIT // len(runs))} for run in runs]
+             "rollouts": rollouts(run, LIMIT // len(runs))} for run in runs]
     # compressed: a long run stays small; base64 has no "<": the browser reads no text of a model as HTML
     packed = base64.b64encode(gzip.compress(json.dumps(data).encode(), 6, mtime=0)).decode()
     texts = {"TITLE": html.escape(", ".join(lines)), "SUMMARY": summary(lines), "CHARTS": charts(lines),
@@ -247,7 +385,7 @@ def main(argv):
     parser.add_argument("runs", nargs="+")
     parser.add_argument("--out", help="default: report.html in the folder of a single run, or here")
     args = parser.parse_args(argv)
-    out = curve.place(args.runs, args.out, "report.html")
+    out = place(args.runs, args.out, "report.html")
     write(args.runs, out)
     print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
 

@@ -1,7 +1,7 @@
 """How a run ends before its last step: after a signal with a checkpoint, after a failure with one line.
 
-Signals: Ctrl-C, SIGTERM, SIGUSR1 (SLURM's warning) and SIGHUP (a lost terminal). The first stops the loop at
-a step. The same signal again, two seconds later or more, ends the process at once.
+Signals: Ctrl-C, SIGTERM, SIGUSR1 (SLURM's warning) and SIGHUP (a lost terminal). The first stops the run
+before its next step. The same signal again, two seconds later or more, ends the process at once.
 """
 import contextlib
 import ctypes
@@ -12,37 +12,35 @@ import resource
 import signal
 import sys
 import time
+import traceback
 
 import torch
 
 from runtime import dist, memory
-from runtime.errors import RunError
+from runtime.dist import RunError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SAME = 2.0  # seconds in which a repeated signal counts as the first: torchrun repeats what the terminal sent
 received, received_at = None, 0.0  # the first signal and its time
-in_loop, in_call = False, False  # whether there is a state to save; whether interruptible() can be left
+in_loop = False  # whether there is a state to save
 
 
-class Stopped(BaseException):  # no `except Exception` of vLLM may take it
-    """A signal has asked the run to stop. The state is that at the start of the current step."""
+class Stopped(Exception):
+    """A signal has asked the run to stop. The state is that before the current step."""
 
 
 def _handle(number, frame):
-    global received, received_at, in_call
+    global received, received_at
     if received is None:
         received, received_at = number, time.monotonic()
         name = signal.Signals(number).name
-        text = (f"nano_rlvr: {name}: the run stops at this step; the same signal again ends it at once\n"
+        text = (f"nano_rlvr: {name}: the run stops after this step; the same signal again ends it at once\n"
                 if in_loop else f"nano_rlvr: {name} before the first step\n")
         if dist.rank() == 0:
             with contextlib.suppress(OSError):  # nobody reads
                 os.write(2, text.encode())  # a handler must not print(): it may have interrupted one
         if not in_loop:
             raise SystemExit(128 + number)
-        if in_call:
-            in_call = False
-            raise Stopped
     elif number == received and time.monotonic() - received_at > SAME:
         os._exit(128 + number)
 
@@ -63,28 +61,10 @@ def on_signals():
             signal.signal(number, handler)
 
 
-def interruptible(call, *args, **kwargs):
-    """call(*args, **kwargs). If a rank gets a signal, all ranks raise Stopped. Collective.
-
-    Within such a call, as in a function of --rollout, another one is only a call: the outer one agrees.
-    """
-    global in_call
-    if in_call:
-        return call(*args, **kwargs)
-    result = None
-    try:
-        in_call = in_loop
-        if received is None:
-            result = call(*args, **kwargs)
-        in_call = False
-    except Stopped:  # raised by _handle; the ranks agree on it below
-        result = None
-    except BaseException:
-        in_call = False
-        raise
+def check():
+    """Raises Stopped, on all ranks, if one of them got a signal. Collective; called before each step."""
     if any(dist.all_gather([received is not None])):
         raise Stopped
-    return result
 
 
 @contextlib.contextmanager
@@ -109,15 +89,28 @@ def is_lost_rank(e):
     return isinstance(e, torch.distributed.DistError) or "/gloo/" in str(e)  # NCCL; gloo's source file
 
 
+def write_traceback(folder):
+    """Writes the traceback of the current exception to <folder>/errors/. Returns text that names the file."""
+    path = folder / "errors" / f"rank-{dist.rank()}.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(traceback.format_exc())
+    except OSError as e:
+        return f" (its traceback cannot be written: {e.strerror})"
+    return f" (traceback: {path})"
+
+
 @contextlib.contextmanager
-def with_one_line(*kinds, cfg=None):
+def with_one_line(*kinds, cfg=None, folder=None):
     """Ends the process with one line, on one rank, for RunError, exceptions of these kinds and a lost rank.
 
-    With cfg: also for too little memory, with the flags to change. The exit code is 1.
+    With cfg: also for too little memory, with the flags to change. With folder, that of the run: each rank
+    writes its traceback to <folder>/errors/rank-k.txt, and the line names the file. The exit code is 1.
     """
     try:
         yield
     except Exception as e:
+        where = write_traceback(folder) if folder else ""
         if memory.is_out_of_memory(e) and cfg:
             line = memory.advice(e, cfg)
         elif "Too many open files" in str(e):  # also from gloo
@@ -133,7 +126,7 @@ def with_one_line(*kinds, cfg=None):
             raise
         if dist.rank() > 0:
             time.sleep(3)  # if rank 0 failed too, it has printed the line, and torchrun has sent a signal
-        raise SystemExit(1 if dist.rank() > 0 and received else line) from None
+        raise SystemExit(1 if dist.rank() > 0 and received else line + where) from None
 
 
 def keep_printing():

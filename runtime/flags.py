@@ -1,35 +1,132 @@
-"""Checks of flags, machine and model before weights are loaded. Each raises ValueError with one line."""
+"""The command line, and the checks of flags, machine and model before weights are loaded.
+
+Each check raises ValueError with one line.
+"""
+import ast
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import os
 import re
-import shutil
 import sys
-import sysconfig
 import tempfile
-import threading
+import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from runtime import cli, dist, evaluation
-from runtime.flops import empty_model
-from runtime.folder import check_resumed, is_writable, saved_config
+import data
+import rewards
+from runtime import dist, memory
+from runtime.folder import FREE, ROUNDING
+from runtime.shape import empty_model, first_line, hub_answers
+
+
+@dataclass
+class RunFlags:
+    """The flags that any trainer has; Config, in nano_rlvr.py, adds those of the algorithm."""
+
+    # model and data
+    model: str = "models/tiny"  # a folder or a hub id; a bare name of a known family gets its organisation
+    trust_remote_code: bool = False  # run Python code that comes with the model
+    algo: str = "grpo"  # a row of ALGOS; any flag below overrides a value of the row
+    task: str = "gsm8k"  # arithmetic, countdown, gsm8k, math, math500, aime24, amc23
+    data: str = ""  # train on this file (jsonl, json, csv, parquet) or hub set instead of the task's own
+    eval_data: str = ""  # evaluate on these, as a,b; with --data alone, up to a tenth of it is held out
+    question_key: str = ""  # column of the question ("" = the first of question, problem, prompt)
+    answer_key: str = ""  # column of the answer ("" = answer, solution or ground_truth; "none" = no column)
+    template: str = "qwen_math"  # of the prompt: chat, none, r1, qwen_math, or a file with {question}
+    rewards: str = ""  # name:weight,... or my_file.py:my_reward ("" = the task's); evaluation uses the first
+    reward_timeout: float = 5.0  # seconds a reward function has per completion; after that, no verdict
+    allow_unsafe_code: bool = False  # --rewards code: run the model's programs even without isolation
+    judge_model: str = ""  # --rewards judge: the name of the model at OPENAI_BASE_URL
+    # engines and memory
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # bfloat16 has fp32 master weights
+    lora_rank: int = 0  # train adapters of this rank on all linear layers; 0 = train all weights
+    memory_gb: float = 0.0  # GiB of the device this run may use (0 = all); the next four are fitted into it
+    pack_tokens: int = 0  # most tokens per forward pass (a longer sequence goes alone); 0 = what fits
+    checkpointing: Literal["auto", "on", "off"] = "auto"  # recompute activations: less memory, more compute
+    offload: Literal["auto", "none", "optimizer"] = "auto"  # keep optimizer and fp32 weights in host memory
+    vllm_memory: float = 0.0  # share of the GPU for vLLM while it generates; 0 = what is left
+    tp: int = 1  # ranks per vLLM engine (tensor parallel), which generate their prompts together
+    zero_stage: Literal[1, 2, 3] = 2  # ZeRO shards over the ranks: 1 optimizer, 2 + gradients, 3 + weights
+    timeout: float = 10.0  # minutes after which a rank that does not answer ends the run
+    mismatch_bound: float = 0.0  # stop above this mean |trainer - vLLM log-prob|; 0 = 1e-3 fp32, 0.15 bf16
+    # evaluation and files
+    eval_every: int = 20  # steps between evaluations; also before the first and after the last update
+    eval_size: int = 512  # held-out examples per set, 0 = all
+    eval_n: int = 0  # also draw this many samples per example: mean@n, pass@k, maj@n, best@n
+    name: str = ""  # name of the run ("" = model-task-algo-time); its files are in <out>/<name>/
+    out: str = "runs"  # folder of the runs
+    save_every: int = 20  # steps between checkpoints; 0 = one at the end and one when the run is stopped
+    keep: int = 2  # newest checkpoints to keep; the one with the best accuracy is also kept
+    resume: str = ""  # continue the run in this folder, or without a value: --name, new if there is none
+    resume_force: bool = False  # ... also with flags that give other results than the run had so far
+    keep_rollouts: int = 64  # rollouts per step of rank 0 written to rollouts.jsonl, in whole groups
+    wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
+    seed: int = 0  # seed of data order, sampling and everything else
+
+
+def given(argv, flag, default):
+    """The value of a flag, before the command line is parsed as a whole."""
+    for i, word in enumerate(argv):
+        if word == flag and i + 1 < len(argv):
+            default = argv[i + 1]
+        elif word.startswith(flag + "="):
+            default = word.partition("=")[2]
+    return default
+
+
+@functools.cache
+def fields_by_group(config):
+    """{title: {field: help}} from the source of a dataclass and its bases.
+
+    A comment line before a field begins a group and is its title. A comment behind a field is its help text.
+    """
+    if config is object:
+        return {}
+    groups = dict(fields_by_group(config.__base__))
+    lines = textwrap.dedent(inspect.getsource(config)).splitlines()
+    for node in ast.parse("\n".join(lines)).body[0].body:
+        if isinstance(node, ast.AnnAssign):
+            above = lines[node.lineno - 2].strip()
+            if above.startswith("# "):
+                fields = groups[above[2:]] = {}
+            fields[node.target.id] = lines[node.end_lineno - 1].partition("  # ")[2]
+    return groups
+
+
+def parse_words(config, argv, defaults, description):
+    """argv -> config(...). `defaults` replaces the defaults of some fields.
+
+    Exits with the usage for --help, an unknown flag or a value of the wrong type.
+    """
+    import tyro
+    hints, groups = get_type_hints(config), {}
+    for title, fields in fields_by_group(config).items():
+        group = dataclasses.make_dataclass("Group", [
+            (name, Annotated[hints[name], tyro.conf.arg(help=text)]) for name, text in fields.items()])
+        groups[title] = group(**{name: defaults.get(name, getattr(config, name)) for name in fields})
+    parsed = tyro.cli(dict, args=argv, default=groups, description=description, use_underscores=True,
+                      config=[tyro.conf.OmitArgPrefixes])
+    return config(**{name: x for group in parsed.values() for name, x in vars(group).items()})
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
 ORGANISATIONS = {"qwen": "Qwen", "llama": "meta-llama", "smollm": "HuggingFaceTB", "deepseek": "deepseek-ai",
                  "gemma": "google", "phi": "microsoft", "mistral": "mistralai", "olmo": "allenai"}
 
 # (interval, flags, reason). "(" and ")" exclude an end. All intervals are finite: inf and nan are in none.
 RANGES = (
-    ("[0, 1e9]", "steps warmup ref_reset_every top_k save_every keep_rollouts pack_tokens kl_coef clip_high "
-                 "squared_tau delta weight_decay max_grad_norm memory_gb mismatch_bound", ""),
+    ("[0, 1e9]", "steps warmup save_every keep_rollouts pack_tokens kl_coef clip_high "
+                 "delta weight_decay max_grad_norm memory_gb mismatch_bound", ""),
     ("[1, 1e9]", "max_prompt max_tokens eval_every correction_cap keep", ""),
-    ("(0, 1e6]", "soft_tau_pos soft_tau_neg reward_timeout timeout", ""),
+    ("(0, 1e6]", "tau tau_neg reward_timeout timeout", ""),
     ("[1, 65536]", "prompts minibatches", ""),
     ("[1, 16384]", "samples", "vLLM's limit for one prompt"),
     ("[0, 16384]", "eval_n", "vLLM's limit for one prompt"),
@@ -45,36 +142,34 @@ RANGES = (
     ("[0, 1)", "beta2", ""),
     ("[0, 1)", "overlong_buffer", "it is a fraction of --max_tokens"),
     ("[0, 1)", "vllm_memory", "0 = what the memory plan leaves"),
-    ("(0, 1e6]", "eps", "the standard deviation of a flat group is 0"),
 )
+
 # (flags, test of (config, {name of a reward: weight}), requirement): without it the flags have no
 # effect. flag=value: only with this value.
 NEEDS = (
     ("question_key answer_key", lambda cfg, _: cfg.data or cfg.eval_data, "--data or --eval_data"),
     ("delta clip_low", lambda cfg, _: cfg.gate == "clip", "--gate clip"),
     ("clip_high", lambda cfg, _: cfg.gate in ("clip", "detach"), "--gate clip or detach"),
-    ("squared_tau", lambda cfg, _: cfg.gate == "squared", "--gate squared"),
     ("kl_in", lambda cfg, _: cfg.kl_coef, "--kl_coef above 0"),
-    ("overlong", lambda cfg, names: cfg.overlong_buffer or "overlong" in names, "--overlong_buffer"),
-    ("soft_tau_pos soft_tau_neg", lambda cfg, _: cfg.gate == "soft", "--gate soft"),
-    ("ref_reset_every", lambda cfg, _: cfg.kl_coef, "a reference model: --kl_coef above 0"),
-    ("eps", lambda cfg, _: cfg.scale != "none" or cfg.decorrelate_length, "--scale group, batch or mean"),
+    ("tau", lambda cfg, _: cfg.gate in ("soft", "squared"), "--gate soft or squared"),
+    ("tau_neg", lambda cfg, _: cfg.gate == "soft", "--gate soft"),
     ("correction_cap", lambda cfg, _: cfg.correction != "none", "a --correction"),
     # rows of files and hub sets may name these rewards
-    ("judge_url judge_model", lambda cfg, names: cfg.data or cfg.eval_data or "judge" in names,
+    ("judge_model", lambda cfg, names: cfg.data or cfg.eval_data or "judge" in names,
      "--rewards judge"),
     ("allow_unsafe_code", lambda cfg, names: cfg.data or cfg.eval_data or "code" in names, "--rewards code"),
-    ("eval_select", lambda cfg, _: cfg.eval_n, "--eval_n, whose samples it selects from"),
     ("vllm_memory", lambda *_: torch.cuda.is_available(), "a GPU"),
     ("rewards", lambda cfg, weights: cfg.data or any(weights.values()), "a weight other than 0"),
     # On-policy, pi/pi_old is 1: no bound is reached, the slope of the soft gate is 1, and that of the
     # squared gate's penalty is 0. --ratio product still sums over a sequence. --ratio sequence still
     # averages what differs within a sequence: rewards per step, and the correction, which is near 1.
-    ("ratio=sequence gate clip_low clip_high delta soft_tau_pos soft_tau_neg squared_tau",
+    ("ratio=sequence gate clip_low clip_high delta tau tau_neg",
      lambda cfg, _: cfg.epochs * cfg.minibatches > 1,
      "--epochs or --minibatches above 1: on-policy, pi/pi_old is 1 (rewards per step aside)"),
 )
+
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
+
 RECORD = "nano_rlvr.json"  # in the folder of a trained model: {"config": the fields of its run}
 
 
@@ -126,34 +221,34 @@ def model_row(model, rows):
                          "the defaults are used") from e
 
 
-def parse(config, algos, models, argv, check, description):
-    """argv -> check(config(...)). Defaults: those of `config`, the row of --model in `models`, the run that
+def parse(config, algos, models, argv, description):
+    """argv -> checked config(...). Defaults: those of `config`, the row of --model in `models`, the run that
     --resume continues, the row of --algo in `algos`; the later one counts.
 
     Raises ValueError with one line for a bad value; exits with the usage for an unknown flag.
     """
     argv, saved = saved_config(argv, config.out)
-    algo = cli.given(argv, "--algo", saved.get("algo", config.algo))
-    model = cli.given(argv, "--model", saved.get("model", config.model))
+    algo = given(argv, "--algo", saved.get("algo", config.algo))
+    model = given(argv, "--model", saved.get("model", config.model))
     if algo not in algos:
         raise ValueError(f"--algo {algo}: choose one of {', '.join(algos)}")
     row = model_row(model, models)  # of a trained model: what its run used
     defaults = row | saved | {"algo": algo, "model": model}
     defaults |= algos[algo] if algo != saved.get("algo") else {}
-    cfg = check(cli.parse(config, argv, defaults, description))
+    cfg = check(parse_words(config, argv, defaults, description))
     if not saved and cfg.template != row.get("template", cfg.template):
         dist.print_once(f"note: --template {shorten(cfg.template, 200)}, but {model} was trained with "
                         f"--template {shorten(row['template'], 200)}", file=sys.stderr)
     return check_resumed(cfg, saved)
 
 
-def check(cfg, tasks, parse_spec):
-    """Checks a Config, resolves its model, and fills in dtype, rewards and mismatch_bound if empty.
+def check(cfg):
+    """Checks a Config, resolves its model, and fills in template, dtype, rewards and mismatch_bound.
 
-    tasks: data.TASKS. parse_spec: called with the reward spec, raises ValueError if it is invalid.
     Returns the completed Config; raises ValueError for what cannot work. Prints a note to stderr for each
     flag that differs from its default and has no effect.
     """
+    cfg = dataclasses.replace(cfg, template=data.read_template(cfg.template))
     for name, hint in get_type_hints(type(cfg)).items():
         value, choices = getattr(cfg, name), get_args(hint)
         if get_origin(hint) is Literal and value not in choices:
@@ -161,7 +256,7 @@ def check(cfg, tasks, parse_spec):
         if hint in (int, float):
             check_range(name, value)
 
-    ranks, cut_sampling = dist.world_size(), (cfg.top_p, cfg.top_k) != (1.0, 0)
+    ranks, tasks = dist.world_size(), data.TASKS
     for invalid, message in (
         (cfg.samples == 1 and (cfg.baseline, cfg.scale) != ("none", "none"),
          "--samples 1: a group of one has no mean or deviation to compare with; "
@@ -176,14 +271,9 @@ def check(cfg, tasks, parse_spec):
          f"--rollout {cfg.rollout}: must be a file and a function in it, my_file.py:my_rollout"),
         (cfg.lora_rank and cfg.zero_stage == 3,
          "--lora_rank needs --zero_stage 1 or 2: each rank merges the adapters on its own"),
-        (cfg.compile == "on" and cfg.zero_stage == 3,
-         "--compile on needs --zero_stage 1 or 2: stage 3 replaces the weights of a layer at each call"),
-        (cfg.lora_rank and cfg.ref_reset_every,
-         "--ref_reset_every needs a separate reference; with --lora_rank it is the model without adapters"),
-        (cut_sampling and (cfg.correction, cfg.temperature) != ("none", 1.0),
-         "--top_p and --top_k sample from a truncated distribution, whose log-probs the trainer cannot "
-         "compute: the importance correction would be wrong; "
-         "use --correction none --temperature 1 with them"),
+        (cfg.top_p < 1 and (cfg.correction, cfg.temperature) != ("none", 1.0),
+         "--top_p samples from a truncated distribution, whose log-probs the trainer cannot compute: "
+         "the importance correction would be wrong; use --correction none --temperature 1 with it"),
         (cfg.delta != 0 and not cfg.delta > 1 + cfg.clip_high,
          f"--delta {cfg.delta:g}: must be above 1 + clip_high = {1 + cfg.clip_high:g}, or 0 for off"),
         (cfg.resample and not cfg.drop_flat_groups,
@@ -193,17 +283,16 @@ def check(cfg, tasks, parse_spec):
             raise ValueError(message)
 
     spec = cfg.rewards or tasks[cfg.task]["rewards"]
-    rewards = weights_of("rewards", spec, parse_spec)
-    if cfg.overlong_buffer and "overlong" not in rewards:
-        spec, rewards["overlong"] = f"{spec},overlong:1", 1.0
-    if cfg.eval_select:
-        selector = weights_of("eval_select", cfg.eval_select, parse_spec)
-        rewards = dict.fromkeys(selector, 0.0) | rewards
-    evaluation.token_budgets(cfg.eval_budget)
+    try:
+        weights = {name: weight for name, weight, _ in rewards.parse_spec(spec)}
+    except ValueError as e:
+        raise ValueError(f"--rewards {spec}: {e}") from None
+    if cfg.overlong_buffer and "overlong" not in weights:
+        spec, weights["overlong"] = f"{spec},overlong:1", 1.0
     cuda = torch.cuda.is_available()
     dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32"
-    need_gpu(dtype)
-    need_compiler(cpu_operators=not cuda or cfg.offload == "optimizer")
+    memory.need_gpu(dtype)
+    memory.need_compiler(cpu_operators=not cuda or cfg.offload == "optimizer")
     bound = cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.15)
     check_folder(cfg.out, cfg.name)
     notes = [text for applies, text in (
@@ -218,7 +307,7 @@ def check(cfg, tasks, parse_spec):
             value = getattr(cfg, flag)
             if value != getattr(type(cfg), flag) and only in ("", value) and flag not in named:
                 found[flag] = f"--{flag} {value}"
-        if found and not has_effect(cfg, rewards):
+        if found and not has_effect(cfg, weights):
             named |= found.keys()
             verb = "has" if len(found) == 1 else "have"
             notes.append(f"{', '.join(found.values())} {verb} no effect without {requirement}")
@@ -226,14 +315,6 @@ def check(cfg, tasks, parse_spec):
         dist.print_once(f"note: {note}", file=sys.stderr)
     return dataclasses.replace(cfg, model=find_model(cfg.model), dtype=dtype, mismatch_bound=bound,
                                rewards=spec)
-
-
-def weights_of(flag, spec, parse_spec):
-    """{name of a reward: its weight} of a spec. Raises ValueError with the flag that has it."""
-    try:
-        return {name: weight for name, weight, _ in parse_spec(spec)}
-    except ValueError as e:
-        raise ValueError(f"--{flag} {spec}: {e}") from None
 
 
 def check_folder(out, name):
@@ -248,79 +329,6 @@ def check_folder(out, name):
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as e:
         raise ValueError(f"--out {out}: cannot write into {existing} ({e.strerror})") from e
-
-
-def need_gpu(dtype):
-    """Raises ValueError if PyTorch was installed for a GPU that it cannot use or that has no bfloat16."""
-    if torch.version.cuda and not torch.cuda.is_available():  # without this, it would run on the CPU
-        raise ValueError(f"PyTorch {torch.__version__} is built for CUDA {torch.version.cuda} and finds no "
-                         "usable GPU: nvidia-smi must show one, with driver 580 or newer; to run on the CPU: "
-                         "pip install -r requirements-cpu.txt, in a new environment")
-    if dtype == "bfloat16" and torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability(dist.device())
-        if major < 8:
-            raise ValueError(f"--dtype bfloat16 needs a GPU of compute capability 8.0 or higher, this one "
-                             f"has {major}.{minor}: use --dtype float32")
-
-
-def need_compiler(cpu_operators=True):
-    """Raises ValueError if DeepSpeed could not compile its CPU operators at their first use, or Triton, on a
-    GPU, what starts its kernels."""
-    if torch.cuda.is_available() and not os.environ.get("CC", shutil.which("gcc") or shutil.which("clang")):
-        raise ValueError("Triton needs a C compiler on a GPU (apt-get install gcc)")
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if not header.exists():
-        raise ValueError(f"{header} is missing, which compilers need (apt-get install python3-dev)")
-    if not cpu_operators:
-        return
-    from torch.utils.cpp_extension import get_default_build_root
-    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # pip installs ninja there
-    for tool in (os.environ.get("CXX", "g++"), "ninja"):
-        if not shutil.which(tool):
-            raise ValueError(f"DeepSpeed needs '{tool}' to compile its CPU operators "
-                             "(apt-get install g++ ninja-build)")
-    build_root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    if not is_writable(build_root):
-        raise ValueError(f"DeepSpeed compiles its CPU operators in {build_root}, which cannot be written: "
-                         "set HOME, or TORCH_EXTENSIONS_DIR, to a folder of yours")
-    for lock in build_root.rglob("lock"):  # left by a run that was killed while it compiled
-        dist.print_once(f"note: DeepSpeed will wait for {lock} to be removed: delete it, "
-                        "unless another run is just starting", file=sys.stderr)
-
-
-@functools.cache
-def hub_answers():
-    """Whether the Hugging Face hub can be reached; if not, its libraries use their local cache from now on.
-
-    Without this, each of them would try again and again, for half a minute and a dozen lines.
-    """
-    from huggingface_hub import constants, get_session
-    if constants.HF_HUB_OFFLINE:
-        return False
-    answers = []
-
-    def ask():
-        try:
-            answers.append(get_session().head(constants.ENDPOINT, timeout=3))
-        except Exception:  # of httpx, of requests or of a proxy's client: all mean "not reached"
-            return
-
-    thread = threading.Thread(target=ask, daemon=True)  # a look-up of the name has no time limit of its own
-    thread.start()
-    thread.join(3)
-    if not answers:
-        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
-    return bool(answers)
-
-
-def first_line(error, name=""):
-    """What failed in a library, in one line. `name`: the model or data set that the hub was asked for."""
-    if name and not hub_answers():
-        from huggingface_hub import constants
-        return (f"{constants.ENDPOINT} is not reachable or HF_HUB_OFFLINE is set, and {name} is not in the "
-                "local cache")
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def load_tokenizer(cfg):
@@ -409,10 +417,10 @@ def check_heads(cfg, config):
 
 
 def check_layers(cfg, config, model):
-    """Raises ValueError unless runtime/attention.py is all that connects the tokens of a row.
+    """Raises ValueError unless packed_attention is all that connects the tokens of a row.
 
     transformers states it for each model: the types of its layers, whether it keeps a state, and whether it
-    calls a registered attention function. rehearsal.check_packing measures it later. See docs/models.md.
+    calls a registered attention function. guard.check_packing measures it later. See docs/models.md.
     """
     # without this list all layers have the window, if there is one
     layer_types = set(getattr(config, "layer_types", None) or ["sliding_attention"])
@@ -438,3 +446,63 @@ def check_layers(cfg, config, model):
     if window and cfg.max_prompt + cfg.max_tokens > window:
         raise ValueError(f"--max_prompt {cfg.max_prompt} + --max_tokens {cfg.max_tokens} is more than the "
                          f"sliding window of {cfg.model}, {window} tokens: that is not supported")
+
+
+
+def saved_config(argv, out):
+    """The values of the run that --resume names, for the command line: (argv, {field: value}).
+
+    --resume <folder or name> must exist. --resume alone continues the run --name or, if there is none,
+    starts it: the same command works for the first start and after every interruption. Without --resume: {}.
+    Raises ValueError with one line.
+    """
+    out, name, argv = given(argv, "--out", out), given(argv, "--name", ""), list(argv)
+    alone = "--resume" in argv and (argv[argv.index("--resume") + 1:] or ["--"])[0].startswith("--")
+    if alone:
+        argv.remove("--resume")
+    target = name if alone else given(argv, "--resume", None)
+    if target is None:
+        return argv, {}
+    if not target:
+        raise ValueError("--resume needs the folder of a run, or --name")
+    places = [Path(out) / target] if alone else [Path(target), Path(out) / target]
+    folder = next((place for place in places if (place / "config.json").exists()), None)
+    if folder is None and alone:
+        dist.print_once(f"note: there is no run {places[0]} yet: it starts")
+        return argv, {}
+    if folder is None:
+        raise ValueError(f"--resume {target}: no folder of a run (it has a config.json) here or in {out}")
+    if name and name != folder.resolve().name:
+        raise ValueError(f"--name {name} and --resume {target} are two runs; leave --name out")
+    try:
+        about = json.loads((folder / "config.json").read_text())
+        not_given = ("resume_force", "profile", *about.get("memory plan", ()))  # this device has its own plan
+        saved = {name: value for name, value in about["config"].items() if name not in not_given}
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{folder / 'config.json'} cannot be read ({e})") from None
+    folder = folder.resolve()
+    return argv, saved | {"name": folder.name, "out": str(folder.parent), "resume": str(folder)}
+
+
+def check_resumed(cfg, saved):
+    """Raises ValueError, naming the fields, if a resumed run would give other results than without the break.
+
+    cfg: of this run. saved: of the run so far, {} for a new run. Returns cfg with the folder of the run.
+    """
+    fields = {f.name for f in dataclasses.fields(cfg)} & saved.keys()
+    if Path(cfg.model).is_dir():
+        fields.discard("model")  # by its weights: _check_inputs
+    changed = {name for name in fields - FREE if getattr(cfg, name) != saved[name]}
+    if "steps" in changed and (cfg.lr_end == 1 and cfg.steps > saved["steps"]):
+        changed.remove("steps")
+    if rounding := sorted(changed & ROUNDING):
+        dist.print_once(f"note: other {', '.join(rounding)}: from here the run is equal only up to rounding")
+    values = {name: [shorten(str(x), 200) for x in (getattr(cfg, name), saved[name])] for name in changed}
+    texts = [f"--{name} {values[name][0]} (was {values[name][1]})" for name in sorted(changed - ROUNDING)]
+    if "steps" in changed:
+        texts.append("the learning rate depends on --steps unless --lr_end is 1"
+                     if cfg.steps > saved["steps"] else "--steps may only grow")
+    if texts and not cfg.resume_force:
+        raise ValueError(f"--resume {cfg.resume}: other results with {'; '.join(texts)}. "
+                         "--resume_force continues nevertheless")
+    return dataclasses.replace(cfg, **{name: saved[name] for name in ("name", "out", "resume") if saved})

@@ -1,6 +1,8 @@
-"""Sizes of a model, the floating-point operations of its forward pass, and the peak speed of this device."""
+"""Sizes of a model from its config.json, the FLOPs of its forward pass, and the peak speed of this device."""
 import functools
+import os
 import re
+import threading
 import time
 from dataclasses import dataclass
 
@@ -10,6 +12,40 @@ import torch
 DATA_SHEET = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
               "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
+
+@functools.cache
+def hub_answers():
+    """Whether the Hugging Face hub can be reached; if not, its libraries use their local cache from now on.
+
+    Without this, each of them would try again and again, for half a minute and a dozen lines.
+    """
+    from huggingface_hub import constants, get_session
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answers = []
+
+    def ask():
+        try:
+            answers.append(get_session().head(constants.ENDPOINT, timeout=3))
+        except Exception:  # of httpx, of requests or of a proxy's client: all mean "not reached"
+            return
+
+    thread = threading.Thread(target=ask, daemon=True)  # a look-up of the name has no time limit of its own
+    thread.start()
+    thread.join(3)
+    if not answers:
+        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
+    return bool(answers)
+
+
+def first_line(error, name=""):
+    """What failed in a library, in one line. `name`: the model or data set that the hub was asked for."""
+    if name and not hub_answers():
+        from huggingface_hub import constants
+        return (f"{constants.ENDPOINT} is not reachable or HF_HUB_OFFLINE is set, and {name} is not in the "
+                "local cache")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 _empty_models = {}
 
