@@ -484,7 +484,7 @@ def make_policy(cfg):
         })
 
 
-def make_reference(cfg, policy, stays_on_gpu):
+def make_reference(cfg, policy=None, stays_on_gpu=False):
     """The frozen model of the KL term, in host memory while it is not in use. None when kl_coef is 0."""
     if not cfg.kl_coef:
         return None

@@ -21,7 +21,11 @@ import torch.nn.functional as F  # noqa: E402
 
 import data  # noqa: E402
 import nano_rlvr as nr  # noqa: E402
-from runtime import dist, engines, evaluation, log, memory, preflight, sleep, stats, stop  # noqa: E402
+import runtime.flags  # noqa: E402
+import runtime.model  # noqa: E402
+import runtime.sampler  # noqa: E402
+import runtime.trainer  # noqa: E402
+from runtime import dist, evaluation, log, memory, stats, stop  # noqa: E402
 
 
 def gae(rewards, values, gamma=1.0, lam=1.0):
@@ -48,7 +52,7 @@ class Critic(torch.nn.Module):
 
     def __init__(self, cfg, lr=3e-4, epochs=1, minibatches=8, gamma=1.0, lam=1.0):
         super().__init__()
-        model = engines.load_model(cfg)
+        model = runtime.model.load_model(cfg)
         self.decoder, self.head = model.get_decoder(), torch.nn.Linear(model.config.hidden_size, 1)
         torch.nn.init.zeros_(self.head.weight)  # V is 0 before the first step
         torch.nn.init.zeros_(self.head.bias)
@@ -113,7 +117,7 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, critic=None):
             return history
         parts, sampled = nr.collect_rollouts(cfg, llm, train_set, verifier, step, metrics)
         groups = sum(parts, [])
-        sleep.put_to_sleep(llm, policy)
+        runtime.sampler.put_to_sleep(llm, policy)
         if critic is None:
             running_mean = nr.assign_advantages(groups, cfg, running_mean)
         else:
@@ -131,7 +135,7 @@ def train(cfg, llm, policy, ref, train_set, eval_set, verifier, critic=None):
                 packs = nr.pack(trained, cfg.pack_tokens)
                 minibatches.append([nr.collate(pack, dist.device()) for pack in packs])
             nr.store_fixed_logps(policy, ref, sum(minibatches, []), cfg)
-            engines.set_lr(policy, nr.lr_at(step, cfg))
+            runtime.trainer.set_lr(policy, nr.lr_at(step, cfg))
             metrics |= stats.step_means([nr.update(policy, batches, cfg) for _ in range(cfg.epochs)
                                          for batches in minibatches if batches])
         with log.timed(metrics, "sync"):
@@ -153,11 +157,11 @@ def main(argv=None):
         dist.init_process_group(cfg.timeout)
         if dist.world_size() > 1:
             raise ValueError("examples/ppo.py runs in one process: leave out torchrun")
-        train_set, eval_set = data.load_splits(cfg, preflight.load_tokenizer(cfg))
+        train_set, eval_set = data.load_splits(cfg, runtime.flags.load_tokenizer(cfg))
         cfg = memory.plan(cfg)
         verifier, _ = evaluation.start_verifiers(cfg, nr.rewards.Verifier, train_set, eval_set)
-    llm = nr.make_llm(cfg)
-    sleep.put_to_sleep(llm)
+    llm = nr.Sampler(cfg)
+    runtime.sampler.put_to_sleep(llm)
     policy, ref, critic = nr.make_policy(cfg), nr.make_reference(cfg), None
     if own.critic == "on":
         critic = Critic(cfg, own.critic_lr, own.critic_epochs, gamma=own.gamma, lam=own.lam)

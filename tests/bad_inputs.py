@@ -15,7 +15,7 @@ from typing import Callable, NamedTuple
 from unittest import mock
 
 import nano_rlvr as nr
-from runtime import preflight
+import runtime.flags
 
 TINY = Path(__file__).resolve().parents[1] / "models/tiny"
 USAGE = "usage"  # tyro's own message and exit code 2
@@ -37,7 +37,7 @@ def flags():
     for name, hint in typing.get_type_hints(nr.Config).items():
         values = {}
         if hint in (int, float):
-            interval = preflight.range_of(name)[0]
+            interval = runtime.flags.range_of(name)[0]
             low, high = map(float, interval[1:-1].split(","))
             if hint is int:
                 below, above = int(low) - 1, int(high) + 1
@@ -330,10 +330,10 @@ MODELS = [  # id, fault of a copy of the bundled model, a part of the line
     ("a template without the question", content("chat_template.jinja", "Hello"), "leaves the question out"),
     ("another model's tokenizer", both(config(vocab_size=200, pad_token_id=0), weights(lambda t: t.update(
         {EMBEDDING: t[EMBEDDING][:200].clone()}))), "is this another model's tokenizer?"),
-    ("a damaged record", content(preflight.RECORD, "{"), preflight.RECORD + " is damaged"),
-    ("a record without config", content(preflight.RECORD, "{}"), preflight.RECORD + " is damaged"),
-    ("a record with lr inf", content(preflight.RECORD, '{"config": {"lr": Infinity}}'), "--lr inf: must be"),
-    ("a record of the wrong type", content(preflight.RECORD, '{"config": {"steps": "many"}}'), "is damaged"),
+    ("a damaged record", content(runtime.flags.RECORD, "{"), runtime.flags.RECORD + " is damaged"),
+    ("a record without config", content(runtime.flags.RECORD, "{}"), runtime.flags.RECORD + " is damaged"),
+    ("a record with lr inf", content(runtime.flags.RECORD, '{"config": {"lr": Infinity}}'), "--lr inf: must be"),
+    ("a record of the wrong type", content(runtime.flags.RECORD, '{"config": {"steps": "many"}}'), "is damaged"),
 ]
 
 

@@ -14,7 +14,8 @@ vllm._custom_ops._supports_onednn = False  # before LLM(): oneDNN would keep rep
 
 import nano_rlvr as nr  # noqa: E402
 from conftest import fixed_rollouts, make_config  # noqa: E402
-from runtime import checkpoint, dist  # noqa: E402
+import runtime.trainer  # noqa: E402
+from runtime import dist  # noqa: E402
 
 FLAGS = {"zero2": {"zero_stage": 2}, "zero3": {"zero_stage": 3}, "lora": {"lora_rank": 4}}
 KEY, VALUE = "model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.weight"
@@ -100,14 +101,14 @@ def outcome(policy, llm):
 def main(folder, model, dtype, *policies):
     dist.init_process_group()
     cfg = make_config(model=model, dtype=dtype, lr=0.01, kl_coef=0.0, mismatch_bound=1e9)
-    llm, results = nr.make_llm(cfg), {}
+    llm, results = nr.Sampler(cfg), {}
     from transformers import AutoTokenizer
     rollouts = fixed_rollouts(AutoTokenizer.from_pretrained(make_config().model), groups=2)
     for name in policies:
         run = make_config(model=model, dtype=dtype, lr=0.01, kl_coef=0.0, mismatch_bound=1e9, **FLAGS[name])
         policy = nr.make_policy(run)
         results[f"{name}, as loaded"] = outcome(policy, llm)
-        before = {n: w.clone() for n, w in checkpoint.named_weights(policy)}
+        before = {n: w.clone() for n, w in runtime.trainer.named_weights(policy)}
         nr.update(policy, [nr.collate(rollouts)], run)
         results[f"{name}, after a step"] = outcome(policy, llm)
 

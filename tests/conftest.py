@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import nano_rlvr as nr  # noqa: E402
-from runtime import dist, engines, rehearsal  # noqa: E402
+import runtime.flags  # noqa: E402
+import runtime.model  # noqa: E402
+from runtime import dist  # noqa: E402
 from runtime.checkpoint import Checkpoints  # noqa: E402
 from runtime.log import Log  # noqa: E402
 
@@ -106,13 +108,8 @@ def make_config(**changes):
     """A checked Config of the bundled model with small sizes; its dtype is float64 inside float64()."""
     base = dataclasses.replace(nr.Config(), model=str(ROOT / "models/tiny"), **nr.MODELS["models/tiny"])
     small = dict(prompts=4, samples=4, steps=2, max_prompt=64, eval_size=32, kl_coef=0.001, pack_tokens=4096)
-    cfg = nr.check_config(dataclasses.replace(base, **small | changes))
+    cfg = runtime.flags.check(dataclasses.replace(base, **small | changes))
     return dataclasses.replace(cfg, dtype="float64") if torch.get_default_dtype() is torch.float64 else cfg
-
-
-def rehearse(policy, ref, cfg):
-    """The rehearsal of a run, with the functions of the script as they are now."""
-    rehearsal.rehearse(policy, ref, cfg, nr.Rollout, nr.collate, nr.store_fixed_logps, nr.update)
 
 
 def judged_by(*names):
@@ -123,11 +120,11 @@ def judged_by(*names):
     return decorate
 
 
-def make_checkpoints(policy, ref=None, **changes):
+def make_checkpoints(policy, **changes):
     """Checkpoints of a new run, or with resume=... of an old one, ready to save. out and name: its folder."""
     cfg = make_config(**changes)
     checkpoints = Checkpoints(cfg, Log(cfg, AutoTokenizer.from_pretrained(ROOT / "models/tiny")))
-    checkpoints.restore(policy, ref)
+    checkpoints.restore(policy)
     return checkpoints
 
 
@@ -166,7 +163,7 @@ def group():
 @pytest.fixture(scope="session")
 def llm(group):
     """One vLLM engine with the bundled weights. A test that changes its weights must use fresh_llm."""
-    return nr.make_llm(make_config(max_prompt=256, prompts=16, samples=8, eval_size=64))
+    return nr.Sampler(make_config(max_prompt=256, prompts=16, samples=8, eval_size=64))
 
 
 @pytest.fixture
@@ -181,4 +178,4 @@ def fresh_llm(llm):
 def model(group):
     """The bundled model as the trainer loads it."""
     torch.manual_seed(0)
-    return engines.load_model(make_config())
+    return runtime.model.load_model(make_config())

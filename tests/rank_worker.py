@@ -12,8 +12,9 @@ import torch
 from transformers import AutoTokenizer
 
 import nano_rlvr as nr
-from conftest import fixed_rollouts, float64, make_checkpoints, make_config, rehearse
-from runtime import checkpoint, dist, engines
+from conftest import fixed_rollouts, float64, make_checkpoints, make_config
+import runtime.trainer
+from runtime import dist
 
 out, model, aggregate, stage, steps, folder, first, balanced = sys.argv[1:]
 initialize = deepspeed.initialize
@@ -43,9 +44,9 @@ with float64():
     packs = nr.pack_evenly(trained, filler, budget=cfg.pack_tokens)
     batches = [nr.collate(p) for p in packs]
     if folder:
-        rehearse(engine, None, cfg)  # creates AdamW's moments
+        runtime.guard.rehearse(engine, None, cfg)  # creates AdamW's moments
         checkpoints = make_checkpoints(engine, out=folder, name="run", resume=folder + "/run")
-        engines.set_lr(engine, cfg.lr)
+        runtime.trainer.set_lr(engine, cfg.lr)
     for _ in range(int(steps)):
         metrics = nr.update(engine, batches, cfg)
     sharded = [hasattr(p, "ds_status") and p.ds_status.name == "NOT_AVAILABLE"
@@ -55,6 +56,6 @@ with float64():
         checkpoints.progress.step += int(steps)
         checkpoints.save()
         checkpoints.wait()
-    weights = {name: w.clone() for name, w in checkpoint.named_weights(engine)}
+    weights = {name: w.clone() for name, w in runtime.trainer.named_weights(engine)}
 if dist.rank() == 0:
     torch.save((weights, metrics), out)

@@ -51,7 +51,7 @@ class Damaged:
 def main(folder):
     dist.init_process_group()
     base = dict(tp=2, lr=1e-2, kl_coef=0.0, mismatch_bound=1e-4)
-    llm, results = nr.make_llm(make_config(**base)), {}
+    llm, results = nr.Sampler(make_config(**base)), {}
     prompts, seeds = prompts_of(dist.rank())
     for stage in (2, 3):
         cfg = make_config(**base, zero_stage=stage)

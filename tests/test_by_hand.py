@@ -15,8 +15,9 @@ import data
 import nano_rlvr as nr
 import test_wiring
 from conftest import EXACT, ROOT, close, judged_by, make_config
-from runtime import dist, evaluation, flops, guard, log, memory, report, stats
-from runtime.errors import RunError
+import runtime.shape
+from runtime import dist, evaluation, guard, log, memory, report, stats
+from runtime.dist import RunError
 
 NAN = math.nan
 
@@ -235,11 +236,11 @@ def test_mfu_counts_three_passes_per_epoch_one_for_the_reference_and_one_for_the
                      for i, w in ((1, 0.1), (2, 0.0)))  # the second one had no gradient
     seconds = {"seconds/rollout": 1.0, "seconds/update": 2.0}
     metrics = log.summary(cfg, [[trained, left]], [[trained, left]], seconds)
-    one = flops.ModelShape.of(cfg.model).forward_flops([trained])
+    one = runtime.shape.ModelShape.of(cfg.model).forward_flops([trained])
     close(metrics["mfu"], passes * one / (2.0 * 1e9), EXACT)
 
 
-SHAPE = flops.ModelShape(parameters=1000, hidden=10, layers=2, attention=10, mlp=30, vocab=50, kv_cache=40,
+SHAPE = runtime.shape.ModelShape(parameters=1000, hidden=10, layers=2, attention=10, mlp=30, vocab=50, kv_cache=40,
                          kv_heads=1, qk_norms=False)
 
 

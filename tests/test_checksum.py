@@ -9,22 +9,23 @@ import torch
 
 import nano_rlvr as nr
 from conftest import ENV, ROOT, make_config
-from runtime import checksum, engines
-from runtime.checksum import CHUNK, SentWeights
+import runtime.model
+import runtime.sampler
+from runtime.sampler import CHUNK, SentWeights
 
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
 def different(a, b):
-    return not torch.equal(checksum.checksum(a), checksum.checksum(b))
+    return not torch.equal(runtime.sampler.checksum(a), runtime.sampler.checksum(b))
 
 
 def test_it_is_the_sum_of_bits_times_odd_factors_modulo_2_to_the_64():
     x = torch.tensor([1.0, -2.0, 0.0, -0.0, 3e38])
-    factors = checksum.factors(torch.device("cpu"))
+    factors = runtime.sampler.factors(torch.device("cpu"))
     assert (factors % 2 == 1).all() and len(factors.unique()) == CHUNK
     total = sum(bits * factor for bits, factor in zip(x.view(torch.int32).tolist(), factors.tolist()))
-    assert [value % 2**64 for value in checksum.checksum(x).tolist()] == [total % 2**64]
+    assert [value % 2**64 for value in runtime.sampler.checksum(x).tolist()] == [total % 2**64]
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
@@ -55,7 +56,7 @@ def test_swapped_values_rows_and_chunks_change_it(dtype):
 def test_a_slice_or_a_transposed_matrix_has_the_checksum_of_its_copy():
     x = torch.randn(700, 600)
     assert not different(x[100:300], x[100:300].clone()) and not different(x.T, x.T.contiguous())
-    assert len(checksum.checksum(x)) == 2 and len(checksum.checksum(x[0, :0])) == 0
+    assert len(runtime.sampler.checksum(x)) == 2 and len(runtime.sampler.checksum(x[0, :0])) == 0
 
 
 # ---- a model as vLLM keeps it
@@ -91,7 +92,7 @@ class Fused(torch.nn.Module):
 
 @pytest.fixture
 def weights(group):
-    return engines.load_model(make_config()).state_dict()
+    return runtime.model.load_model(make_config()).state_dict()
 
 
 def check(model, weights):
@@ -156,7 +157,7 @@ def test_vllm_may_keep_a_wider_type_and_gpt2_s_transposed_matrices(weights):
 
 
 def test_every_sync_is_checked_also_one_that_vllm_ignores(weights):
-    policy = SimpleNamespace(module=SimpleNamespace(model=engines.load_model(make_config())))
+    policy = SimpleNamespace(module=SimpleNamespace(model=runtime.model.load_model(make_config())))
 
     def sync(model, loads):
         nr.sync_weights(policy, SimpleNamespace(
@@ -197,7 +198,7 @@ def test_vllm_has_the_trainer_s_weights_and_every_damaged_sync_is_noticed(
     """The last of the policies takes the damaged syncs. With a vocabulary of 263, which vLLM pads to 320."""
     path = make_config().model
     if not tied:
-        model = engines.load_model(make_config())
+        model = runtime.model.load_model(make_config())
         model.config.tie_word_embeddings = False
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
         model.save_pretrained(path := str(tmp_path / "untied"))

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import nano_rlvr as nr
 from conftest import EPS, fixed_rollouts, float64, make_config, within
-from runtime import engines, head
+import runtime.model
 
 needs_compiler = pytest.mark.skipif(
     not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler: Inductor needs one on a CPU")
@@ -31,7 +31,7 @@ def no_inductor(monkeypatch):
 
 def fresh():
     torch._dynamo.reset()
-    head.fused.cache_clear()
+    runtime.model.fused.cache_clear()
     counters.clear()
 
 
@@ -60,11 +60,11 @@ def test_compiled_by_inductor_values_and_gradients_are_as_exact_as_eager_ones(gr
     batches, got = packs(tokenizer, 3), []
     fresh()
     for compiled in ("off", "on"):
-        policy = nr.TokenLogps(engines.load_model(make_config(compile=compiled)), 0.9, 100, compiled == "on")
+        policy = nr.TokenLogps(runtime.model.load_model(make_config(compile=compiled)), 0.9, 100, compiled == "on")
         got.append(results(policy, batches))
     assert counters["stats"]["unique_graphs"] > 0
     with float64():
-        wanted = results(nr.TokenLogps(engines.load_model(make_config()), 0.9, 100), batches)
+        wanted = results(nr.TokenLogps(runtime.model.load_model(make_config()), 0.9, 100), batches)
     for eager, compiled, exact in zip(*got, wanted):
         within((compiled - exact).norm(), 10 * (eager - exact).norm() + EPS * exact.norm())
 

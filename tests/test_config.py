@@ -19,9 +19,14 @@ import bad_inputs
 import data
 import nano_rlvr as nr
 from conftest import ROOT, close, fixed_rollouts, make_config
-from runtime import cli, engines, errors, preflight
+import runtime.dist
+import runtime.flags
+import runtime.memory
+import runtime.model
+import runtime.sampler
+import runtime.shape
 
-load_model = engines.load_model  # before no_model replaces it
+load_model = runtime.model.load_model  # before no_model replaces it
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +52,12 @@ def test_every_bad_input_ends_in_one_clear_line(tmp_path):
 
 
 def test_every_numeric_flag_has_one_finite_interval_that_has_its_default():
-    listed = [name for _, names, _ in preflight.RANGES for name in names.split()]
+    listed = [name for _, names, _ in runtime.flags.RANGES for name in names.split()]
     assert len(listed) == len(set(listed))
     for f in dataclasses.fields(nr.Config):
         if f.type in (int, float):
-            preflight.check_range(f.name, f.default)
-            low, high = map(float, preflight.range_of(f.name)[0][1:-1].split(","))
+            runtime.flags.check_range(f.name, f.default)
+            low, high = map(float, runtime.flags.range_of(f.name)[0][1:-1].split(","))
             assert math.isfinite(low) and math.isfinite(high)
 
 
@@ -63,9 +68,9 @@ def test_every_numeric_flag_has_one_finite_interval_that_has_its_default():
     ("steps", 0, None), ("steps", 10**9, "10"),
 ])
 def test_an_interval_has_the_ends_that_it_names(name, inside, outside):
-    preflight.check_range(name, inside)
+    runtime.flags.check_range(name, inside)
     with pytest.raises(ValueError, match=f"^--{name} {outside}: must be "):
-        preflight.check_range(name, outside)
+        runtime.flags.check_range(name, outside)
 
 
 @pytest.mark.parametrize("argv, flag", [
@@ -96,7 +101,7 @@ def test_a_flag_that_has_no_effect_is_named(argv, flag, capsys, monkeypatch):
 
 def notes_of(argv, capsys, monkeypatch):
     """The flags that each note about a command line names, a list per note."""
-    monkeypatch.setattr(preflight, "need_compiler", lambda **_: None)  # it may print a note too
+    monkeypatch.setattr(runtime.memory, "need_compiler", lambda **_: None)  # it may print a note too
     nr.parse_config(argv)
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     return [re.findall(r"--(\w+)", note.partition(" without ")[0].partition(": --lr")[0]) for note in notes]
@@ -132,7 +137,7 @@ def trained(tmp_path):
     """A copy of the bundled model with the record of a run with other settings."""
     shutil.copytree(ROOT / "models/tiny", tmp_path / "final")
     config = dict(task="countdown", template="r1", lr=3e-5, kl_coef=0.25, epochs=7, from_another_version=1)
-    (tmp_path / "final" / preflight.RECORD).write_text(json.dumps({"config": config}))
+    (tmp_path / "final" / runtime.flags.RECORD).write_text(json.dumps({"config": config}))
     return str(tmp_path / "final")
 
 
@@ -153,13 +158,13 @@ def test_weights_that_are_not_finite_are_named_when_they_are_loaded(tmp_path):
         tensors["model.norm.weight"][3] = float("inf")
     shutil.copytree(ROOT / "models/tiny", tmp_path / "model")
     bad_inputs.weights(damage)(tmp_path / "model")
-    with pytest.raises(errors.RunError, match="NaN or infinite values, first in model.norm.weight"):
+    with pytest.raises(runtime.dist.RunError, match="NaN or infinite values, first in model.norm.weight"):
         load_model(make_config(model=str(tmp_path / "model")))
 
 
 @pytest.mark.parametrize("changes, kv_cache, error, says", [
-    (dict(seed=-5), "1", errors.RunError, r"vLLM does not start: Seed must be between 0 and 2\*\*32 - 1"),
-    (dict(max_model_len=5000), "1", errors.RunError, "is greater than the derived max_model_len"),
+    (dict(seed=-5), "1", runtime.dist.RunError, r"vLLM does not start: Seed must be between 0 and 2\*\*32 - 1"),
+    (dict(max_model_len=5000), "1", runtime.dist.RunError, "is greater than the derived max_model_len"),
     ({}, "5000", torch.OutOfMemoryError, "less than requested memory for kv"),
 ])
 def test_vllm_gives_its_own_reason_and_only_memory_is_out_of_memory(
@@ -168,7 +173,7 @@ def test_vllm_gives_its_own_reason_and_only_memory_is_out_of_memory(
     args = dict(seed=0, model=str(ROOT / "models/tiny"), dtype="float32", max_num_seqs=8, max_model_len=128,
                 distributed_executor_backend="external_launcher", cuda_args=dict(gpu_memory_utilization=0.01))
     with pytest.raises(error, match=says):
-        engines.start_vllm(**args | changes)
+        runtime.sampler.start_vllm(**args | changes)
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -184,7 +189,7 @@ def test_without_the_hub_its_libraries_are_told_at_once_that_they_are_offline(mo
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:%d" % server.server_port)
-    ask = preflight.hub_answers.__wrapped__  # without its cache
+    ask = runtime.shape.hub_answers.__wrapped__  # without its cache
     assert ask() and not constants.HF_HUB_OFFLINE
     server.shutdown()
     server.server_close()
@@ -218,7 +223,7 @@ def test_the_lock_of_a_killed_compilation_is_named(monkeypatch, tmp_path, capsys
 ])
 def test_an_unknown_choice_is_refused_in_a_config_built_by_hand(field, value, says):
     with pytest.raises(ValueError) as e:
-        nr.check_config(dataclasses.replace(nr.parse_config([]), **{field: value}))
+        runtime.flags.check(dataclasses.replace(nr.parse_config([]), **{field: value}))
     assert str(e.value) == says
 
 
@@ -228,7 +233,7 @@ def test_every_field_with_choices_refuses_an_unknown_one():
     assert {"baseline", "scale", "ratio", "gate", "aggregate", "correction", "dtype"} <= set(fields)
     for name in fields:
         with pytest.raises(ValueError, match=f"^--{name} unknown: choose one of "):
-            nr.check_config(dataclasses.replace(cfg, **{name: "unknown"}))
+            runtime.flags.check(dataclasses.replace(cfg, **{name: "unknown"}))
 
 
 def test_a_run_is_never_overwritten(tmp_path, capsys):
@@ -250,7 +255,7 @@ def test_an_unknown_flag_is_an_error(capsys):
 
 
 def test_every_field_is_in_one_of_six_groups_and_has_a_help_text():
-    groups = cli.fields_by_group(nr.Config)
+    groups = runtime.flags.fields_by_group(nr.Config)
     assert list(groups) == ["model and data", "rollout", "algorithm", "optimizer", "engines and memory",
                             "evaluation and files"]
     assert [name for fields in groups.values() for name in fields] == [
@@ -262,7 +267,7 @@ def test_help_shows_the_groups_every_flag_and_the_values_of_the_preset(capsys):
     with pytest.raises(SystemExit):
         nr.main(["--algo", "dr_grpo", "--help"])
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    for title in cli.fields_by_group(nr.Config):
+    for title in runtime.flags.fields_by_group(nr.Config):
         assert f"{title} options" in out, title
     flat = " ".join(out.replace("│", " ").split())
     for f in dataclasses.fields(nr.Config):
@@ -282,7 +287,7 @@ def test_a_flag_overrides_its_preset_and_a_preset_the_model():
 
 
 def test_bare_names_resolve_to_their_organisation_and_a_local_folder_wins(tmp_path, monkeypatch):
-    find_model = preflight.find_model
+    find_model = runtime.flags.find_model
     assert find_model("Qwen2.5-Math-1.5B") == "Qwen/Qwen2.5-Math-1.5B"
     assert find_model("Llama-3.2-1B-Instruct") == "meta-llama/Llama-3.2-1B-Instruct"
     assert find_model("someone/else") == "someone/else"

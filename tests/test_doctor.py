@@ -14,7 +14,9 @@ import torch
 
 import nano_rlvr as nr
 from conftest import ENV, ROOT
-from runtime import curve, doctor
+import runtime.log
+import runtime.report
+from runtime import doctor
 from verify import jail
 
 QWEN = dict(  # Qwen2.5-1.5B: a folder with only this file has a plan
@@ -226,14 +228,14 @@ def test_wandb_without_a_key_fails_only_where_it_is_needed(diagnose, monkeypatch
     assert found == status and named in text and "sentinel" not in text
     if status == "FAIL":
         with pytest.raises(ValueError, match=f"^--wandb online: .*{named}"):
-            curve.check_wandb(mode)
+            runtime.log.check_wandb(mode)
 
 
 def test_a_missing_wandb_is_said_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    curve.check_wandb("off")
+    runtime.log.check_wandb("off")
     with pytest.raises(ValueError, match="^--wandb offline: .*pip install wandb, or use --wandb off$"):
-        curve.check_wandb("offline")
+        runtime.log.check_wandb("offline")
 
 
 def test_programs_of_the_model_need_a_jail(diagnose, monkeypatch):
@@ -304,9 +306,9 @@ def metrics(folder, *lines):
 def test_a_last_line_that_is_cut_off_is_skipped_with_a_note(tmp_path, capsys):
     whole = b'{"step": 0, "reward/mean": 0.5}'
     for cut in (b'{"step": 1, "rew', b'{"step": 1, "name": "\xc3', b"{"):
-        assert curve.read(metrics(tmp_path, whole, cut)) == [json.loads(whole)]
+        assert runtime.report.read(metrics(tmp_path, whole, cut)) == [json.loads(whole)]
         assert capsys.readouterr().err == f"note: {tmp_path}/metrics.jsonl:2 is cut off: skipped\n"
-    assert curve.read(metrics(tmp_path, whole, whole)) == 2 * [json.loads(whole)]
+    assert runtime.report.read(metrics(tmp_path, whole, whole)) == 2 * [json.loads(whole)]
     assert capsys.readouterr().err == ""
 
 

@@ -25,9 +25,12 @@ from conftest import (
     rehearse,
     within,
 )
-from runtime import checkpoint, dist, engines, preflight
+import runtime.flags
+import runtime.model
+import runtime.trainer
+from runtime import dist
 from runtime.checkpoint import Checkpoints
-from runtime.errors import RunError
+from runtime.dist import RunError
 from runtime.log import Log
 
 PROMPTS = 8
@@ -67,7 +70,7 @@ def moved_policy(tokenizer, lr=1e-2):
 
 
 def weights_of(engine):
-    return {name: w.clone() for name, w in checkpoint.named_weights(engine)}
+    return {name: w.clone() for name, w in runtime.trainer.named_weights(engine)}
 
 
 def test_rollouts_of_a_prompt_are_adjacent_and_end_with_eos(llm, tokenizer):
@@ -105,7 +108,7 @@ def test_vllm_and_trainer_agree_before_and_after_a_sync_and_only_then(fresh_llm,
 @pytest.mark.numeric
 def test_log_probs_agree_at_another_temperature(llm, tokenizer):
     hot = nr.rollout(llm, prompts_of(tokenizer), 4, 1.7, 32, seeds(PROMPTS))
-    model = engines.load_model(make_config())
+    model = runtime.model.load_model(make_config())
     within(largest_mismatch(nr.TokenLogps(model, 1.7), hot), PARITY)
     assert largest_mismatch(nr.TokenLogps(model, 1.0), hot) > 100 * PARITY
 
@@ -116,8 +119,8 @@ def test_log_probs_agree_at_another_temperature(llm, tokenizer):
 def test_a_sync_that_leaves_one_tensor_out_stops_the_run(fresh_llm, tokenizer, monkeypatch, left_out):
     """Each of them alone changes the log-probs of the 2,048 sampled tokens by 0.009 to 0.02 on average: nine
     times --mismatch_bound and more. Between sets of samples this varies by a tenth."""
-    engine, named_weights = moved_policy(tokenizer, lr=0.05), checkpoint.named_weights
-    old = dict(engines.load_model(make_config()).state_dict())
+    engine, named_weights = moved_policy(tokenizer, lr=0.05), runtime.trainer.named_weights
+    old = dict(runtime.model.load_model(make_config()).state_dict())
 
     def skips_one(engine):  # vLLM then has the new weights and one old one
         return ((name, old[name] if name == left_out else w) for name, w in named_weights(engine))
@@ -131,7 +134,7 @@ def test_a_sync_that_leaves_one_tensor_out_stops_the_run(fresh_llm, tokenizer, m
 
 
 def test_a_sync_with_a_damaged_iterator_stops_the_run(fresh_llm, tokenizer, monkeypatch):
-    engine, named_weights = moved_policy(tokenizer), checkpoint.named_weights
+    engine, named_weights = moved_policy(tokenizer), runtime.trainer.named_weights
 
     def without_a_layer(engine):
         return ((name, w) for name, w in named_weights(engine) if "layers.1" not in name)
@@ -160,15 +163,15 @@ def test_every_engine_takes_the_step_of_plain_adamw_also_after_a_rehearsal(group
         rollouts = fixed_rollouts(tokenizer)
         engine = nr.make_policy(cfg)
         start = weights_of(engine)
-        rehearse(engine, None, dataclasses.replace(cfg, pack_tokens=500))
-        assert all(torch.equal(w, start[n]) for n, w in checkpoint.named_weights(engine))
+        runtime.guard.rehearse(engine, None, dataclasses.replace(cfg, pack_tokens=500))
+        assert all(torch.equal(w, start[n]) for n, w in runtime.trainer.named_weights(engine))
         for _ in range(2):
             for parameters in engine.optimizer.param_groups:  # as train() does at each step
                 parameters |= dict(lr=cfg.lr, eps=eps)
             metrics = nr.update(engine, [nr.collate(p) for p in nr.pack(rollouts, 150)], cfg)
         ours = weights_of(engine)
 
-        plain = nr.TokenLogps(engines.load_model(cfg))
+        plain = nr.TokenLogps(runtime.model.load_model(cfg))
         adam = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1, eps=eps)
         for _ in range(2):
             batch = nr.collate(rollouts)
@@ -191,7 +194,7 @@ def test_float32_differs_from_float64_by_rounding_only(group, tokenizer):
     for precision in (contextlib.nullcontext(), float64()):
         with precision:
             cfg = make_config(correction="none")
-            policy, batch = nr.TokenLogps(engines.load_model(cfg), 0.9), nr.collate(rollouts)
+            policy, batch = nr.TokenLogps(runtime.model.load_model(cfg), 0.9), nr.collate(rollouts)
             logp, entropy = policy(batch)
             nr.policy_loss(logp, None, None, batch, cfg)[0].backward()
             gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])
@@ -205,7 +208,7 @@ def test_float32_differs_from_float64_by_rounding_only(group, tokenizer):
 def test_fp32_master_weights_keep_a_step_that_bf16_weights_cannot_hold(group, tokenizer):
     from deepspeed.utils import safe_get_full_fp32_param
     cfg = make_config(dtype="bfloat16", lr=1e-6, kl_coef=0.0, mismatch_bound=1e9)
-    engine, start = nr.make_policy(cfg), engines.load_model(cfg).state_dict()
+    engine, start = nr.make_policy(cfg), runtime.model.load_model(cfg).state_dict()
     nr.update(engine, [nr.collate(fixed_rollouts(tokenizer))], cfg)
     weight = engine.module.model.model.layers[0].mlp.up_proj.weight
     before = start["model.layers.0.mlp.up_proj.weight"]
@@ -217,13 +220,13 @@ def test_fp32_master_weights_keep_a_step_that_bf16_weights_cannot_hold(group, to
 @pytest.mark.numeric
 def test_only_adapters_are_trained_and_vllm_gets_them_merged(fresh_llm, tokenizer, tmp_path):
     cfg = make_config(lora_rank=4, lr=1e-2, kl_coef=0.1, mismatch_bound=1e9)
-    engine, plain = nr.make_policy(cfg), nr.TokenLogps(engines.load_model(make_config()))
+    engine, plain = nr.make_policy(cfg), nr.TokenLogps(runtime.model.load_model(make_config()))
     ref, rollouts = nr.make_reference(cfg, engine), fixed_rollouts(tokenizer)
     base = plain.model.state_dict()
     start = weights_of(engine)
     assert start.keys() == base.keys()
     assert all(torch.equal(w, base[n]) for n, w in start.items())  # adapters are 0 at the start
-    rehearse(engine, ref, dataclasses.replace(cfg, pack_tokens=500))
+    runtime.guard.rehearse(engine, ref, dataclasses.replace(cfg, pack_tokens=500))
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = cfg.lr
     batch = nr.collate(rollouts)
@@ -233,7 +236,7 @@ def test_only_adapters_are_trained_and_vllm_gets_them_merged(fresh_llm, tokenize
     assert metrics["kl"] > 1e-3  # the policy is not the reference any more
     with torch.no_grad():
         within((batch.ref - plain(batch)[0]).abs().max(), PARITY)  # the reference is still the base model
-    moved = {n for n, w in checkpoint.named_weights(engine) if not torch.equal(w, base[n])}
+    moved = {n for n, w in runtime.trainer.named_weights(engine) if not torch.equal(w, base[n])}
     linear = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert moved == {n for n in base if n.endswith(tuple(f"{part}.weight" for part in linear))}
     frozen = {n.replace(".base_layer", ""): p for n, p in engine.module.model.named_parameters()
@@ -246,7 +249,7 @@ def test_only_adapters_are_trained_and_vllm_gets_them_merged(fresh_llm, tokenize
     checkpoints.progress.step = 1
     checkpoints.save(final=True)
     checkpoints.wait()
-    again = nr.TokenLogps(engines.load_model(make_config(model=str(tmp_path / "lora/final"))))
+    again = nr.TokenLogps(runtime.model.load_model(make_config(model=str(tmp_path / "lora/final"))))
     with torch.no_grad():
         within((again(batch)[0] - engine(batch)[0]).abs().max(), PARITY)
 
@@ -268,7 +271,7 @@ def run(tmp_path_factory, llm, tokenizer):
     cfg = make_config(out=str(tmp_path_factory.mktemp("runs")), name="two", eval_n=4, prompts=8, samples=4,
                       eval_size=16, eval_every=2, save_every=1, profile=True)
     log, verifier = Log(cfg, tokenizer), rewards.Verifier(cfg.rewards, messages=True)
-    train_set, eval_set = data.load_splits(cfg, preflight.load_tokenizer(cfg))
+    train_set, eval_set = data.load_splits(cfg, runtime.flags.load_tokenizer(cfg))
     policy, ref = nr.make_policy(cfg), nr.make_reference(cfg)
     nr.train(cfg, llm, policy, ref, train_set, eval_set, verifier, log, Checkpoints(cfg, log))
     verifier.close()
@@ -335,7 +338,7 @@ def test_a_reference_that_is_not_the_starting_model_is_noticed_before_step_0(gro
     policy, ref = nr.make_policy(cfg), nr.make_reference(cfg)
     torch.nn.init.normal_(ref.model.model.layers[0].mlp.down_proj.weight)  # as for a missing tensor
     with pytest.raises(RunError, match="policy and reference differ before the first step"):
-        rehearse(policy, ref, cfg)
+        runtime.guard.rehearse(policy, ref, cfg)
 
 
 def test_a_checkpoint_holds_the_weights_of_its_step(run):
@@ -369,7 +372,7 @@ def test_vllms_complaint_about_memory_is_an_out_of_memory_error(monkeypatch):
 
     monkeypatch.setattr(vllm, "LLM", fail)
     with pytest.raises(torch.OutOfMemoryError, match="No available memory for the cache blocks"):
-        nr.make_llm(make_config())
+        nr.Sampler(make_config())
 
 
 @pytest.fixture
@@ -391,7 +394,7 @@ def started_on_a_gpu(monkeypatch, capsys):
         monkeypatch.delenv(name)
 
     def start(**flags):
-        nr.make_llm(dataclasses.replace(base, vllm_memory=0.5, **flags))
+        nr.Sampler(dataclasses.replace(base, vllm_memory=0.5, **flags))
         return arguments, capsys.readouterr().out
     return start
 

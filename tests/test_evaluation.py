@@ -10,7 +10,8 @@ import data
 import nano_rlvr as nr
 import rewards
 from conftest import close, make_config, within
-from runtime import evaluation, log, preflight, stats
+import runtime.flags
+from runtime import evaluation, log, stats
 from runtime.log import Log
 
 ROWS = [  # of a file: sums, and an instruction without an answer
@@ -116,7 +117,7 @@ def test_a_run_keeps_the_text_of_its_template_and_a_trained_model_brings_it(tmp_
     other = r"--template Question: \{question\} A: \(was Q: \{question\} A:\)"  # in one line
     with pytest.raises(ValueError, match=other):
         nr.parse_config([*resume, "--template", str(path)])
-    (tmp_path / preflight.RECORD).write_text(json.dumps({"config": vars(cfg)}))
+    (tmp_path / runtime.flags.RECORD).write_text(json.dumps({"config": vars(cfg)}))
     path.unlink()
     capsys.readouterr()
     assert nr.parse_config(["--model", str(tmp_path)]).template == cfg.template

@@ -13,9 +13,12 @@ import data
 import nano_rlvr as nr
 import rewards
 from conftest import EPS, make_config
-from runtime import checksum, credit, engines, stats
-from runtime.head import HeadLogps
-from runtime.packing import pack
+import runtime.batch
+import runtime.model
+import runtime.sampler
+from runtime import stats
+from runtime.model import HeadLogps
+from runtime.batch import pack
 from test_checksum import Fused
 
 LOG_2, LOG_3 = math.log(2), math.log(3)
@@ -265,7 +268,7 @@ def test_each_step_is_judged_and_each_token_gets_what_comes_after_it():
 
     # two steps that end with tokens 2 and 4 of 5, advantages 1 and -1; one outcome, advantage 1/2
     stepwise, outcome = completion(5, steps=[(2, 1.0), (4, 0.0)]), completion(3, reward=1.0)
-    credit.spread([[stepwise, outcome]], tensor([1, -1, 0.5, 0]))
+    runtime.batch.set_advantages([[stepwise, outcome]], tensor([1, -1, 0.5, 0]))
     check(stepwise.advantages, [0, 0, -1, -1, 0], "the sum over the steps that end at the token or later")
     check(outcome.advantages, [0.5] * 3, "an outcome is one step that ends with the last token")
 
@@ -298,18 +301,18 @@ def test_the_batch_of_a_step_needs_no_memory_of_the_steps_before():
 @pytest.mark.exercise_15
 def test_a_checksum_sees_one_bit_and_two_values_that_are_swapped():
     """The bits of 1.0 and -2.0 as int32 are 0x3f800000 = 1065353216 and 0xc0000000 = -2^30."""
-    f = checksum.factors(torch.device("cpu")).tolist()
-    yours = [value % 2**64 for value in checksum.checksum(torch.tensor([1.0, -2.0])).tolist()]
+    f = runtime.sampler.factors(torch.device("cpu")).tolist()
+    yours = [value % 2**64 for value in runtime.sampler.checksum(torch.tensor([1.0, -2.0])).tolist()]
     wanted = [(1065353216 * f[0] - 2**30 * f[1]) % 2**64]
     assert yours == wanted, f"sum of bits * factor modulo 2^64: {yours}, wanted {wanted}"
-    x = torch.arange(2.0 * checksum.CHUNK + 3).view(-1, 1)
-    assert checksum.checksum(x).shape == (3,), "one sum per CHUNK values, and one for the rest"
-    for what, i, j in (("values", 0, 1), ("chunks", 5, 5 + checksum.CHUNK), ("the last", -1, -2)):
+    x = torch.arange(2.0 * runtime.sampler.CHUNK + 3).view(-1, 1)
+    assert runtime.sampler.checksum(x).shape == (3,), "one sum per CHUNK values, and one for the rest"
+    for what, i, j in (("values", 0, 1), ("chunks", 5, 5 + runtime.sampler.CHUNK), ("the last", -1, -2)):
         y = x.clone()
         y[[i, j]] = x[[j, i]]
-        assert not torch.equal(checksum.checksum(x), checksum.checksum(y)), f"{what} swapped: not seen"
+        assert not torch.equal(runtime.sampler.checksum(x), runtime.sampler.checksum(y)), f"{what} swapped: not seen"
     zeros = torch.zeros(3, dtype=torch.bfloat16)
-    same = torch.equal(checksum.checksum(zeros), checksum.checksum(-zeros))
+    same = torch.equal(runtime.sampler.checksum(zeros), runtime.sampler.checksum(-zeros))
     assert not same, "0.0 and -0.0 differ in one bit"
 
 
@@ -327,7 +330,7 @@ class FakeVllm:
         assert name == "reload_weights", name
         # without an iterator, the old checkpoint is read again
         weights = dict((kwargs or {}).get("weights_iterator") or self.on_disk)
-        shards, _ = checksum.by_checkpoint_name(self.model, {n: w.shape for n, w in weights.items()})
+        shards, _ = runtime.sampler.by_checkpoint_name(self.model, {n: w.shape for n, w in weights.items()})
         for name in shards.keys() - {self.forgets}:
             shards[name].tensor.copy_(weights[name])
 
@@ -340,7 +343,7 @@ class FakeVllm:
 
 @pytest.mark.exercise_16
 def test_after_a_sync_vllm_has_the_new_weights_and_a_broken_sync_stops_the_run(group):
-    policy = SimpleNamespace(module=SimpleNamespace(model=engines.load_model(make_config())))
+    policy = SimpleNamespace(module=SimpleNamespace(model=runtime.model.load_model(make_config())))
     llm = FakeVllm(policy.module.model.state_dict())
     broken = FakeVllm(policy.module.model.state_dict(), forgets="model.layers.2.mlp.down_proj.weight")
     with torch.no_grad():  # a step of training

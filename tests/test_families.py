@@ -7,9 +7,11 @@ import torch
 
 import nano_rlvr as nr
 from conftest import EXACT, ROOT, close, fixed_rollouts, float64, make_config, within
-from runtime import engines, preflight, rehearsal
-from runtime.errors import RunError
-from runtime.flops import ModelShape
+import runtime.flags
+import runtime.guard
+import runtime.model
+from runtime.dist import RunError
+from runtime.shape import ModelShape
 
 SIZES = dict(
     vocab_size=263, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
@@ -103,8 +105,8 @@ def test_packed_log_probs_and_gradients_equal_the_library_one_sequence_at_a_time
     from transformers import AutoModelForCausalLM
     with float64():
         cfg = config_of(family)
-        assert preflight.load_tokenizer(cfg) and ModelShape.of(cfg.model).layers == 4
-        packed = engines.load_model(cfg).train()
+        assert runtime.flags.load_tokenizer(cfg) and ModelShape.of(cfg.model).layers == 4
+        packed = runtime.model.load_model(cfg).train()
         naive = AutoModelForCausalLM.from_pretrained(
             cfg.model, dtype=torch.float64, attn_implementation="eager")
         for model in (packed, naive):
@@ -130,17 +132,17 @@ def test_packed_log_probs_and_gradients_equal_the_library_one_sequence_at_a_time
 @pytest.mark.parametrize("family", MIXING | OTHER_REASONS)
 def test_a_model_that_would_get_wrong_numbers_is_refused_in_one_line_before_weights_are_read(
         config_of, monkeypatch, family):
-    monkeypatch.setattr(engines, "load_model", None)
+    monkeypatch.setattr(runtime.model, "load_model", None)
     reason = (MIXING | OTHER_REASONS)[family][2]
     with pytest.raises(ValueError, match=reason) as error:
-        preflight.load_tokenizer(config_of(family))
+        runtime.flags.load_tokenizer(config_of(family))
     assert "\n" not in str(error.value) and "support" in str(error.value)
 
 
 def check_packing(cfg, collate=nr.collate):
     """The check before step 0, on a model that was not refused for its config."""
-    model = engines.load_model(cfg).train()
-    rehearsal.check_packing(nr.TokenLogps(model), nr.Rollout, collate, cfg)
+    model = runtime.model.load_model(cfg).train()
+    runtime.guard.check_packing(nr.TokenLogps(model), nr.Rollout, collate, cfg)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -170,10 +172,10 @@ def test_the_check_before_step_0_finds_wrong_positions_which_mix_no_sequences(gr
 
 def test_the_user_gets_one_line_if_only_the_check_before_step_0_finds_it(
         group, config_of, monkeypatch, tmp_path):
-    monkeypatch.setattr(preflight, "check_layers", lambda *_: None)
+    monkeypatch.setattr(runtime.flags, "check_layers", lambda *_: None)
     monkeypatch.setattr(nr, "make_llm", lambda cfg: None)
     monkeypatch.setattr(nr.sleep, "put_to_sleep", lambda *_: None)
-    monkeypatch.setattr(nr, "make_policy", lambda cfg: nr.TokenLogps(engines.load_model(cfg)))
+    monkeypatch.setattr(nr, "make_policy", lambda cfg: nr.TokenLogps(runtime.model.load_model(cfg)))
     flags = "--task arithmetic --template chat --max_prompt 400 --max_tokens 96 --prompts 4 --eval_size 8"
     with pytest.raises(SystemExit) as error:
         nr.main(["--model", config_of("LFM2").model, "--out", str(tmp_path), *flags.split()])

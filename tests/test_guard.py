@@ -10,9 +10,11 @@ import torch
 
 import nano_rlvr as nr
 from conftest import ENV, ROOT, fixed_rollouts, judged_by, make_checkpoints, make_config
-from runtime import checkpoint, dist, guard, memory, sleep
-from runtime.errors import RunError
-from runtime.flops import ModelShape
+import runtime.sampler
+import runtime.trainer
+from runtime import dist, guard, memory
+from runtime.dist import RunError
+from runtime.shape import ModelShape
 
 # ---- overflow
 
@@ -61,13 +63,13 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_reported_and_moves_no_weig
         group, tokenizer, zero_stage):
     cfg = make_config(kl_coef=0.0, mismatch_bound=1e9, lr=1e-3, zero_stage=zero_stage)
     policy, batch = nr.make_policy(cfg), nr.collate(fixed_rollouts(tokenizer))
-    before = {name: w.clone() for name, w in checkpoint.named_weights(policy)}
+    before = {name: w.clone() for name, w in runtime.trainer.named_weights(policy)}
     handle = policy.module.model.model.norm.weight.register_hook(lambda grad: grad * math.inf)
     assert nr.update(policy, [batch], cfg)["skipped"] == 1
-    assert all(torch.equal(w, before[name]) for name, w in checkpoint.named_weights(policy))
+    assert all(torch.equal(w, before[name]) for name, w in runtime.trainer.named_weights(policy))
     handle.remove()
     assert nr.update(policy, [batch], cfg)["skipped"] == 0
-    assert not all(torch.equal(w, before[name]) for name, w in checkpoint.named_weights(policy))
+    assert not all(torch.equal(w, before[name]) for name, w in runtime.trainer.named_weights(policy))
 
 
 def test_the_batch_of_a_skipped_step_is_kept_and_three_in_a_row_end_the_run(tokenizer, tmp_path, capsys):
@@ -225,7 +227,7 @@ def test_the_kv_cache_is_mapped_after_pytorch_has_freed_what_the_sync_left(monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
-    sleep.wake_kv_cache(SimpleNamespace(wake_up=lambda tags: calls.append(tags)))
+    runtime.sampler.wake_kv_cache(SimpleNamespace(wake_up=lambda tags: calls.append(tags)))
     assert calls == ["empty_cache", ["kv_cache"], "reset_peak_memory_stats"]
 
 

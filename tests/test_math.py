@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import data
 import nano_rlvr as nr
 from conftest import EPS, EXACT, close, fixed_rollouts, make_config, within
-from runtime.rehearsal import largest_pack
+from runtime.guard import largest_pack
 from runtime.stats import pass_at_k, wilson_interval
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]

@@ -15,9 +15,11 @@ import torch
 
 import nano_rlvr as nr
 from conftest import ROOT, fixed_rollouts, make_config
-from runtime import checkpoint, engines, lora, memory, sleep
-from runtime.attention import packed_attention
-from runtime.flops import ModelShape
+import runtime.model
+import runtime.trainer
+from runtime import memory
+from runtime.batch import packed_attention
+from runtime.shape import ModelShape
 
 SIZES = {
     "1.5B": dict(  # Qwen2.5-1.5B
@@ -171,7 +173,7 @@ def test_a_reference_waits_in_host_memory_or_stays_as_the_plan_says(monkeypatch,
     monkeypatch.setattr(memory, "reference_stays", stays)
     model = Module(2, 3, bias=False)
     before = model.weight.data_ptr()
-    with sleep.on_device(model):
+    with runtime.model.on_device(model):
         assert model.weight.data_ptr() != before
     assert (model.weight.data_ptr() != before) is stays
 
@@ -214,16 +216,16 @@ def test_planned_copies_of_a_checkpoint_are_those_of_its_loop(monkeypatch, dtype
     with torch.device("meta"):
         model = make(size)
     if lora_rank:
-        lora.add_adapters(model, lora_rank)
+        runtime.model.add_adapters(model, lora_rank)
     model.to(getattr(torch, dtype))
     for name, p in model.named_parameters():
         p._hp_mapping = p._dp_group = None  # as DeepSpeed does, on a rank that has no part of p
         p.get_full_hp_param = partial(tensor_fragment.get_full_hp_param, p)
         w = p.detach()
         with MemTracker() as tracker:  # in the order of Checkpoints.save
-            list(lora.merge_adapter(model, name, w))
+            list(runtime.model.merge_adapter(model, name, w))
             if p.requires_grad:
-                checkpoint.get_tensor(p, "fp32")
+                runtime.trainer.get_tensor(p, "fp32")
         totals = [x["Total"] for x in tracker.get_tracker_snapshot("peak").values()]
         measured = max(measured, sum(totals))
     cfg = nr.Config(dtype=dtype, lora_rank=lora_rank)
@@ -244,13 +246,13 @@ def test_frozen_weights_leave_the_gpu_without_being_copied_and_return_with_the_s
     module = torch.nn.Linear(3, 2).requires_grad_(False)
     module.adapter = torch.nn.Linear(3, 2)
     engine, values = Engine(module=module), [p.detach().clone() for p in module.parameters()]
-    lora.place_frozen_weights(engine, "cpu")  # makes the copy in host memory
+    runtime.trainer.place_frozen_weights(engine, "cpu")  # makes the copy in host memory
     first = [p.data_ptr() for p in module.parameters()]
     for _ in range(2):
-        lora.place_frozen_weights(engine, "gpu")
+        runtime.trainer.place_frozen_weights(engine, "gpu")
         moved = [p.data_ptr() != before for p, before in zip(module.parameters(), first)]
         assert moved == [True, True, False, False]  # the adapters stay
-        lora.place_frozen_weights(engine, "cpu")
+        runtime.trainer.place_frozen_weights(engine, "cpu")
         assert [p.data_ptr() for p in module.parameters()] == first
     assert all(torch.equal(p, value) for p, value in zip(module.parameters(), values))
     assert first[1] - first[0] == 4 * 6  # one tensor: PyTorch rounds the size of each one that it pins
@@ -336,7 +338,7 @@ def test_vllm_keeps_room_for_the_token_counts_of_the_sequences_that_run_at_once(
 def test_planned_flops_are_those_a_counter_sees(tokenizer):
     from torch.utils.flop_counter import FlopCounterMode
     cfg, rollouts = make_config(), fixed_rollouts(tokenizer)
-    model = nr.TokenLogps(engines.load_model(cfg))
+    model = nr.TokenLogps(runtime.model.load_model(cfg))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(nr.collate(rollouts))
     flops = ModelShape.of(cfg.model).forward_flops(rollouts)
@@ -366,7 +368,7 @@ def test_a_checkpoint_is_as_large_as_its_tensors():
     cfg = nr.Config(dtype="bfloat16")
     assert memory.checkpoint_bytes(cfg, shape) == weights + state
     assert memory.checkpoint_bytes(dataclasses.replace(cfg, ref_reset_every=5), shape) == 2 * weights + state
-    lora.add_adapters(model, 4)
+    runtime.model.add_adapters(model, 4)
     state = 3 * sum(p.float().nbytes for p in model.parameters() if p.requires_grad)
     cfg = dataclasses.replace(cfg, lora_rank=4)
     assert memory.checkpoint_bytes(cfg, shape) == weights + state

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 
 import nano_rlvr as nr
 from conftest import EPS, close, fixed_rollouts, make_config, within
-from runtime import credit, dist, stats
-from runtime.head import HeadLogps
+import runtime.batch
+import runtime.model
+from runtime import dist, stats
+from runtime.model import HeadLogps
 
 pytestmark = pytest.mark.numeric
 U32, U16 = EPS / 2, 2**-8  # unit roundoff of float32 and of bfloat16, which has 8 bits of precision
@@ -116,9 +118,9 @@ def test_the_gradient_of_the_hidden_states_is_summed_over_the_chunks_in_float32_
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_policy_gives_float32_log_probs_near_those_of_float64_logits(group, tokenizer, dtype):
-    from runtime import engines
+
     cfg = make_config(dtype=dtype)
-    model, batch = engines.load_model(cfg), nr.collate(fixed_rollouts(tokenizer))
+    model, batch = runtime.model.load_model(cfg), nr.collate(fixed_rollouts(tokenizer))
     with torch.no_grad():
         logp, entropy = nr.TokenLogps(model)(batch)
         output = model.get_decoder()(input_ids=batch.input_ids, position_ids=batch.position_ids,
@@ -145,7 +147,7 @@ def test_rewards_and_advantages_keep_seven_digits(group):
     mean = sum(values) / 4
     close([r.advantages[0] for r in groups[0]], [r - mean for r in values],
           2 * 4 * U32 * 100 / 0.00075)  # four sums of size 100, relative to the largest advantage
-    step_rewards = credit.gather(groups, lambda r: credit.step_rewards(r, 0.0), cfg)
+    step_rewards = runtime.batch.step_rewards(groups, lambda r: runtime.batch.step_rewards(r, 0.0), cfg)
     assert step_rewards.dtype in (torch.float32, torch.float64)
 
 

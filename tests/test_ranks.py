@@ -11,8 +11,9 @@ import torch
 import nano_rlvr as nr
 import zero_worker
 from conftest import ENV, EPS, EXACT, ROOT, close, make_config, within
-from runtime import engines, packing
-from runtime.flops import ModelShape
+import runtime.batch
+import runtime.model
+from runtime.shape import ModelShape
 
 pytestmark = pytest.mark.numeric
 ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -28,7 +29,7 @@ def test_two_ranks_take_the_step_of_one(tmp_path, aggregate, stage, tied, first,
     Each tensor differs by at most EXACT times the distance it moved.
     """
     path, results = make_config().model, []
-    model = engines.load_model(make_config())
+    model = runtime.model.load_model(make_config())
     if not tied:
         model.config.tie_word_embeddings = False
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
@@ -51,7 +52,7 @@ def test_two_ranks_take_the_step_of_one(tmp_path, aggregate, stage, tied, first,
 def after_five_steps(tmp_path_factory):
     """{ranks: {setting: weights}} from zero_worker.py, for the bundled model cut to one layer."""
     out, folder = {}, tmp_path_factory.mktemp("zero")
-    model = engines.load_model(make_config())
+    model = runtime.model.load_model(make_config())
     model.model.layers, model.config.layer_types = model.model.layers[:1], ["full_attention"]
     model.config.num_hidden_layers = 1
     model.save_pretrained(folder)
@@ -67,7 +68,7 @@ def after_five_steps(tmp_path_factory):
 @pytest.mark.parametrize("setting", zero_worker.SETTINGS)
 def test_five_steps_do_not_depend_on_the_number_of_ranks_or_the_zero_stage(after_five_steps, ranks, setting):
     """In float64. Each tensor differs by at most EXACT times the distance it moved."""
-    start = engines.load_model(make_config()).state_dict()
+    start = runtime.model.load_model(make_config()).state_dict()
     one, several = after_five_steps[1][setting], after_five_steps[ranks][setting]
     of_stage = after_five_steps[1]["stage 1"] if setting.startswith("stage") else one
     for name, w in of_stage.items():
@@ -84,7 +85,7 @@ def test_a_rank_that_fails_ends_all_ranks_and_its_error_comes_first(failure, fir
     code = f"""if True:
         import os, torch
         from runtime import dist, stop
-        from runtime.errors import RunError
+        from runtime.dist import RunError
         with stop.on_signals(), stop.with_one_line():
             dist.init_process_group()
             dist.all_gather([0])
@@ -172,7 +173,7 @@ def test_a_division_keeps_all_rollouts_and_balances_where_single_sequences_allow
         rollouts = sequences(lengths)
         cuts = sorted(rng.randint(0, len(rollouts)) for _ in range(ranks - 1))
         parts = [rollouts[a:b] for a, b in itertools.pairwise([0, *cuts, len(rollouts)])]
-        divided = packing.divide(parts, cost)
+        divided = runtime.batch.divide(parts, cost)
         assert len(divided) == ranks and texts(itertools.chain(*divided)) == texts(rollouts)
         for part in divided:  # completions of a prompt are neighbours: pack() looks for them there
             prompts = [prompt for prompt, _ in itertools.groupby(r.prompt for r in part)]
@@ -180,18 +181,18 @@ def test_a_division_keeps_all_rollouts_and_balances_where_single_sequences_allow
         single = [cost([r]) for r in rollouts]
         most, mean = max(map(cost, divided)), cost(rollouts) / ranks
         assert most <= max(map(cost, parts))
-        assert most <= max(packing.TOLERANCE * mean, sum(single) / ranks + max(single))
-        reached += most <= packing.TOLERANCE * mean
+        assert most <= max(runtime.batch.TOLERANCE * mean, sum(single) / ranks + max(single))
+        reached += most <= runtime.batch.TOLERANCE * mean
     assert reached >= 25
 
 
 def test_a_division_moves_nothing_or_whole_prompts_where_that_is_enough():
     cost = ModelShape.of(make_config().model).forward_flops
     a, b, c, d = (sequences([(1, [])] * i + [(9, [50, 50])]) for i in range(4))
-    assert packing.divide([a + b, c + d], cost) == [a + b, c + d]
-    assert [len({r.prompt[0] for r in part}) for part in packing.divide([a + b + c + d, []], cost)] == [2, 2]
-    assert [len(part) for part in packing.divide([a, []], cost)] == [1, 1]  # one prompt for two ranks
-    assert packing.divide([[], []], cost) == [[], []]
+    assert runtime.batch.divide([a + b, c + d], cost) == [a + b, c + d]
+    assert [len({r.prompt[0] for r in part}) for part in runtime.batch.divide([a + b + c + d, []], cost)] == [2, 2]
+    assert [len(part) for part in runtime.batch.divide([a, []], cost)] == [1, 1]  # one prompt for two ranks
+    assert runtime.batch.divide([[], []], cost) == [[], []]
 
 
 def test_a_run_continues_on_another_number_of_ranks_and_in_another_zero_stage(tmp_path):
@@ -207,7 +208,7 @@ def test_a_run_continues_on_another_number_of_ranks_and_in_another_zero_stage(tm
     for launcher, stage in ((TORCHRUN, 3), ([sys.executable], 1), (TORCHRUN, 2)):
         continued = worker(launcher, stage, 1, str(tmp_path / "runs"))
     assert (tmp_path / "runs/run/step-3").exists()
-    start = engines.load_model(make_config()).state_dict()
+    start = runtime.model.load_model(make_config()).state_dict()
     for name, w in whole.items():
         within((w - continued[name]).norm(), EXACT * (w - start[name]).norm())
 

@@ -14,7 +14,8 @@ import torch
 import nano_rlvr as nr
 from bench import screenshots
 from conftest import EPS, ROOT, close, fixed_rollouts, make_config, within
-from runtime import curve, report, stats, tokens
+import runtime.report
+from runtime import report, stats
 from runtime.log import Log
 
 in_chromium = pytest.mark.skipif(not screenshots.CHROMIUM, reason="no chromium: apt-get install chromium")
@@ -242,7 +243,7 @@ def test_runs_that_differ_only_in_the_seed_are_one_line_with_a_band(tmp_path):
         "kl_coef 0.1 (3 seeds)": [folder.name for folder in folders], "other (kl_coef 0.5)": ["other"]}
     assert list(report.lines_of(runs[:3])) == ["default (3 seeds)"]
 
-    axis = curve.figure().subplots()
+    axis = runtime.report.figure().subplots()
     report.draw(axis, lines, "reward/mean")
     values = [[row["reward/mean"] for row in run["rows"][:-1]] for run in runs]
     mean, low, high = zip(*(stats.mean_interval(x) for x in zip(*values[:3])))
@@ -269,7 +270,7 @@ def test_several_runs_overlay_in_each_chart(tmp_path):
 
 def test_the_stage_times_stand_against_the_update_s_flops_at_peak_speed(tmp_path):
     write_run(tmp_path / "run")
-    axis = curve.figure().subplots()
+    axis = runtime.report.figure().subplots()
     report.draw_stages(axis, [report.read_run(tmp_path / "run")])
     close(axis.lines[0].get_ydata(), [0.25 * 4.0] * STEPS)  # mfu * seconds/update
     tops = [of.get_paths()[0].vertices[:, 1].max() for of in axis.collections]
@@ -380,14 +381,14 @@ def test_every_kth_step_has_numbers_and_the_report_has_whole_groups_of_at_most_2
         samples, groups, steps = rng.randint(2, 40), rng.randint(1, 9), rng.randint(1, 400)
         cfg = make_config(samples=samples, steps=steps, keep_rollouts=samples * groups, prompts=groups)
         sampled = [[object()] * samples] * (groups + 1)  # more than are kept
-        with_numbers = [step for step in range(steps) if tokens.chosen(step, sampled, cfg)]
+        with_numbers = [step for step in range(steps) if runtime.report.chosen(step, sampled, cfg)]
         written = len(with_numbers) * groups * samples
         assert with_numbers[0] == 0 and len({b - a for a, b in zip(with_numbers, with_numbers[1:])}) <= 1
-        assert written <= tokens.LIMIT
-        assert len(with_numbers) == steps or 2 * (written + groups * samples) > tokens.LIMIT  # not too few
+        assert written <= runtime.report.LIMIT
+        assert len(with_numbers) == steps or 2 * (written + groups * samples) > runtime.report.LIMIT  # not too few
         rows = [{"step": step, **({"per_token": {}} if step in with_numbers else {})}
                 for step in range(steps) for _ in range(groups * samples)]
-        found = report.choose(rows, samples, tokens.LIMIT)
+        found = report.choose(rows, samples, runtime.report.LIMIT)
         assert [r["step"] for r in found] == [step for step in with_numbers for _ in range(groups * samples)]
         for limit in (100, 1000):
             few = report.choose(rows, samples, limit)
@@ -397,7 +398,7 @@ def test_every_kth_step_has_numbers_and_the_report_has_whole_groups_of_at_most_2
 
 def test_a_step_with_more_rollouts_than_the_limit_gives_its_first_groups():
     cfg = make_config(samples=16, keep_rollouts=10**9, prompts=200)
-    assert len(tokens.chosen(0, [[object()] * 16] * 200, cfg)) == 2000
+    assert len(runtime.report.chosen(0, [[object()] * 16] * 200, cfg)) == 2000
     rows = [{"step": 0, "i": i} for i in range(3200)]
     assert [r["i"] for r in report.choose(rows, 16, 2000)] == list(range(2000))
 
@@ -421,7 +422,7 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
         nr.update(policy, [nr.collate(rollouts)], cfg)
     after = list(map(alone, rollouts[:8]))
     log.write(0, metrics, groups)
-    rows = curve.read(log.folder, "rollouts.jsonl")
+    rows = runtime.report.read(log.folder, "rollouts.jsonl")
     assert len(rows) == 8  # those that are kept; the other 8 have no numbers
     for row, r, old, new in zip(rows, rollouts, before, after):
         lists = row["per_token"]
@@ -438,17 +439,17 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
     with log.token_numbers(1, metrics, policy, groups, nr.collate):
         pass
     log.write(1, metrics, [[r] for r in rollouts[8:]])  # not those that were measured
-    assert "per_token" not in curve.read(log.folder, "rollouts.jsonl")[-1]
+    assert "per_token" not in runtime.report.read(log.folder, "rollouts.jsonl")[-1]
 
 
 def test_the_texts_of_the_tokens_are_the_text_also_where_a_character_has_several_tokens(tokenizer):
     text = "<think>1+2=3\né 漢字 🙂</think>"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces = tokens.texts(ids, tokenizer)
+    pieces = runtime.report.texts(ids, tokenizer)
     assert "".join(pieces) == text and len(pieces) == len(ids) > len(text) - len("<think></think>")
     assert pieces[0] == "<think>" and "" in pieces and "漢" in pieces
     broken = tokenizer("漢", add_special_tokens=False)["input_ids"][:1] * 9  # bytes that are no character
-    assert len(tokens.texts(broken, tokenizer)) == 9
+    assert len(runtime.report.texts(broken, tokenizer)) == 9
 
 
 # ---- the run's screen
@@ -498,8 +499,8 @@ def test_a_run_leaves_the_plots_of_a_notebook_alone(tmp_path):
     write_run(tmp_path / "run")
     program = f"""
 import sys
-from runtime import curve, report
-curve.draw([{str(tmp_path / 'run')!r}], {str(tmp_path / 'curve.png')!r})
+from runtime import report
+runtime.report.draw_curve([{str(tmp_path / 'run')!r}], {str(tmp_path / 'curve.png')!r})
 report.write([{str(tmp_path / 'run')!r}], {str(tmp_path / 'report.html')!r})
 assert "matplotlib.pyplot" not in sys.modules
 """

@@ -21,9 +21,13 @@ import transformers
 import nano_rlvr as nr
 from bench.faults import differences, rows
 from conftest import ENV, EPS, ROOT, fixed_rollouts, make_checkpoints, make_config
-from runtime import checkpoint, engines, folder, memory, preflight, stop
-from runtime.errors import RunError
-from runtime.flops import ModelShape
+import runtime.guard
+import runtime.memory
+import runtime.sampler
+import runtime.trainer
+from runtime import checkpoint, folder, memory, stop
+from runtime.dist import RunError
+from runtime.shape import ModelShape
 from runtime.log import Log
 
 ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -97,7 +101,7 @@ def updated(policy, tokenizer, cfg, times=1):
 
 
 def state(checkpoints):
-    weights = {name: w.clone() for name, w in checkpoint.named_weights(checkpoints.engine)}
+    weights = {name: w.clone() for name, w in runtime.trainer.named_weights(checkpoints.engine)}
     return weights | dict(checkpoints._tensors())
 
 
@@ -246,7 +250,7 @@ def test_a_checkpoint_is_a_model_with_its_settings_and_final_is_the_same_without
     run = tmp_path / "run"
     for path in (run / "step-2", run / "final"):
         loaded = AutoModelForCausalLM.from_pretrained(path).state_dict()
-        assert equal(loaded, {name: w for name, w in checkpoint.named_weights(policy)})
+        assert equal(loaded, {name: w for name, w in runtime.trainer.named_weights(policy)})
         assert json.loads((path / "nano_rlvr.json").read_text())["config"]["template"] == "chat"
     assert not (run / "final/trainer").exists()
     assert os.stat(run / "final/model.safetensors").st_ino == os.stat(run / "step-2/model.safetensors").st_ino
@@ -490,7 +494,7 @@ LOOP = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
 from types import SimpleNamespace
-from runtime import stop, user_rollout
+from runtime import stop
 def mine(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     stop.interruptible(print, "sampled")
     print("ready", flush=True)
@@ -510,7 +514,7 @@ with stop.on_signals():
             print("the update ends", flush=True)
             time.sleep(float(sys.argv[2]))
         if sys.argv[1] == "user":
-            user_rollout.checked(mine, "mine.py:mine")(None, [], 1, 1.0, 8)
+            runtime.guard.checked(mine, "mine.py:mine")(None, [], 1, 1.0, 8)
         stop.interruptible(lambda: [print("ready", flush=True), time.sleep(20), print("the rollout ends")])
 """
 
@@ -579,13 +583,13 @@ def test_a_home_that_cannot_be_written_is_refused_or_replaced(tmp_path, monkeypa
     (tmp_path / "file").write_text("")  # nobody, not even root, can make a folder in it
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file/extensions"))
     with pytest.raises(ValueError, match="file/extensions, which cannot be written: set HOME, or TORCH"):
-        preflight.need_compiler()
+        runtime.memory.need_compiler()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "new"))
-    preflight.need_compiler()
+    runtime.memory.need_compiler()
     envs.disable_envs_cache()  # which another engine of this process has filled
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file/vllm"))  # vLLM's files are only a cache
     with pytest.raises(RunError, match="vLLM does not start: Seed must be"):
-        engines.start_vllm(model=str(ROOT / "models/tiny"), seed=-5, max_num_seqs=1, max_model_len=64,
+        runtime.sampler.start_vllm(model=str(ROOT / "models/tiny"), seed=-5, max_num_seqs=1, max_model_len=64,
                            cuda_args={})
     assert folder.is_writable(Path(os.environ["VLLM_CACHE_ROOT"]))
 

@@ -9,7 +9,7 @@ import pytest
 import nano_rlvr as nr
 from bench import roofline, step
 from bench.plan import SHAPES
-from runtime.flops import ModelShape
+from runtime.shape import ModelShape
 
 SMALL = SHAPES["Qwen2.5-1.5B"]  # tied embeddings
 WEIGHTS = 28 * (2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960)  # q and o, k and v, the MLP

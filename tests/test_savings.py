@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 import nano_rlvr as nr
 from conftest import fixed_rollouts, make_config
-from runtime import attention, sleep, stats
+import runtime.batch
+import runtime.sampler
+from runtime import stats
 
 # ---- collate
 
@@ -91,15 +93,15 @@ def test_flash_attention_gets_repeated_keys_only_from_a_torch_that_needs_them(mo
         assert enable_gqa or key.shape[1] == query.shape[1]
         assert window_size == (-1, 0) and (max_q, max_k) == (8, 8)
         assert cu_seq_q is batch.cu_seqlens_q and cu_seq_k is batch.cu_seqlens_k
-        return attention.attend_in_groups(query, key, value, batch, scale)
+        return runtime.batch.attend_in_groups(query, key, value, batch, scale)
 
     def torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
         return torch_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale,
                           window_size=window_size)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torch_2_13 if has_enable_gqa else torch_2_11)
-    got = attention.flash_attention(q, k, v, batch, 0.3)
-    assert torch.equal(got, attention.attend_in_groups(q, k, v, batch, 0.3))
+    got = runtime.batch.flash_attention(q, k, v, batch, 0.3)
+    assert torch.equal(got, runtime.batch.attend_in_groups(q, k, v, batch, 0.3))
     assert heads == [2 if has_enable_gqa else 6]
 
 
@@ -146,7 +148,7 @@ def test_after_a_sync_no_prompt_is_taken_from_the_cache(llm):
     cached = []
     for sync in (False, False, True):
         if sync:
-            sleep.put_to_sleep(llm)
+            runtime.sampler.put_to_sleep(llm)
             nr.sync_weights(nr.make_policy(make_config()), llm)
         cached.append(llm.generate(prompt, once, use_tqdm=False)[0].num_cached_tokens)
     assert cached[1] > 0 == cached[2]

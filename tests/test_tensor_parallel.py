@@ -11,8 +11,11 @@ from vllm import SamplingParams
 
 import nano_rlvr as nr
 from conftest import ENV, ROOT, make_config
-from runtime import checksum, dist, engines, preflight, stop, tensor_parallel
-from runtime.errors import RunError
+import runtime.flags
+import runtime.model
+import runtime.sampler
+from runtime import dist, stop
+from runtime.dist import RunError
 from test_checksum import Fused
 
 
@@ -46,7 +49,7 @@ class Shard(Fused):
 
 def check(monkeypatch, models, weights):
     """What each rank says about its shard: the ranks one after the other, with what all of them exchange."""
-    sent = checksum.SentWeights(weights.items())
+    sent = runtime.sampler.SentWeights(weights.items())
     list(sent)
     items, said = [], []
     monkeypatch.setattr(dist, "engine_ranks", lambda: len(models))
@@ -55,14 +58,14 @@ def check(monkeypatch, models, weights):
         said = []
         for rank, model in enumerate(models):
             monkeypatch.setattr(dist, "engine_rank", lambda rank=rank: rank)
-            said.append(checksum.compare(model, sent.sent))
+            said.append(runtime.sampler.compare(model, sent.sent))
     return said
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_wrong_bit_of_a_shard_is_noticed_by_all_ranks_of_its_engine(group, monkeypatch, ranks):
     """Four ranks have two copies of each of two key heads; norms have as many copies as ranks."""
-    weights = engines.load_model(make_config()).state_dict()
+    weights = runtime.model.load_model(make_config()).state_dict()
     models = [Shard(part, rank, ranks) for rank, part in enumerate(shards(weights, ranks))]
     assert check(monkeypatch, models, weights) == [""] * ranks
     for model in models:
@@ -114,7 +117,7 @@ def shared(monkeypatch):
 
     monkeypatch.setattr(dist, "engine_rank", lambda: 1)
     monkeypatch.setattr(dist, "engine_gather", lambda item: [[(1, greedy), (2, greedy)], item, [(3, greedy)]])
-    return tensor_parallel.SharedLLM(
+    return runtime.sampler.SharedLLM(
         SimpleNamespace(llm_engine=SimpleNamespace(step=lambda: "step"), generate=generate)), asked
 
 
@@ -137,14 +140,14 @@ def test_a_signal_ends_a_shared_call_at_the_same_step_on_all_ranks_and_nowhere_e
     llm.generate([7], SamplingParams(temperature=0))
     assert asked[0][2] is False  # the handler raises nothing
     monkeypatch.setattr(dist, "engine_gather", lambda item: [False, item, True])  # another rank got a signal
-    for _ in range(tensor_parallel.STEPS - 1):
+    for _ in range(runtime.sampler.STEPS - 1):
         assert llm.llm_engine.step() == "step"
     with pytest.raises(stop.Stopped):
         llm.llm_engine.step()
     monkeypatch.setattr(stop, "in_call", False)  # not within stop.interruptible
     monkeypatch.setattr(dist, "engine_gather", lambda item: [item])
     llm.generate([7], SamplingParams(temperature=0))
-    assert {llm.llm_engine.step() for _ in range(2 * tensor_parallel.STEPS)} == {"step"}
+    assert {llm.llm_engine.step() for _ in range(2 * runtime.sampler.STEPS)} == {"step"}
 
 
 @pytest.mark.parametrize("tp, heads, key_heads, fits", [
@@ -153,10 +156,10 @@ def test_heads_that_vllm_cannot_divide_are_refused_in_one_line(tp, heads, key_he
     config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=key_heads)
     cfg = nr.Config(tp=tp, model="a")
     if fits:
-        preflight.check_heads(cfg, config)
+        runtime.flags.check_heads(cfg, config)
     else:
         with pytest.raises(ValueError, match=f"--tp {tp}: .*heads") as e:
-            preflight.check_heads(cfg, config)
+            runtime.flags.check_heads(cfg, config)
         assert "\n" not in str(e.value)
 
 

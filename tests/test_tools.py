@@ -15,8 +15,9 @@ import data
 import nano_rlvr as nr
 import test_trl
 from conftest import ROOT, close, make_config, within
-from runtime import engines, guard
-from runtime.errors import RunError
+import runtime.model
+from runtime import guard
+from runtime.dist import RunError
 
 sys.path.append(str(ROOT / "examples"))
 import python_tool  # noqa: E402
@@ -276,7 +277,7 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_is_loaded(u
 def test_a_failed_sync_and_a_full_device_are_not_blamed_on_the_user(user):
     for error, kind in (("RunError('lost')", RunError), ("RuntimeError('out of memory')", RuntimeError)):
         with pytest.raises(kind, match="^(lost|out of memory)$"):
-            user(f"from runtime.errors import RunError; raise {error}")
+            user(f"from runtime.dist import RunError; raise {error}")
 
 
 def test_a_completion_that_has_grown_can_be_packed(user):
@@ -387,8 +388,8 @@ def test_loss_and_gradients_equal_trls_with_its_mask_of_tool_tokens(masked, loss
     t.epsilon_low, t.epsilon_high = 0.2, 0.28 + (loss_type == "cispo")
     t.mask_truncated_completions, t.num_iterations = masked_out, 2  # 2: TRL keeps the old log-probs
     t.current_gradient_accumulation_steps = t.args.steps_per_generation = 1
-    policy = nr.TokenLogps(engines.load_model(make_config()), test_trl.TEMPERATURE)
-    reference = nr.TokenLogps(engines.load_model(make_config()), test_trl.TEMPERATURE)
+    policy = nr.TokenLogps(runtime.model.load_model(make_config()), test_trl.TEMPERATURE)
+    reference = nr.TokenLogps(runtime.model.load_model(make_config()), test_trl.TEMPERATURE)
     start = [p.detach().clone() for p in policy.parameters()]
     test_trl.set_weights(t.model, start)
     test_trl.set_weights(t.ref_model, test_trl.moved(start, 2))

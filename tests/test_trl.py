@@ -17,7 +17,8 @@ import torch
 
 import nano_rlvr as nr
 from conftest import EXACT, GROUP_VARIABLES, ROOT, close, exactly, make_config, within
-from runtime import checkpoint, credit, engines
+import runtime.model
+import runtime.trainer
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 MAX_TOKENS = 40
@@ -173,7 +174,7 @@ def test_log_probs_and_entropy_equal_trls_on_padded_batches(tmp_path, tokenizer,
     assert not mask.all() and not inputs["prompt_mask"].bool().all()  # padded on both sides
     ids, attention = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1)
                       for x in ("ids", "mask"))  # (N, P+C)
-    policy = nr.TokenLogps(engines.load_model(make_config()), temperature, chunk=50)
+    policy = nr.TokenLogps(runtime.model.load_model(make_config()), temperature, chunk=50)
     with torch.no_grad():
         trls_logp, trls_entropy, _ = trainer._get_per_token_logps_and_entropies(
             trainer.model, ids, attention, mask.shape[1], compute_entropy=True)
@@ -227,7 +228,7 @@ def set_weights(model, weights):
 def setup(trainer, tokenizer, table):
     """Weights of the policy, the policy that sampled and the reference; log-probs under the latter two."""
     policy, past, reference = (
-        nr.TokenLogps(engines.load_model(make_config()), TEMPERATURE) for _ in range(3))
+        nr.TokenLogps(runtime.model.load_model(make_config()), TEMPERATURE) for _ in range(3))
     ours, trls = ([n for n, _ in model.named_parameters()] for model in (policy.model, trainer.model))
     assert ours == trls
     start = [p.detach().clone() for p in policy.parameters()]
@@ -462,12 +463,12 @@ def run_ours(table, order, per_batch, factor, cfg):
             old = logps(engine, table.rollouts)
         if cfg.kl_in == "reward":
             batch = table.rollouts[i * 16:][:16]
-            credit.store_kl(engine, reference, [batch], batch[0], cfg, nr.collate)
+            runtime.trainer.store_kl(engine, reference, [batch], batch[0], cfg, nr.collate)
             nr.assign_advantages([batch[j:j + 4] for j in range(0, 16, 4)], cfg, math.nan)
         ref = logps(reference, table.rollouts) if reference and cfg.kl_in == "loss" else None
-        engines.set_lr(engine, nr.lr_at(i, cfg))
+        runtime.trainer.set_lr(engine, nr.lr_at(i, cfg))
         log.append(nr.update(engine, [collated(p, old, ref) for p in packs], cfg))
-    return [w.clone() for name, w in checkpoint.named_weights(engine) if name != "lm_head.weight"], log
+    return [w.clone() for name, w in runtime.trainer.named_weights(engine) if name != "lm_head.weight"], log
 
 
 def flat(weights):

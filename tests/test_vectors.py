@@ -17,7 +17,7 @@ import torch
 
 import nano_rlvr as nr
 from conftest import EXACT, ROOT, make_config, within
-from runtime import credit
+import runtime.trainer
 from test_house import imports
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
@@ -131,7 +131,7 @@ def solve(case, budget):
     if case["options"]["kl_in"] == "reward":
         policy, ref = Table(), Table()
         policy.logps, ref.logps = logp if tables["old"].isnan().any() else tables["old"], tables["ref"]
-        credit.store_kl(policy, ref, [rollouts], rollouts[0], cfg, nr.collate)
+        runtime.trainer.store_kl(policy, ref, [rollouts], rollouts[0], cfg, nr.collate)
     before = math.nan if case["running_mean"] is None else case["running_mean"]
     running_mean = nr.assign_advantages(groups, cfg, before)
     loss = torch.zeros(())

@@ -22,21 +22,14 @@ import data
 import nano_rlvr as nr
 import rewards
 from conftest import EPS, ROOT, close, fixed_rollouts, judged_by, make_config
-from runtime import (
-    checkpoint,
-    credit,
-    curve,
-    dist,
-    engines,
-    evaluation,
-    flops,
-    folder,
-    log,
-    memory,
-    preflight,
-)
+import runtime.flags
+import runtime.log
+import runtime.model
+import runtime.shape
+import runtime.trainer
+from runtime import checkpoint, dist, evaluation, folder, log, memory
 from runtime.checkpoint import Progress
-from runtime.errors import RunError
+from runtime.dist import RunError
 
 TINY = str(ROOT / "models/tiny")
 SAME_MODEL = str(ROOT / "tests/../models/tiny")  # another text for the same folder
@@ -56,10 +49,10 @@ def llm_args(cfg, gpu=False):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm, "LLM", lambda **args: seen.update(args))
         patch.setattr(dist, "share_engine", lambda ranks: None)
-        patch.setattr(engines, "SharedLLM", lambda llm: llm)
+        patch.setattr(runtime.trainer, "SharedLLM", lambda llm: llm)
         patch.setattr(torch.cuda, "is_available", lambda: gpu)
         patch.setattr(torch.cuda, "mem_get_info", lambda: (80 * memory.GIB, 80 * memory.GIB))
-        nr.make_llm(cfg)
+        nr.Sampler(cfg)
     return seen
 
 
@@ -78,9 +71,9 @@ def loaded(cfg):
         for kind in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):
             cls = getattr(transformers, kind)
             patch.setattr(cls, "from_pretrained", record(kind, cls.from_pretrained))
-        patch.setattr(flops, "_empty_models", {})
-        preflight.load_tokenizer(cfg)
-        engines.load_model(cfg)
+        patch.setattr(runtime.shape, "_empty_models", {})
+        runtime.flags.load_tokenizer(cfg)
+        runtime.model.load_model(cfg)
     own = [x for x in seen if "tiny" in x[1]]
     assert {kind for kind, *_ in own} == {"AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"}
     return {(name, trusted) for _, name, trusted in own} | {
@@ -275,7 +268,7 @@ def events(cfg):
                 ("store_fixed_logps", fixed), ("summary", lambda *_: {}),
                 ("evaluate", lambda *_: seen.append(("evaluate", len(steps("rollout")))) or ({}, []))):
             patch.setattr(nr, name, replacement)
-        patch.setattr(credit, "store_kl", lambda *_: seen.append(("store_kl", None)) or {})
+        patch.setattr(runtime.trainer, "store_kl", lambda *_: seen.append(("store_kl", None)) or {})
         cfg = dataclasses.replace(cfg, samples=2, mismatch_bound=1e9, correction="none")
         nr.train(cfg, None, policy, ref if cfg.kl_coef else None, [], [], None, logged, saved)
     return seen
@@ -306,7 +299,7 @@ def wandb_modes(cfg):
     seen = []
     fake = SimpleNamespace(init=lambda mode, **_: seen.append(mode), errors=SimpleNamespace(Error=OSError))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curve, "check_wandb", seen.append)
+        patch.setattr(runtime.log, "check_wandb", seen.append)
         patch.setitem(__import__("sys").modules, "wandb", fake)
         log.Log(cfg, None)
     return seen
@@ -396,7 +389,7 @@ def sampled_by(cfg):
 
 def plan(cfg, gib=80):
     """The memory plan for a GPU with a model that nearly fills it."""
-    shape = flops.ModelShape(parameters=1_500_000_000, hidden=1536, layers=28, attention=1536, mlp=8960,
+    shape = runtime.shape.ModelShape(parameters=1_500_000_000, hidden=1536, layers=28, attention=1536, mlp=8960,
                              vocab=151936, kv_cache=14336, kv_heads=2, qk_norms=False)
     device = memory.Device(True, gib * memory.GIB, gib * memory.GIB)
     cfg = dataclasses.replace(cfg, dtype="bfloat16", max_prompt=1024, max_tokens=3000)
@@ -409,7 +402,7 @@ def torch_seed(cfg):
         raise Arrived(torch.initial_seed())
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Arrived) as e:
-        patch.setattr(engines, "load_model", arrived)
+        patch.setattr(runtime.model, "load_model", arrived)
         nr.make_policy(cfg)
     return e.value.args[0]
 
@@ -735,7 +728,7 @@ def test_a_gpu_gets_the_planned_share_and_room_for_the_sequences_of_the_largest_
     for changes, sequences in (({}, 129), (dict(eval_n=5), 161), (dict(eval_size=200), 201)):
         args = llm_args(dataclasses.replace(cfg, **changes), gpu=True)
         assert args["max_num_seqs"] == sequences
-        shape = flops.ModelShape.of(cfg.model)
+        shape = runtime.shape.ModelShape.of(cfg.model)
         assert args["kv_cache_memory_bytes"] == sequences * (64 + 96) * 4 * shape.kv_cache
     assert args["enable_sleep_mode"] and args["enable_prefix_caching"] and "enforce_eager" not in args
     assert args["distributed_executor_backend"] == "external_launcher"

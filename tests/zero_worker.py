@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 
 import nano_rlvr as nr
 from conftest import fixed_rollouts, float64, make_config
-from runtime import checkpoint, dist, stats
+import runtime.trainer
+from runtime import dist, stats
 
 SETTINGS = {
     "stage 1": dict(zero_stage=1),
@@ -55,7 +56,7 @@ def train(name, tokenizer):
     packs = nr.pack_evenly(trained, filler, cfg.pack_tokens)
     for _ in range(5):
         nr.update(policy, [nr.collate(p) for p in packs], cfg)
-    return {key: w.clone() for key, w in checkpoint.named_weights(policy)}
+    return {key: w.clone() for key, w in runtime.trainer.named_weights(policy)}
 
 
 if __name__ == "__main__":
