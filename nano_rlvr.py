@@ -82,8 +82,8 @@ class Config(flags.RunFlags):
     delta: float = 0.0  # upper bound of the ratio for negative advantages (two-sided clip); 0 = off
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference model
     kl_in: Literal["loss", "reward"] = "loss"  # k3 per token in the loss, or k1 subtracted from the reward
-    correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = (
-        "token_truncate")  # importance weight for the difference between vLLM's and the trainer's log-probs
+    # importance weight for the difference between vLLM's and the trainer's log-probs
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     correction_cap: float = 2.0  # largest importance weight pi_trainer / pi_vllm
     drop_flat_groups: bool = False  # no update from groups in which all rewards are the same
     resample: int = 0  # with drop_flat_groups: draw new prompts up to this many times to get G groups
