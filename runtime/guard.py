@@ -76,7 +76,7 @@ def count_skipped(in_a_row, step, history, groups, folder):
 # Largest mean |difference| of log-probs that the dtype explains, or --mismatch_bound if larger.
 # float32: 8,192 times its rounding, 2**-23. bfloat16: two kernels differ by 0.02 to 0.05.
 NOISE = {"float32": 2**-10, "bfloat16": 0.15}
-ROUNDING = 2**-17  # with equal kernels and shapes: 64 times the rounding of float32, as of log-probs
+ROUNDING = 2**-17  # with equal kernels and shapes: 64 times the rounding of log-probs, float32
 
 
 @torch.no_grad()
