@@ -10,7 +10,6 @@ import math
 import os
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Literal
@@ -24,7 +23,7 @@ from runtime.folder import FREE, ROUNDING
 from runtime.shape import empty_model, first_line, hub_answers
 
 
-@dataclass
+@dataclasses.dataclass
 class RunFlags:
     """Flags of any trainer; Config in nano_rlvr.py adds those of GRPO. --help has the comments."""
 
@@ -96,9 +95,8 @@ NEEDS = (
     ("kl_in", lambda cfg: cfg.kl_coef, "--kl_coef above 0"),
     ("correction_cap", lambda cfg: cfg.correction != "none", "a --correction"),
     ("vllm_memory", lambda cfg: torch.cuda.is_available(), "a GPU"),
-    # On-policy, pi/pi_old is 1: no bound is reached, the slope of the soft gate is 1, and that of
-    # the squared gate's penalty is 0. --ratio is not listed: "product" still sums over a sequence,
-    # and "sequence" still averages the correction and the rewards of steps.
+    # On-policy, pi/pi_old is 1: no bound is reached, and the slopes of the gates are equal there.
+    # --ratio is not listed: it still sums or averages the correction and the rewards of steps.
     ("gate clip_low clip_high delta tau tau_neg", lambda cfg: cfg.epochs * cfg.minibatches > 1,
      "--epochs or --minibatches above 1: on-policy, pi/pi_old is 1"),
 )
@@ -145,9 +143,8 @@ def check(cfg):
     """
     for names, low, high in RANGES:
         for name in names.split():
-            if not low <= getattr(cfg, name) <= high:
-                raise ValueError(
-                    f"--{name} {getattr(cfg, name)}: must be from {low} to {high:.10g}")
+            if not low <= (x := getattr(cfg, name)) <= high:
+                raise ValueError(f"--{name} {x}: must be from {low} to {high:.10g}")
     ranks, tasks = dist.world_size(), data.TASKS
     share = cfg.prompts // ranks
     for invalid, message in (
