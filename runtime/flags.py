@@ -327,7 +327,9 @@ def check_architecture(cfg, model):
     # without this list all layers have the window, if there is one
     layers = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     others = layers - {"full_attention", "sliding_attention"}
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 1)  # Mamba has none
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
     longest = getattr(config, "max_position_embeddings", math.inf)
     if "sliding_attention" in layers:
         longest = min(longest, getattr(config, "sliding_window", None) or longest)
@@ -340,6 +342,8 @@ def check_architecture(cfg, model):
          "it has attention in its own code, which mixes the sequences that share a row"),
         (getattr(config, "kv_lora_rank", None) or getattr(config, "v_head_dim", head) != head,
          "its keys and values are compressed or of different sizes (MLA)"),
+        (heads % cfg.tp or key_heads % cfg.tp and cfg.tp % key_heads,
+         f"--tp {cfg.tp} does not divide its {heads} attention heads and {key_heads} key heads"),
         (scales, f"it changes its logits by {' and '.join(scales)}"),
         (cfg.max_prompt + cfg.max_tokens > longest,
          f"its positions or its sliding window are {longest} tokens, fewer than --max_prompt "

@@ -146,6 +146,14 @@ def test_a_model_that_would_get_wrong_numbers_is_refused_in_one_line_before_weig
     assert "\n" not in str(error.value) and "support" in str(error.value)
 
 
+def test_heads_that_vllm_cannot_divide_are_refused_and_few_key_heads_are_copied(config_of):
+    for tp in (1, 2, 4):
+        runtime.flags.load_tokenizer(config_of("Qwen2", tp=tp))  # 4 heads, 2 key heads
+    for tp in (3, 8):
+        with pytest.raises(ValueError, match=f"--tp {tp} does not divide its 4 attention heads"):
+            runtime.flags.load_tokenizer(config_of("Qwen2", tp=tp))
+
+
 def check_packing(cfg):
     """The check before step 0, on a model that was not refused for its config."""
     runtime.guard.check_packing(nr.TokenLogps(runtime.model.load_model(cfg).train()), cfg)
