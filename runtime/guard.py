@@ -28,9 +28,9 @@ def check_step(metrics, mismatch_bound, rollout=""):
     if not mismatch <= mismatch_bound:  # also when it is NaN
         user = f"--rollout {rollout} returned other ids or log-probs, or " * bool(rollout)
         raise RunError(
-            f"the mean |trainer - vLLM log-prob| {mismatch:.2g} is above --mismatch_bound "
-            f"{mismatch_bound:.2g}: either {user}vLLM has other weights (a sync failed), or the "
-            "two compute this model differently; the step was not taken")
+            f"vLLM and the trainer disagree: mean |log-prob difference| {mismatch:.2g}, bound "
+            f"{mismatch_bound:.2g}. Either {user}vLLM has other weights (a sync failed), or they "
+            "compute this model differently. The step was not taken; see --mismatch_bound.")
     if not math.isfinite(loss):
         raise RunError(f"the loss is {loss}; the step was not taken")
 

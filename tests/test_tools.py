@@ -274,7 +274,7 @@ def test_a_completion_that_has_grown_can_be_packed(user):
 def test_log_probs_of_another_computation_name_the_function_that_returned_them():
     metrics = {"mismatch/mean_abs": 0.2, "loss": 0.0}
     for spec, says in (("a.py:f", "--rollout a.py:f returned other ids"), ("", "vLLM has other")):
-        with pytest.raises(RunError, match=f"either {says}"):
+        with pytest.raises(RunError, match=f"Either {says}"):
             guard.check_step(metrics, 0.1, spec)
 
 
