@@ -110,11 +110,11 @@ EXAMPLES = [{"question": str(i), "answer": str(i), "prompt_ids": [i]} for i in r
 
 
 def test_a_step_without_any_verdict_ends_the_run_with_the_counts_and_the_first_crash(
-        group, sampled, llm):
+        group, sampled):
     def collect(verifier):
         nr.collect_rollouts(SimpleNamespace(
-            cfg=make_config(prompts=4, samples=2), llm=llm, train_set=EXAMPLES, verifier=verifier,
-            metrics={"eval/crashes": 99}), 0)
+            cfg=make_config(prompts=4, samples=2), train_set=EXAMPLES, verifier=verifier,
+            llm=SimpleNamespace(get_tokenizer=lambda: None), metrics={"eval/crashes": 99}), 0)
 
     collect(verifier_of(*[None] * 7, 0.0))
     lines = ["mine: KeyError: 'gold'", "other: x"]

@@ -23,7 +23,7 @@ import runtime.log
 import runtime.model
 import runtime.shape
 from conftest import ROOT, close, fixed_rollouts, judged_by, make_checkpoints, make_config
-from runtime import dist, evaluation, folder, log, memory
+from runtime import dist, evaluation, folder, guard, log, memory
 from runtime.checkpoint import Progress
 from runtime.dist import RunError
 
@@ -270,7 +270,9 @@ def wandb_modes(cfg):
 
 def kept(cfg):
     """The checkpoints that are left after four."""
-    checkpoints = make_checkpoints(nr.make_policy(cfg), out=cfg.out, name="kept", keep=cfg.keep)
+    policy = nr.make_policy(cfg)
+    guard.rehearse(policy, None, dataclasses.replace(cfg, pack_tokens=1))  # makes AdamW's moments
+    checkpoints = make_checkpoints(policy, out=cfg.out, name="kept", keep=cfg.keep)
     for step in (3, 5, 7, 9, 9):  # the last call waits for the one before it
         checkpoints.progress.step = step
         checkpoints.save()
