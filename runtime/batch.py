@@ -155,7 +155,7 @@ def collate(rollouts, device="cpu"):
     ([7, 8, 9], [1, 2, 1], [0, 0, 1])
     """
     input_ids, position_ids, kv_index, predictors, targets = [], [], [], [], []
-    vllm_logps, advantages, weights, sequence_ids = [], [], [], []
+    vllm_logps, advantages, weights, sequence_ids, lengths = [], [], [], [], []
     cu_seqlens_q, cu_seqlens_k = [0], [0]
     prompt_at = {}  # prompt -> its positions in the row
     for i, r in enumerate(rollouts):
@@ -176,15 +176,17 @@ def collate(rollouts, device="cpu"):
         targets += itertools.compress(r.completion, r.sampled)
         vllm_logps += itertools.compress(r.vllm_logps, r.sampled)
         advantages += itertools.compress(r.advantages, r.sampled)
-        weights += [r.weight] * r.length
-        sequence_ids += [i] * r.length
+        lengths.append(r.length)
+        weights += [r.weight] * lengths[i]
+        sequence_ids += [i] * lengths[i]
 
-    def tensor(values, dtype=None):  # via NumPy, which reads a list faster
-        return torch.from_numpy(np.array(values)).to(device, dtype or torch.get_default_dtype())
+    def tensor(values, dtype=None):  # NumPy reads a list faster than torch.tensor
+        values = np.fromiter(values, np.int64 if dtype else np.float64)
+        return torch.from_numpy(values).to(device, dtype or torch.get_default_dtype())
 
     return SimpleNamespace(
-        input_ids=tensor([input_ids], torch.int64),  # (1, T)
-        position_ids=tensor([position_ids], torch.int64),  # (1, T)
+        input_ids=tensor(input_ids, torch.int64)[None],  # (1, T)
+        position_ids=tensor(position_ids, torch.int64)[None],  # (1, T)
         kv_index=tensor(kv_index, torch.int64),  # (K,)
         cu_seqlens_q=tensor(cu_seqlens_q, torch.int32),  # (B+1,)
         cu_seqlens_k=tensor(cu_seqlens_k, torch.int32),  # (B+1,)
@@ -192,7 +194,7 @@ def collate(rollouts, device="cpu"):
         targets=tensor(targets, torch.int64),  # (R,)
         vllm_logps=tensor(vllm_logps), advantage=tensor(advantages),  # (R,), (R,)
         weight=tensor(weights), sequence_ids=tensor(sequence_ids, torch.int64),  # (R,), (R,)
-        lengths=tensor([r.length for r in rollouts], torch.int64),  # (B,) sampled tokens
+        lengths=tensor(lengths, torch.int64),  # (B,) sampled tokens
         old=None, ref=None, max_seqlen=max(map(len, rollouts)))
 
 
