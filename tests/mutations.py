@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "bench/faults.py",
-          "examples/*.py", "models/tiny/*", "runtime/*.html", "bench/screenshots.py",
+COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "bench/*.py",
+          "examples/*.py", "models/tiny/*", "runtime/*.html",
           "bench/results/ranks_reduce.json", "docs/data_and_rewards.md")
 STAGES = (  # each runs if the one before it passed
     ["tests/test_by_hand.py"],

@@ -1,0 +1,75 @@
+"""Each bench: its main path at the smallest setting. What it starts for minutes is simulated."""
+import importlib
+import json
+import subprocess
+
+import pytest
+
+import common
+import nano_rlvr as nr
+from conftest import ROOT
+
+TINY = f"--model {common.TINY} --vocab 256 --sequences 4 --max_tokens 30".split()
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch, capsys, llm):
+    """bench(name) -> a module whose processes run in this one, and whose results are in tmp_path."""
+    def here(script, *argv, launcher=None, **environment):
+        capsys.readouterr()
+        importlib.import_module(script.removesuffix(".py")).main([str(x) for x in argv])
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    monkeypatch.setattr(common, "run_apart", here)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(nr, "make_llm", lambda cfg: llm)
+    monkeypatch.setattr(nr, "TokenLogps", nr.TokenLogps)
+    monkeypatch.setattr(nr.memory, "BUCKET", nr.memory.BUCKET)
+    return importlib.import_module
+
+
+def test_benches_of_one_process(bench, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench("sampling"), "ROUNDS", 1)
+    bench("sampling").main([], prompts=2, samples=2, max_tokens=8)
+    assert "no seeds" in (tmp_path / "sampling.md").read_text()
+    bench("habits").main(["--eval_size", "64"])
+    bench("plan").plan("Qwen2.5-1.5B", 24)
+    bench("verifiers").measure("name", "gsm8k", ["#### 1"] * 4, {"answer": ["1", "2"] * 2}, pools=1)
+    out = capsys.readouterr().out
+    assert "| all | " in out and "4 completions" in out
+
+
+def test_benches_of_updates(bench, monkeypatch, tmp_path):
+    bench("update").main([*TINY, "--rounds", "1"])
+    assert "padded, 4 rows" in (tmp_path / "update.md").read_text()
+    scale, sizes = bench("scale"), dict(layers=1, vocab=512, pack_tokens=64, max_tokens=30)
+    monkeypatch.setattr(scale, "BASE", sizes)
+    monkeypatch.setattr(scale, "AXES", {"rollouts": [{"sequences": n} for n in (2, 4, 8)]})
+    scale.main()
+    bench("ranks").main(["reduce"])
+    assert len(json.loads((tmp_path / "ranks_reduce.json").read_text())) == 6
+
+
+def test_benches_on_paper(bench, tmp_path):
+    ranks = bench("ranks")
+    ranks.main(["paper"])
+    batch = bench("update").make_rollouts(32, 60, 256)
+    before, after, *_ = ranks.balance_one(batch, 4, lambda part: sum(map(len, part)))
+    assert after < before
+
+
+def test_vs_trl(bench, monkeypatch, tmp_path):
+    stages = dict.fromkeys(bench("vs_trl").STAGES, 1.0) | {"length": 9.0, "mismatch": 0.0}
+    monkeypatch.setattr(common, "run_apart", lambda *_, **__: [stages] * 3)
+    bench("vs_trl").main(["--prompts", "2"])
+    assert "| trl+vllm | 1.00" in (tmp_path / "vs_trl.md").read_text()
+    monkeypatch.undo()
+
+
+def test_faults_kill_continues_a_run_until_it_equals_the_whole_one(bench, monkeypatch, tmp_path):
+    faults = bench("faults")
+    monkeypatch.setattr(faults, "differences", lambda a, b: [])
+    monkeypatch.setattr(faults, "start", lambda folder, *_, **__: subprocess.Popen(
+        ["bash", "-c", f"mkdir -p {folder}; sleep 0.2"]))
+    assert [result for _, result in faults.kill(tmp_path, times=2)] == ["equal"] * 2
+    assert subprocess.run(["bash", "-n", ROOT / "bench/gpu.sh"]).returncode == 0
