@@ -30,44 +30,28 @@ def table(head, rows):
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def output(command, **environment):
-    """Runs a command and returns what it prints. Ends this process if the command fails."""
-    command = [str(word) for word in command]
+def run_apart(script, *arguments, launcher=(sys.executable,), **environment):
+    """Runs a bench in a process of its own. Returns the last line it prints, parsed as JSON."""
+    command = [str(word) for word in (*launcher, ROOT / "bench" / script, *arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return done.stdout
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def run_apart(script, *arguments, launcher=(sys.executable,), **environment):
-    """Runs a bench in a process of its own. Returns the last line it prints, parsed as JSON."""
-    text = output([*launcher, ROOT / "bench" / script, *arguments], **environment)
-    return json.loads(text.strip().splitlines()[-1])
-
-
-def train(folder, *flags, launcher=(sys.executable,)):
-    """A run of nano_rlvr.py into a folder. Returns its metrics, one dict per step."""
-    folder = Path(folder)
-    output([*launcher, SCRIPT[1], *flags, "--out", folder.parent, "--name", folder.name])
-    return read(folder)
-
-
-def versions(about):
-    return ", ".join(f"{name} {v}" for name, v in about["versions"].items())
-
-
-def command():
-    """The command line of this process, with the date."""
-    words = ["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]
-    return f"`{' '.join(words)}`, {time.strftime('%Y-%m-%d')}"
+def describe(abouts, load=""):
+    """One line: commits, machine, versions and the command of this process."""
+    commits = ", ".join(sorted({about["commit"] for about in abouts}))
+    versions = ", ".join(f"{name} {v}" for name, v in abouts[0]["versions"].items())
+    command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    return (f"commit {commits}, {abouts[0]['device']}, {load}{versions}; `{command}`, "
+            f"{time.strftime('%Y-%m-%d')}")
 
 
 def conditions(*packages):
     """One line. To be called before the measurement, which adds to the load."""
     from runtime.log import provenance
-    about, load = provenance(*packages), os.getloadavg()[0]
-    return (f"commit {about['commit']}, {about['device']}, load {load:.1f} before, "
-            f"{versions(about)}; {command()}")
+    return describe([provenance(*packages)], f"load {os.getloadavg()[0]:.1f} before, ")
 
 
 def read_config(folder):
@@ -75,21 +59,12 @@ def read_config(folder):
     return json.loads((Path(folder) / "config.json").read_text())
 
 
-def conditions_of(folders):
-    """One line, from config.json of finished runs."""
-    abouts = [read_config(folder) for folder in folders]
-    commits = ", ".join(sorted({about["commit"] for about in abouts}))
-    return f"commit {commits}, {abouts[0]['device']}, {versions(abouts[0])}; {command()}"
-
-
-def write(name, text, numbers=None):
+def write(name, text, numbers):
     """Prints the text and writes it (.md) and the numbers (.json) to bench/results/.
 
-    name: of the two files, without suffix; an absolute path is another folder.
-    """
+    name: of the two files, without suffix; an absolute path is another folder."""
     path = RESULTS / name
     path.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{path}.md").write_text(text + "\n")
-    if numbers is not None:
-        Path(f"{path}.json").write_text(json.dumps(numbers, indent=1))
+    Path(f"{path}.json").write_text(json.dumps(numbers, indent=1))
     print(text)

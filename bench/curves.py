@@ -6,8 +6,7 @@
                                       changes to GRPO, added one after the other
 
 Write bench/results/curves.* and dapo.*: a table, the numbers, a picture. A run takes 2 minutes on
-one core. An interrupted command continues. In a figure all runs have the same learning rate, number
-of samples and questions, and no KL term: its rows differ only in what their names say.
+one core. An interrupted command continues. Rows of a figure differ only in what their names say.
 
 Offline RFT trains on samples of the starting model: vLLM reads the starting checkpoint again before
 it samples them. The evaluation comes after a sync, and is therefore that of the trained model.
@@ -20,7 +19,7 @@ from statistics import fmean
 import common  # puts the repository on sys.path
 import seeds
 from common import series
-from seeds import number, share
+from seeds import at, number, share
 
 SEEDS, BATCH = range(3), 16 * 16  # rollouts per draw
 COMMON = "--prompts 16 --samples 16 --kl_coef 0 --eval_size 256 --eval_n 4 --save_every 0".split()
@@ -53,14 +52,6 @@ def offline(argv):
 
     nr.collect_rollouts = collect_from_start
     nr.main(argv)
-
-
-def at(key, step):
-    """The value of a metric at a step (-1: at its last one), of the rows of a run."""
-    def value(rows):
-        values = series(rows, key)
-        return values[step if step >= 0 else max(values)]
-    return value
 
 
 def mean(key, last=0):

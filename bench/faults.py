@@ -1,13 +1,10 @@
-"""What a run survives: kills, signals, damaged checkpoints, full disks, a lost host, a long run.
+"""What a run survives: kills, signals, damaged checkpoints, full disks, a long run.
 
     python bench/faults.py kill       kill -9 at 50 random moments; each run is continued (an hour)
     python bench/faults.py ranks      the same with two ranks, 10 times
     python bench/faults.py signals    SIGTERM, SIGINT and SIGUSR1 at 12 random moments
-    python bench/faults.py damage     checkpoints cut, changed, incomplete; full and read-only disks
+    python bench/faults.py damage     checkpoints cut, changed, incomplete; a full disk
     python bench/faults.py soak       2,000 steps: memory, open files, processes, size of the folder
-    python bench/faults.py inputs     the bad inputs of tests/bad_inputs.py: is each refused clearly?
-    python bench/faults.py hosts      two hosts, network namespaces with a cable between them; one
-                                      is cut off after the first step (root only)
 
 Each writes bench/results/faults_<name>.md. Every run is the real script with vLLM and DeepSpeed.
 "Equal" means: the same bits in all weights, AdamW moments, metrics (except seconds and memory, and
@@ -23,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import psutil
 
@@ -33,24 +30,15 @@ FLAGS = ("--steps 8 --prompts 8 --samples 4 --eval_size 16 --eval_every 4 --save
          "--max_tokens 64 --baseline running --ref_reset_every 3 --epochs 2 --minibatches 2 "
          "--lr 3e-4").split()
 TIMED = ("seconds/", "memory/", "tokens_per_second", "mfu")  # metrics that depend on time
-ENV = os.environ | {"OMP_NUM_THREADS": "1"}  # with several threads two runs may add in another order
-CLOCK = f"""
-import sys, time
-start = time.perf_counter()
-time.time = lambda: 1.8e9 - 1000 * (time.perf_counter() - start)
-sys.path.insert(0, {str(common.ROOT)!r})
-import nano_rlvr
-nano_rlvr.main(sys.argv[1:])
-"""
+# with several threads two runs may add in another order
+ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-# ---- runs
-
-
-def start(folder, *flags, ranks=1, script=common.SCRIPT[1:]):
+def start(folder, *flags, ranks=1):
     """Starts a run in processes of its own. Its output is added to <folder>.log."""
     launcher = common.LAUNCHER if ranks > 1 else [sys.executable]
-    command = [*launcher, *script, *FLAGS, "--out", folder.parent, "--name", folder.name, *flags]
+    place = ["--out", folder.parent, "--name", folder.name]
+    command = [*launcher, common.SCRIPT[1], *FLAGS, *place, *flags]
     with open(f"{folder}.log", "a") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=ENV)
 
@@ -93,9 +81,9 @@ def whole_run(out, ranks=1):
     return out / "whole", time.time() - begin
 
 
-def outcome(whole, folder, *flags, **options):
+def outcome(whole, folder, *flags, ranks=1):
     """Continues a run to its end: "equal" to the whole run, or what went wrong."""
-    if code := start(folder, "--resume", *flags, **options).wait():
+    if code := start(folder, "--resume", *flags, ranks=ranks).wait():
         return f"exit code {code}: {Path(f'{folder}.log').read_text()[-500:]}"
     different = differences(whole, folder)
     shutil.rmtree(folder)
@@ -126,9 +114,6 @@ def random_moment(process, folder, seconds, rng):
     return f"{lines} lines of metrics{writing}" if process.poll() is None else "ended"
 
 
-# ---- the benches: each yields (fault, result)
-
-
 def kill(out, ranks=1, times=50):
     """kill -9 at random moments; every fifth run is killed twice."""
     (whole, seconds), rng = whole_run(out, ranks), random.Random(0)
@@ -144,11 +129,6 @@ def kill(out, ranks=1, times=50):
                 victim.kill()
             process.wait()
         yield "; ".join(moments), outcome(whole, folder, ranks=ranks)
-
-
-def ranks(out):
-    """The same with two ranks; both are killed, or one of them."""
-    return kill(out, ranks=2, times=10)
 
 
 def signals(out):
@@ -171,70 +151,54 @@ def signals(out):
         yield f"{number.name}, {moment}", result
 
 
-def cut(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 3] ^= 4
-    path.write_bytes(data)
-
-
-def empty(path):
-    os.truncate(path, 0)
+HARMS = {"cut": lambda data: data[:len(data) // 2], "empty": lambda data: b"",
+         "flip": lambda data: data[:100] + bytes([data[100] ^ 4]) + data[101:]}
 
 
 def damage(out):
-    """A run is killed after step 5; then its newest checkpoint, its clock or its disk is damaged."""
+    """A run is killed after step 5; then its newest checkpoint is damaged."""
     (whole, _), stopped = whole_run(out), out / "stopped"
     process = start(stopped)
     wait_until(process, (stopped / "step-6").exists)
     process.kill()
     process.wait()
     newest = max(int(p.name[5:]) for p in stopped.glob("step-*") if p.suffix != ".part")
-    for harm in (cut, flip, empty, os.remove):
-        for name in ("model.safetensors", "trainer/00000.safetensors", "trainer/state.json",
-                     "manifest.json"):
+    for name in ("model.safetensors", "trainer/00000.safetensors", "trainer/state.json",
+                 "manifest.json"):
+        for harm in (*HARMS, "remove"):
             shutil.copytree(stopped, out / "harmed", dirs_exist_ok=True)
-            harm(out / f"harmed/step-{newest}" / name)
-            yield f"{harm.__name__} {name}", outcome(whole, out / "harmed")
-    yield "the clock runs backwards", outcome(whole, stopped, script=["-c", CLOCK])
+            path = out / f"harmed/step-{newest}" / name
+            if harm == "remove":
+                path.unlink()
+            else:
+                path.write_bytes(HARMS[harm](path.read_bytes()))
+            yield f"{harm} {name}", outcome(whole, out / "harmed")
     if os.geteuid() == 0:  # may mount
         yield from full_disk(out / "disk", whole)
 
 
-def shell(words):
-    subprocess.run(words.split(), check=True)
-
-
 def full_disk(disk, whole):
-    """The folder of the runs is a file system of 30 to 48 MB, which fills up, or is read-only."""
+    """The folder of the runs is a file system of 30 to 48 MB, which fills up."""
+    def mount(*options):
+        subprocess.run(["mount", *options, disk], check=True)
+
     disk.mkdir()
     log = disk / "run.log"
     for size in (30, 36, 42, 48):
-        shell(f"mount -t tmpfs -o size={size}m tmpfs {disk}")
+        mount("-t", "tmpfs", "-o", f"size={size}m", "tmpfs")
         try:
             code = start(disk / "run", "--keep", "9").wait()
             said, traceback = own_lines(log), "Traceback" in log.read_text()
             lines = [line for name in ("metrics", "rollouts")
                      for line in (disk / f"run/{name}.jsonl").read_text().splitlines(True)]
             broken = [line for line in lines if not line.endswith("}\n")]
-            shell(f"mount -o remount,size=500m {disk}")
+            mount("-o", "remount,size=500m")
             result = outcome(whole, disk / "run")
             if code != 1 or len(said) != 1 or broken or traceback:
                 result = f"exit code {code}, {said}, {broken}"
             yield f"a disk of {size} MB is full, then grows", result
         finally:
-            shell(f"umount {disk}")
-    shell(f"mount -t tmpfs -o ro tmpfs {disk}")
-    try:
-        command = [*common.SCRIPT, "--out", disk / "runs"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        good = done.returncode == 1 and done.stderr.startswith("nano_rlvr: --out")
-        yield "a read-only folder", "one line" if good else done.stderr
-    finally:
-        shell(f"umount {disk}")
+            subprocess.run(["umount", disk], check=True)
 
 
 def soak(out, steps=2000):
@@ -263,69 +227,8 @@ def soak(out, steps=2000):
                f"{a:.1f} and {b:.1f} ({b / a - 1:+.1%})")
 
 
-def inputs(out):
-    """Bad inputs, in this process: none may load vLLM, print more than its line, or write a file."""
-    sys.path.append(str(common.ROOT / "tests"))
-    import bad_inputs
-    cases = list(bad_inputs.run_all(out))
-    seconds = [row[-1] for row in cases]
-    usage = sum(case.says is bad_inputs.USAGE for case, *_ in cases)
-    yield from ((f"{case.group}, {case.id}", wrong) for case, wrong, *_ in cases if wrong)
-    yield (f"{len(cases)} bad inputs", f"{len(cases) - usage} want one clear line, {usage} the usage;"
-           f" median {median(seconds):.2f} s, slowest {max(seconds):.2f} s")
-
-
-# ---- two hosts
-
-HOST_FLAGS = ("--steps 3 --prompts 4 --samples 4 --eval_size 4 --max_prompt 64 --max_tokens 48 "
-              "--save_every 1 --timeout 0.5").split()
-HOSTS = ("nano_rlvr_0", "nano_rlvr_1")
-
-
-def start_hosts(out):
-    """examples/two_nodes.sh on both hosts; their output is added to <out>.<host>.log."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = ENV | {"PATH": path, "RANKS": "1", "GLOO_SOCKET_IFNAME": "net0"}
-    processes = []
-    for i, host in enumerate(HOSTS):
-        command = ["ip", "netns", "exec", host, common.ROOT / "examples/two_nodes.sh", str(i),
-                   "10.213.0.1", "--out", out, "--name", "run", *HOST_FLAGS]
-        with open(f"{out}.{i}.log", "a") as log:
-            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-    return processes
-
-
-def hosts(out):
-    """A run ends; the same run, in which one host is cut off; connected again, it continues."""
-    try:
-        for host in HOSTS:
-            shell(f"ip netns add {host}")
-        shell(f"ip link add net0 netns {HOSTS[0]} type veth peer name net0 netns {HOSTS[1]}")
-        for i, host in enumerate(HOSTS):
-            shell(f"ip -n {host} addr add 10.213.0.{i + 1}/24 dev net0")
-            shell(f"ip -n {host} link set net0 up")
-            shell(f"ip -n {host} link set lo up")
-        yield "flags of the hosts", f"`{' '.join(HOST_FLAGS)}`"
-        yield "exit codes of the whole run", str([p.wait() for p in start_hosts(out / "whole")])
-        processes = start_hosts(out / "cut")
-        wait_until(processes[0], (out / "cut/run/step-1").exists)
-        shell(f"ip -n {HOSTS[1]} link set net0 down")
-        begin = time.time()
-        yield "exit codes after the cut", str([p.wait() for p in processes])
-        yield "seconds from the cut to the end of both", f"{time.time() - begin:.0f}"
-        for i in (0, 1):
-            yield f"words of host {i}", str(own_lines(Path(f"{out}/cut.{i}.log")))
-        shell(f"ip -n {HOSTS[1]} link set net0 up")
-        yield "exit codes continued", str([p.wait() for p in start_hosts(out / "cut")])
-        different = differences(out / "whole/run", out / "cut/run")
-        yield "the continued run and the whole one", "; ".join(different) or "equal"
-    finally:
-        for host in HOSTS:
-            shell(f"ip netns delete {host}")
-
-
-BENCHES = {"kill": kill, "ranks": ranks, "signals": signals, "damage": damage, "soak": soak,
-           "inputs": inputs, "hosts": hosts}
+BENCHES = {"kill": kill, "ranks": lambda out: kill(out, ranks=2, times=10), "signals": signals,
+           "damage": damage, "soak": soak}
 
 
 def main(name):
@@ -336,12 +239,9 @@ def main(name):
             print(*row, flush=True)
     lines = [(*row, n) for row, n in sorted(Counter(results).items())]
     equal = sum(result == "equal" for _, result in results)
-    common.write(f"faults_{name}", f"""{conditions}, {time.time() - begin:.0f} s.
-Flags: `{' '.join(FLAGS)}`.
-
-{equal} of {len(results)} equal.
-
-{common.table(["fault", "result", "times"], lines)}""")
+    table = common.table(["fault", "result", "times"], lines)
+    common.write(f"faults_{name}", f"{conditions}, {time.time() - begin:.0f} s. Flags: "
+                 f"`{' '.join(FLAGS)}`.\n\n{equal} of {len(results)} equal.\n\n{table}", results)
 
 
 if __name__ == "__main__":

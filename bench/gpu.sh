@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
 # Measures this trainer on one CUDA GPU: the seconds of each stage of a step, and their bounds.
 #
-#     bash bench/gpu.sh         writes bench/results/gpu-<device>.md; 20 minutes on an H200 (estimated)
-#     bash bench/gpu.sh tiny    a test of this script with a tiny model, also without a GPU: the
-#                               figures mean nothing; they are written to $WORK
+#     bash bench/gpu.sh         writes bench/results/gpu-<device>.md; 20 minutes (estimated)
+#     bash bench/gpu.sh tiny    a test of this script, also without a GPU; writes to $WORK
 #
-# Each row is a run of 4 steps with 128 prompts x 8 completions (mean 700 tokens, at most 3,000). The
-# weights are random, in the shape of Qwen2.5-1.5B: nothing is downloaded.
+# Each row is a run of 4 steps with 128 prompts x 8 completions (mean 700 tokens, at most 3,000) of
+# random weights in the shape of Qwen2.5-1.5B: nothing is downloaded.
 #
 #     whole        all of the memory, no reference model
 #     whole-kl     all of the memory, with a reference and recomputed activations
@@ -16,10 +15,8 @@
 #     trl-16, -8   the same step with TRL, if it is installed (bench/vs_trl.py), by micro-batch
 #
 # A row that fails is listed with its reason, and the next one runs. Nothing else may use the GPU.
-# WORK needs 30 GB: the model and the last checkpoint of one run.
-#
-# Environment: PYTHON is the interpreter; WORK the folder of model and runs, which is kept if you set
-# it; ONLY="24 trl-8" selects rows.
+# Environment: PYTHON is the interpreter; WORK the folder of model and runs (30 GB), which is kept
+# if you set it; ONLY="24 trl-8" selects rows.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
@@ -27,13 +24,14 @@ PYTHON=${PYTHON:-python}
 mkdir -p "$WORK" && WORK=$(cd "$WORK" && pwd) || exit 1
 SHAPE=${1:-qwen2.5-1.5b} MODEL=$WORK/model FAILED=0 RUNS=()
 DEVICE=$($PYTHON -c 'import re, torch
-print(re.sub(r"\W+", "-", torch.cuda.get_device_name()).lower() if torch.cuda.is_available() else "")') ||
+if torch.cuda.is_available():
+    print(re.sub(r"\W+", "-", torch.cuda.get_device_name()).lower())') ||
     { echo "bench/gpu.sh: $PYTHON has no PyTorch: set PYTHON"; exit 1; }
 if [ "$SHAPE" = tiny ]; then
     MEAN=16 SIZE="--prompts 4 --samples 4 --max_tokens 64 --max_prompt 256"
     ROWS="whole compile 4 trl-8" OUT=$WORK/gpu-tiny
 else
-    [ -n "$DEVICE" ] || { echo "bench/gpu.sh: no GPU; without one: bash bench/gpu.sh tiny"; exit 1; }
+    [ -n "$DEVICE" ] || { echo "bench/gpu.sh: no GPU; try: bash bench/gpu.sh tiny"; exit 1; }
     MEAN=700 SIZE="--prompts 128 --samples 8 --max_tokens 3000 --max_prompt 256"
     ROWS="whole whole-kl compile 40 24 24-lora trl-16 trl-8" OUT=$PWD/bench/results/gpu-$DEVICE
 fi
@@ -45,8 +43,8 @@ row() {  # name, command ...: a failure is noted with the last line that explain
     echo "== $name: $*"
     "$@" 2>&1 | tee "$log" && return
     FAILED=$((FAILED + 1))
-    printf -- '- %s failed: %s\n' "$name" \
-        "$( (grep -a "^nano_rlvr: \|Error: " "$log" || cat "$log") | tail -1 | cut -c1-300)" >> "$NOTES"
+    local reason=$( (grep -a "^nano_rlvr: \|Error: " "$log" || cat "$log") | tail -1)
+    printf -- '- %s failed: %s\n' "$name" "${reason:0:300}" >> "$NOTES"
 }
 
 run() {  # name, flags ...: 4 steps of nano_rlvr.py, the first of which is a warm-up
@@ -73,7 +71,7 @@ for name in ${ONLY:-$ROWS}; do
     esac
 done
 rm -f "$REPORT"
-[ ${#RUNS[@]} -eq 0 ] || row report $PYTHON bench/step.py --runs "${RUNS[@]}" --out "$OUT"
+[ ${#RUNS[@]} -eq 0 ] || row report $PYTHON bench/step.py "${RUNS[@]}" --out "$OUT"
 command -v nvidia-smi >/dev/null && nvidia-smi --format=csv,noheader \
     --query-gpu=name,driver_version,memory.total,power.limit >> "$NOTES"
 cat "$NOTES" >> "$REPORT"

@@ -2,8 +2,7 @@
 
     python bench/habits.py            half a minute on 2 cores; a table by number of terms
 
-Measured on 8 samples each of 512 held-out questions (--eval_size). The habits are those of
-models/tiny/make_tiny.py.
+8 samples each of 512 held-out questions. The habits are those of models/tiny/make_tiny.py.
 """
 import dataclasses
 import sys
@@ -33,7 +32,8 @@ def main(argv):
         guessed = [r.reward for r in chosen if "=" not in r.text]
         shares = len(worked_out) / len(chosen), fmean(worked_out), fmean(guessed)
         rows.append([terms, *(f"{x:.1%}" for x in shares)])
-    print(common.table(["terms", "worked out", "right when worked out", "right when guessed"], rows))
+    head = ["terms", "worked out", "right when worked out", "right when guessed"]
+    print(common.table(head, rows))
 
 
 if __name__ == "__main__":

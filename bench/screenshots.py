@@ -23,7 +23,7 @@ PICTURES = {"report": (1200, 1060, (0, 1060), False),
 
 
 def browse(page, *flags, dark=False):
-    """Opens a file in headless Chromium and returns what it prints. Virtual time: no timer waits."""
+    """Opens a file in headless Chromium and returns what it prints, in virtual time."""
     with tempfile.TemporaryDirectory() as profile:
         command = [CHROMIUM, "--headless", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
                    "--virtual-time-budget=20000", f"--user-data-dir={profile}", *flags]

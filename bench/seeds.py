@@ -5,11 +5,10 @@
         python nano_rlvr.py --steps 20 --eval_every 5
 
 The command is what follows `--`: any command that takes the flags of nano_rlvr.py, also torchrun.
-Each `--setting label=flags` adds flags to it. The runs are <out>/<label>-<seed>/, their output is in
-<label>-<seed>.log. Repeat the command after an interruption: a finished run is kept, another one
-continues at its last checkpoint. The results are in <out>/seeds.md, .json and .png. Without a
-command they are in bench/results/learn.*, and it takes an hour on 2 cores; in the control a coin
-rewards each completion: what that gains does not come from rewards.
+Each `--setting label=flags` adds flags to it. The runs are <out>/<label>-<seed>/, with a log beside
+them. Repeat the command after an interruption: a finished run is kept, another one continues at its
+last checkpoint. The results are <out>/seeds.md, .json and .png; without a command, which takes an
+hour on 2 cores, bench/results/learn.*. In the control a coin rewards each completion.
 
 The interval is Student's t interval of the mean, 95 %: mean +- t(n - 1) * s / sqrt(n) over n seeds.
 It is about the seed only: all runs are evaluated on the same held-out questions.
@@ -26,16 +25,13 @@ import numpy as np
 
 import common  # puts the repository on sys.path
 from common import read, series
-from runtime import curve, log
+from runtime import curve
 from runtime.stats import mean_interval
 
 README_COMMAND = [*common.SCRIPT, *"--eval_n 8 --eval_every 25 --save_every 0".split()]
 README_SETTINGS = ["default=", "control: random rewards=--rewards gsm8k:0,random:1"]
 PANELS = {"held-out accuracy": "eval/accuracy", "reward of the training samples": "reward/mean",
           "tokens per completion": "completion/length"}
-
-
-# ---- runs
 
 
 def own_flags(command):
@@ -56,9 +52,7 @@ def finished(folder, command):
 
 def run_all(settings, seeds, out):
     """Runs what is not finished, one after the other. -> {label: [folder of each seed]}.
-
-    settings: {label: command as a list}. Raises ValueError if a run fails.
-    """
+    settings: {label: command as a list}. Raises ValueError if a run fails."""
     out, folders = Path(out).resolve(), {}
     out.mkdir(parents=True, exist_ok=True)
     for seed in seeds:  # all settings of a seed before the next seed: a part of the table is early
@@ -75,9 +69,6 @@ def run_all(settings, seeds, out):
     return folders
 
 
-# ---- the report
-
-
 def share(x):
     return f"{min(max(x, 0.0), 1.0):.1%}"  # the ends of an interval may lie outside 0 to 100 %
 
@@ -86,36 +77,27 @@ def number(x):
     return f"{x:.1f}"
 
 
+def at(key, step):
+    """The value of a metric at a step (-1: at its last one), of the rows of a run."""
+    def value(rows):
+        values = series(rows, key)
+        return values[step if step >= 0 else max(values)]
+    return value
+
+
 def before_and_after(first_row):
     """The columns of the table, {title: (value of the rows of a run, format)}: the first and the
     last evaluation."""
-    sampled = [key for key in first_row if key.startswith("eval/mean@")]
-    names = [("greedy", "eval/accuracy", share),
-             *((key.removeprefix("eval/"), key, share) for key in sampled),
-             ("tokens", "eval/length", number)]
-    columns = {}
-    for name, key, form in names:
-        columns[f"{name} before"] = lambda rows, key=key: [*series(rows, key).values()][0], form
-        columns[f"{name} after"] = lambda rows, key=key: [*series(rows, key).values()][-1], form
-    return columns
-
-
-def table(results, columns):
-    """A Markdown table. results: {label: [rows of each seed]}; columns: {title: (value(rows),
-    format)}. A cell is the mean over the seeds, with its interval if the seeds differ."""
-    lines = []
-    for label, runs in results.items():
-        lines.append([label])
-        for value, form in columns.values():
-            mean, low, high = mean_interval([value(rows) for rows in runs])
-            band = f" ({form(low)}–{form(high)})" if low < high else ""
-            lines[-1].append(form(mean) + band)
-    return common.table(["run", *columns], lines)
+    keys = ["eval/accuracy", *(key for key in first_row if key.startswith("eval/mean@"))]
+    names = {"eval/accuracy": "greedy", "eval/length": "tokens"}
+    return {f"{names.get(key, key.removeprefix('eval/'))} {when}":
+            (at(key, step), number if key == "eval/length" else share)
+            for key in [*keys, "eval/length"] for when, step in (("before", 0), ("after", -1))}
 
 
 def draw(results, panels, path):
     """One panel per metric: the mean over the seeds with its interval as a band; a dot is an
-    evaluation. results: {label: [rows of each seed]}; panels: {title: key, or function of a row}."""
+    evaluation. results: {label: [rows of each seed]}; panels: see report."""
     height = 1 if len(panels) <= 3 else 2
     width = math.ceil(len(panels) / height)
     fig = curve.figure(figsize=(4.2 * width, 3.4 * height))
@@ -137,28 +119,31 @@ def draw(results, panels, path):
 
 
 def report(folders, out, columns=None, panels=PANELS):
-    """Writes the table (.md), the numbers (.json) and the curves (.png) of finished runs.
+    """Writes the table (.md), the numbers (.json) and the curves (.png) of finished runs. A cell is
+    the mean over the seeds, with its interval if the seeds differ.
 
-    folders: {label: [folder of each seed]}. out: path without suffix.
-    """
+    folders: {label: [folder of each seed]}. out: path without suffix. columns: {title: (value of
+    the rows of a run, format)}. panels: {title: key, or function of a row}."""
     results = {label: [read(folder) for folder in of] for label, of in folders.items()}
-    first_run = next(iter(results.values()))[0]
-    columns = columns or before_and_after(first_run[0])
     everyone, runs = sum(folders.values(), []), []
+    first_row = next(iter(results.values()))[0][0]
+    about = common.describe([common.read_config(folder) for folder in everyone])
     conditions = (f"{len(everyone) // len(folders)} seeds per row; in brackets the 95 % t interval "
-                  f"of the mean over the seeds. Held out: {first_run[0]['eval/n']} questions, the "
-                  f"same for all runs. {common.conditions_of(everyone)}.")
-    for label, of in folders.items():
-        for folder, rows in zip(of, results[label]):
-            about = common.read_config(folder)
-            evaluations = [{k: v for k, v in row.items() if k == "step" or k.startswith("eval/")}
-                           for row in rows if "eval/n" in row]
+                  f"of the mean over the seeds. Held out: {first_row['eval/n']} questions, the "
+                  f"same for all runs. {about}.")
+    columns, lines = columns or before_and_after(first_row), []
+    for label, of in results.items():
+        lines.append([label])
+        for value, form in columns.values():
+            mean, low, high = mean_interval([value(rows) for rows in of])
+            band = f" ({form(low)}–{form(high)})" if low < high else ""
+            lines[-1].append(form(mean) + band)
+        for rows in of:
             curves = {title: list(series(rows, key).items()) for title, key in panels.items()}
-            runs.append({"setting": label, "seed": about["config"]["seed"],
-                         "flags": own_flags(about["command"]), "evaluations": evaluations,
-                         "series": curves, "training_seconds": log.stage_seconds(rows)})
-    common.write(out, f"{table(results, columns)}\n\n{conditions}",
-                 {"conditions": conditions, "runs": runs})
+            runs.append({"setting": label, "series": curves,
+                         "evaluations": [row for row in rows if "eval/n" in row]})
+    table = common.table(["run", *columns], lines)
+    common.write(out, f"{table}\n\n{conditions}", {"conditions": conditions, "runs": runs})
     draw(results, panels, f"{out}.png")
 
 

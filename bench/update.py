@@ -43,9 +43,6 @@ COLUMNS = ("", "seconds (min to max)", "times packed", "peak memory above idle",
            "padding")
 
 
-# ---- shared with other benches
-
-
 def make_config(model, **changes):
     """The defaults of nano_rlvr.py without the KL term: an update needs no reference model then."""
     changes = dict(model=str(model), kl_coef=0.0, checkpointing="on") | changes
@@ -54,11 +51,10 @@ def make_config(model, **changes):
 
 
 def make_rollouts(n, max_tokens, vocab, seed=0):
-    """n rollouts of random tokens, 8 per prompt, in the order of sampling.
+    """n rollouts of random tokens, 8 per prompt.
 
-    At max_tokens 3000: prompts of 60 to 120 tokens, and completions with the median length of GSM8K
-    and a long tail: lognormal with median 200 and 99th percentile 3000, where they are truncated.
-    Another max_tokens scales all lengths.
+    At max_tokens 3000: prompts of 60 to 120 tokens; lengths of completions are lognormal with
+    median 200 (GSM8K's) and 99th percentile 3000, where they end; all are scaled by max_tokens.
     """
     lengths, tokens = random.Random(seed), random.Random(seed)  # lengths must not depend on vocab
     sigma = math.log(15) / 2.326  # the 99th percentile is 2.326 sigma above the median
@@ -77,10 +73,8 @@ def make_rollouts(n, max_tokens, vocab, seed=0):
 
 
 def memory(peak=False):
-    """Bytes that PyTorch holds on the GPU, or without one the resident size of this process.
-
-    peak: the most since measure() reset it, else now.
-    """
+    """Bytes that PyTorch holds on the GPU, or without one the resident size of this process: now,
+    or the most since measure() reset it."""
     if CUDA:
         return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
     name = "VmHWM:" if peak else "VmRSS:"  # ru_maxrss starts at the parent's value, for ever
@@ -89,11 +83,8 @@ def memory(peak=False):
 
 
 def measure(engine, parts, cfg):
-    """Runs nano_rlvr.collate and update on parts, a list of lists of rollouts.
-
-    Returns the metrics of update with its seconds and the bytes in memory before it ("idle") and at
-    its peak.
-    """
+    """Runs nano_rlvr.collate and update on parts, a list of lists of rollouts. Returns its metrics
+    with its seconds and the bytes in memory before it ("idle") and at its peak."""
     gc.collect()
     if CUDA:
         torch.cuda.synchronize()
@@ -108,9 +99,6 @@ def measure(engine, parts, cfg):
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
     return metrics | {"seconds": seconds, "cpu_seconds": cpu_seconds, "idle": idle,
                       "peak": memory(peak=True)}
-
-
-# ---- one side
 
 
 class Padded(torch.nn.Module):
@@ -160,9 +148,6 @@ def one(args, model):
     print(json.dumps(result | {"tokens": tokens, "padding": 1 - tokens / padded}))
 
 
-# ---- all sides
-
-
 def compare(args, argv, model):
     """Measures the sides in turns and writes the table."""
     sides = {"packed": (["packed"], "1")}  # name -> flags, THP_MEM_ALLOC_ENABLE
@@ -180,35 +165,30 @@ def compare(args, argv, model):
             results[side].append(run)
             print(f"{side}: {run['seconds']:.1f} s, processor {run['cpu_seconds']:.1f} s")
 
-    def seconds(side):
-        return [run["seconds"] for run in results[side]]
-
-    def space(side):
-        return median(run["peak"] - run["idle"] for run in results[side])
-
-    first, rows = results["packed"][0], []
+    first, rows, packed = results["packed"][0], [], None
     for side, runs in results.items():
-        times = seconds(side)
-        rows.append([side, f"{median(times):.1f} ({min(times):.1f} to {max(times):.1f})",
-                     f"{median(times) / median(seconds('packed')):.2f}",
-                     f"{space(side) / 2**30:.2f} GiB", f"{space(side) / space('packed'):.2f}",
-                     f"{runs[0]['padding']:.0%}"])
+        times = [run["seconds"] for run in runs]
+        time, space = median(times), median(run["peak"] - run["idle"] for run in runs)
+        packed = packed or (time, space)
+        rows.append([side, f"{time:.1f} ({min(times):.1f} to {max(times):.1f})",
+                     f"{time / packed[0]:.2f}", f"{space / 2**30:.2f} GiB",
+                     f"{space / packed[1]:.2f}", f"{runs[0]['padding']:.0%}"])
         for run, name in itertools.product(runs, ("loss", "mismatch/mean_abs", "grad_norm")):
-            same = math.isclose(run[name], first[name], rel_tol=2e-2 if CUDA else 1e-4)  # bf16, fp32
-            assert same, f"{side}: {name} is {run[name]}, not {first[name]}"
+            tolerance = 0.02 if CUDA else 1e-4  # bf16, fp32
+            assert math.isclose(run[name], first[name], rel_tol=tolerance), (side, name, run[name])
     text = (f"{common.table(COLUMNS, rows)}\n\n{args.model or 'random weights'}, vocabulary "
             f"{args.vocab:,}, {'bf16' if CUDA else 'fp32'}; {args.sequences} rollouts, "
-            f"{first['tokens']:,} tokens, completions of median {args.max_tokens // 15} and at most "
-            f"{args.max_tokens}; --pack_tokens {args.pack_tokens}; median of {args.rounds} rounds. "
-            "Each peak includes the fp32 gradients.\n\n" + conditions)
+            f"{first['tokens']:,} tokens, completions of median {args.max_tokens // 15} and at "
+            f"most {args.max_tokens}; --pack_tokens {args.pack_tokens}; median of {args.rounds} "
+            f"rounds. Each peak includes the fp32 gradients.\n\n{conditions}")
     common.write(args.out, text, {"conditions": conditions, "runs": results})
 
 
 def main(argv):
     parser = common.parser(__doc__)
     add = parser.add_argument
-    add("--vocab", type=int, default=151936)
     add("--model", help="folder of a model; --vocab bounds the tokens")
+    add("--vocab", type=int, default=151936)
     add("--sequences", type=int, default=256 if CUDA else 64, help="rollouts, 8 per prompt")
     add("--max_tokens", type=int, default=3000 if CUDA else 750,
         help="99th percentile of the completion lengths, 15 times their median")

@@ -22,9 +22,8 @@ PROGRAM = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 
 
 def read(path):
-    """Rows of a data set. Not splitlines(): a solution may contain U+2028."""
-    text = (DATA / path).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.split("\n") if line]
+    with open(DATA / path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def gsm8k():
@@ -53,10 +52,8 @@ def code(n=256):
 
 
 def measure(name, spec, texts, columns, pools=3, alone=True):
-    """Prints the median over new pools: repeating a batch in one pool would measure caches.
-
-    alone: also in this process, without a pool.
-    """
+    """Prints the median over new pools: repeating a batch in one pool would measure caches. alone:
+    also in this process, without a pool."""
     times, line = [], ""
     for _ in range(pools):
         with rewards.Verifier(spec, timeout=5.0) as verify:
@@ -70,8 +67,8 @@ def measure(name, spec, texts, columns, pools=3, alone=True):
         start = time.perf_counter()
         assert function(texts, **columns) == values, "the pool and one process must agree"
         line = f", one process: {time.perf_counter() - start:.2f} s"
-    print(f"{name:6} {len(texts):5,} completions, {metrics['reward/timeouts']:.0f} timeouts, pool of "
-          f"{verify.pool.size}: {median(times):.2f} s ({min(times):.2f} to {max(times):.2f}){line}")
+    print(f"{name:6} {len(texts):5,} completions, {metrics['reward/timeouts']:.0f} timeouts, pool: "
+          f"{median(times):.2f} s ({min(times):.2f} to {max(times):.2f}){line}")
 
 
 def main():
