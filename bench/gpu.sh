@@ -74,6 +74,6 @@ rm -f "$REPORT"
 [ ${#RUNS[@]} -eq 0 ] || row report $PYTHON bench/step.py "${RUNS[@]}" --out "$OUT"
 command -v nvidia-smi >/dev/null && nvidia-smi --format=csv,noheader \
     --query-gpu=name,driver_version,memory.total,power.limit >> "$NOTES"
-cat "$NOTES" >> "$REPORT"
+cat "$NOTES" >> "$REPORT" && cat "$REPORT"
 echo "The results are in $REPORT: paste them into a new issue. Failed rows: $FAILED"
 [ $FAILED -eq 0 ]
