@@ -51,9 +51,10 @@ def test_an_update_is_six_flops_per_weight_and_token_and_attention():
     p = parts()
     attention = 3.5 * 4 * 28 * 1536 * (64 * 100 * 101 / 2 + 512 * (100 * 700 + 700 * 701 / 2))
     head = 8 * HEAD * COMPLETION_TOKENS  # 6, and the logits once more
-    assert flops(p["forward"] + p["backward"]) == pytest.approx(6 * WEIGHTS * TOKENS + head + attention)
-    rollouts = [nr.Rollout([g] * 100, [0] * 700, "", False, []) for g in range(64) for _ in range(8)]
-    assert flops(p["forward"]) == pytest.approx(SMALL.forward_flops(rollouts), rel=1e-3)  # for the MFU
+    wanted = 6 * WEIGHTS * TOKENS + head + attention
+    assert flops(p["forward"] + p["backward"]) == pytest.approx(wanted)
+    rollouts = [nr.Rollout([i // 8] * 100, [0] * 700, "", False, []) for i in range(512)]
+    assert flops(p["forward"]) == pytest.approx(SMALL.forward_flops(rollouts), rel=1e-3)  # MFU
 
 
 def test_attention_reads_a_shared_prompt_once_for_its_own_queries_and_once_per_completion():
@@ -73,7 +74,7 @@ def test_what_is_switched_off_costs_nothing_and_what_is_on_a_pass():
     head = 2 * HEAD * COMPLETION_TOKENS
     assert flops(on["recomputation"]) == pytest.approx(flops(on["forward"]) - head)
     [adamw], [sleep] = (parts(offload="optimizer")[name] for name in ("optimizer", "sleep, wake"))
-    assert adamw.seconds(H200) == 6 * SMALL.parameters / 64e9 and len(on["optimizer"]) == 2
+    assert adamw.seconds(H200) == 6 * SMALL.parameters / 64e9
     assert sleep.seconds(H200) == 2 * 2 * SMALL.parameters / 64e9
     lora = parts(lora_rank=32)  # no gradients of the frozen weights
     saved = flops(off["backward"]) - flops(lora["backward"])
@@ -106,16 +107,16 @@ def test_the_tables_on_paper_have_a_row_per_device_and_model_and_their_columns_a
 
 
 def test_a_run_is_compared_with_the_bound_of_its_own_lengths(tmp_path, monkeypatch):
-    """2 steps of 1 prompt with 2 completions: 3 and 5 tokens in step 1."""
-    cfg = nr.Config(model="models/tiny", dtype="float32", checkpointing="off", prompts=1, samples=2)
+    """1 prompt with 2 completions of 3 and 5 tokens in step 1."""
+    cfg = nr.Config(model="models/tiny", dtype="float32", checkpointing="off", samples=2,
+                    pack_tokens=4096)
     metrics = {"seconds/rollout": 2.0, "seconds/reward": 0.5, "seconds/update": 1.0, "mfu": 0.5,
                "seconds/sync": 0.1, "tokens": 8, "tokens_per_second": 2.0, "memory/update": 1.0,
                "completion/length": 4}
-    (tmp_path / "config.json").write_text(json.dumps({"config": dataclasses.asdict(cfg), "world": 1}))
-    (tmp_path / "metrics.jsonl").write_text("".join(
-        json.dumps({"step": i} | metrics) + "\n" for i in (0, 1)))
-    rollouts = [json.dumps({"step": i, "prompt_tokens": 7, "tokens": n}) + "\n"
-                for i, n in ((0, 9), (1, 3), (1, 5))]
+    about = {"config": dataclasses.asdict(cfg), "world": 1}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1} | metrics))
+    rollouts = ['{"step": 1, "prompt_tokens": 7, "tokens": %d}\n' % n for n in (3, 5)]
     (tmp_path / "rollouts.jsonl").write_text("".join(rollouts))
     monkeypatch.setattr(step.common, "run_apart", lambda *_: CPU)
     step.main([str(tmp_path), "--out", str(tmp_path / "out")])
@@ -123,6 +124,6 @@ def test_a_run_is_compared_with_the_bound_of_its_own_lengths(tmp_path, monkeypat
     bound = sum(sum(stage.values()) for stage in parts.values())
     page = (tmp_path / "out.md").read_text()
     assert f"| **step** | 3.600 | {bound:.3f} | {bound / 3.6:.0%} |" in page
-    (tmp_path / "rollouts.jsonl").write_text("".join(rollouts[:-1]))
+    (tmp_path / "rollouts.jsonl").write_text(rollouts[0])
     with pytest.raises(ValueError, match="--keep_rollouts"):
         step.analyse(tmp_path, CPU)
