@@ -84,8 +84,7 @@ def test_what_is_switched_off_costs_nothing_and_what_is_on_a_pass():
 
 def test_the_engines_python_is_added_on_a_cpu_and_on_a_gpu_only_as_far_as_decoding_is_shorter():
     per_token = 2 * (WEIGHTS + HEAD) / 989e12  # seconds of the products on an H200, 512 at once
-    decode = roofline.seconds(parts()["decode"], H200)
-    slow = 10 * per_token
+    decode, slow = roofline.seconds(parts()["decode"], H200), 10 * per_token
     for python, waiting in ((per_token / 2, 0), (slow, slow * COMPLETION_TOKENS - decode)):
         [op] = parts(device=H200._replace(python=python))["engine's Python"]
         assert op.seconds(H200) == pytest.approx(waiting) and not any(op[:3])
