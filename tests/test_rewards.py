@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 import rewards
 from adversarial import CASES
 from conftest import ROOT, SHARED
-from verify import instructions, jail, language, latex, number, verifier
+from verify import answer, instructions, jail, verifier
 
 # columns with which every reward runs on any completion (judge and code have tests of their own)
 COLUMNS = {"gsm8k": {"answer": "72"}, "math": {"answer": r"\frac{1}{2}"}, "format": {},
            "countdown": {"numbers": [3, 5, 2], "target": 21},
-           "instruction": {"instruction_id_list": list(rewards.INSTRUCTIONS), "kwargs": [
+           "instruction": {"instruction_id_list": list(instructions.INSTRUCTIONS), "kwargs": [
                {}, {}, {"capital_frequency": 1}, {"num_words": 3}, {"num_sentences": 2},
                {"num_paragraphs": 2}, {"keywords": ["a"]}, {"forbidden_words": ["b"]},
                {"keyword": "c", "frequency": 2}, {"letter": "e", "let_frequency": 2}, {}, {"num_bullets": 1},
@@ -49,7 +49,7 @@ def verify_all():
 # -------------------------------------------------------------------------------- the table
 
 
-@pytest.mark.parametrize("module", [rewards, instructions, language, latex, number, jail, verifier],
+@pytest.mark.parametrize("module", [rewards, instructions, answer, jail, verifier],
                          ids=lambda m: m.__name__)
 def test_the_examples_in_the_docstrings_are_true(module):
     if module is jail and jail.isolation() is None:
@@ -185,12 +185,12 @@ def test_a_row_that_lacks_a_column_gets_the_default_of_each():
 
 @pytest.fixture
 def half_a_second(monkeypatch):
-    monkeypatch.setattr(latex, "SECONDS", 0.5)
-    monkeypatch.setattr(latex, "_own_pool", functools.cache(latex._own_pool.__wrapped__))
-    latex.same_math.cache_clear()
+    monkeypatch.setattr(answer, "SECONDS", 0.5)
+    monkeypatch.setattr(answer, "_own_pool", functools.cache(answer._own_pool.__wrapped__))
+    answer.same_math.cache_clear()
     yield
-    latex._own_pool(os.getpid()).close()
-    latex.same_math.cache_clear()
+    answer._own_pool(os.getpid()).close()
+    answer.same_math.cache_clear()
 
 
 HANG = r"\boxed{9^{9^{9}}}"
@@ -213,7 +213,7 @@ def test_math_called_directly_works_in_a_forked_process(half_a_second):
 
 
 def _judge_directly():
-    latex.SECONDS = 60.0
+    answer.SECONDS = 60.0
     return rewards.math_reward([r"\boxed{x+z}", r"\boxed{x}"], answer=["z+x", "z+x"])
 
 
