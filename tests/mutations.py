@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "bench/faults.py",
+COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "tests/*.txt", "bench/faults.py",
           "examples/*.py", "models/tiny/*", "runtime/*.html", "bench/screenshots.py",
           "bench/results/ranks_reduce.json", "docs/data_and_rewards.md")
 STAGES = (  # each runs if the one before it passed
