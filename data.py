@@ -260,8 +260,8 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
 
 # ------------------------------------------------------------------------------ prompts and batches
 
-# "{question}" is replaced by the question. With --eval_budget, the text after "{opener}" is appended
-# to a completion that was cut off while thinking, to force an answer; without it DEFAULT_OPENER.
+# "{question}" is replaced by the question. With --eval_budget, the text after "{opener}" (without it
+# DEFAULT_OPENER) is appended to a completion that was cut off while thinking, to force an answer.
 TEMPLATES = {
     "chat": "{opener}</think><answer>",  # the prompt comes from the tokenizer's own chat template
     "none": "{question}",
@@ -296,8 +296,8 @@ def read_template(template):
                              f"{', '.join(TEMPLATES)}")
         text = read_text(path).removesuffix("\n")
     if "{question}" not in split_template(text)[0]:
-        raise ValueError(f"--template {path.name}: the prompt needs {{question}} where the question "
-                         "belongs, and before {opener}")
+        raise ValueError(f"--template {path.name}: the prompt needs {{question}} where the "
+                         "question belongs, and before {opener}")
     return text
 
 
@@ -334,8 +334,8 @@ def encode(example, tokenizer, template):
 def request_seed(*key):
     """A seed for one vLLM request from (run seed, step, index of the prompt, ...).
 
-    vLLM gives sample j of a request the seed + j. The seeds of requests must therefore be far apart:
-    with one seed for all prompts, or with seed + step, different requests would share their noise.
+    vLLM gives sample j of a request the seed + j. The seeds of requests must therefore be far
+    apart: with one seed for all prompts, or with seed + step, different requests would share their noise.
     """
     return random.Random(repr(key)).getrandbits(48)
 
@@ -379,8 +379,8 @@ def load_eval_sets(cfg, **keys):
     names = [re.sub(r"[^\w.-]", "-", name) for name in names]  # it becomes a part of metrics' names
     for source, name in zip(sources, names):
         if names.count(name) > 1:
-            raise ValueError(f"--eval_data {cfg.eval_data}: two sets have the name {name}; rename a "
-                             "file")
+            raise ValueError(f"--eval_data {cfg.eval_data}: two sets have the name {name}; rename "
+                             "a file")
         own = {} if len(sources) == 1 else {"eval_set": name}
         spec = TASKS.get(source, {}).get("rewards", cfg.rewards)
         columns = {} if source in TASKS else keys
@@ -424,14 +424,14 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
     taken = ADDED_COLUMNS | {"prompt_ids", "completions"}
     for name in sorted(taken & set().union(*train_set, *eval_set)):
         notify(f"note: rewards do not see the column '{name}' of the data, but the trainer's")
-    held_out = {example["question"] for example in eval_set if cfg.steps}  # --steps 0: evaluates only
+    held_out = {example["question"] for example in eval_set if cfg.steps}  # 0: evaluates only
     new = [example for example in train_set if example["question"] not in held_out]
     if not new:
         raise ValueError(f"{source}: nothing is left to train on: all {len(train_set)} training "
                          "questions are also held out for evaluation")
     if left_out := len(train_set) - len(new):
-        notify(f"{left_out} of {len(train_set)} training examples left out: their questions are held "
-               "out")
+        notify(f"{left_out} of {len(train_set)} training examples left out: their questions are "
+               "held out")
     vocabulary = empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config().vocab_size
     limit, kept = f"--max_prompt {cfg.max_prompt}", {}
     for name, examples in (("training", new), ("evaluation", eval_set)):
@@ -439,15 +439,15 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
             ids = example["prompt_ids"] = encode(example, tokenizer, cfg.template)
             if max(ids, default=0) >= vocabulary:
                 raise ValueError(
-                    f"--model {cfg.model}: its tokenizer made token {max(ids)} of a prompt, but its "
-                    f"vocabulary has {vocabulary}: is this another model's tokenizer?")
+                    f"--model {cfg.model}: its tokenizer made token {max(ids)} of a prompt, but "
+                    f"its vocabulary has {vocabulary}: is this another model's tokenizer?")
         kept[name] = [e for e in examples if len(e["prompt_ids"]) <= cfg.max_prompt]
         count = len(kept[name])
         if count < at_least:
             raise ValueError(f"{count} {name} prompts fit into {limit} tokens, {at_least} needed")
         if count < len(examples):
-            notify(f"{len(examples) - count} of {len(examples)} {name} prompts left out: longer than "
-                   f"{limit}")
+            notify(f"{len(examples) - count} of {len(examples)} {name} prompts left out: longer "
+                   f"than {limit}")
         for lost in {e.get("eval_set") for e in examples} - {e.get("eval_set") for e in kept[name]}:
             raise ValueError(f"--eval_data {lost}: none of its prompts fits into {limit} tokens")
     return kept["training"], kept["evaluation"]

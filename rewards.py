@@ -474,7 +474,7 @@ def repetition_reward(text, completion_ids=None, repetition_ngram=4):
 
 
 def length_kimi_reward(completions, prompts, correct=None, completion_ids=None, **columns):
-    """Kimi k1.5's length reward among a prompt's completions, -0.5 to 0.5 (arXiv 2501.12599, 2.3.3).
+    """Kimi k1.5's length reward of a prompt's samples, -0.5 to 0.5 (arXiv 2501.12599, 2.3.3).
 
     0.5 - (length - shortest) / (longest - shortest) for a correct answer, the same but at most 0
     for a wrong one, and 0 if all lengths are equal. `correct` is the first reward of the spec

@@ -1,4 +1,4 @@
-"""The jail: a program reads and writes nothing of ours, ends in time, and cannot forge its result."""
+"""The jail: a program reads and writes nothing of ours, ends in time, and forges no result."""
 import os
 import socket
 import textwrap
@@ -35,7 +35,8 @@ def test_each_run_reads_its_input_and_ends_with_its_output(each_jail):
 ESCAPES = {
     "environment": """
         print("hf_secret" in str(os.environ) or "HOME" not in os.environ)
-        print(os.access("/proc/1/environ", os.R_OK) and "hf_secret" in open("/proc/1/environ").read())""",
+        path = "/proc/1/environ"
+        print(os.access(path, os.R_OK) and "hf_secret" in open(path).read())""",
     "files": """
         for path in (SECRET, FILE, "/etc/passwd", "/etc/shadow", "/home", "/work", "/var",
                      "/root/.bashrc", "/old/passwd", "/proc/1/root/etc/passwd",
@@ -47,8 +48,8 @@ ESCAPES = {
             try: os.kill(pid, signal.SIGKILL)  # and so are process 1 and this test
             except OSError: pass""",
     "writing": """
-        for path in ("/", "/usr", "/usr/bin", "/etc", "/dev", "/proc", "/proc/sys/kernel", "/python",
-                     "/sys", "/lib", "/proc/sys/kernel/core_pattern"):
+        for path in ("/", "/usr", "/usr/bin", "/etc", "/dev", "/proc", "/proc/sys/kernel", "/sys",
+                     "/python", "/lib", "/proc/sys/kernel/core_pattern"):
             for name in path, path + "/x":
                 try: print(open(name, "w"))
                 except OSError: pass
@@ -246,8 +247,8 @@ def test_text_that_is_not_a_program_fails_without_an_error(each_jail):
 
 def test_asserts_are_run_one_by_one(each_jail):
     program = "def f(x): return x * x\n\nif __name__ == '__main__': raise SystemExit('no script')"
-    tests = ["assert f(3) == 9", "assert f(3) == 8", "assert f(2) == 4, 'two'", "assert f('x') == 1",
-             "import math\nassert math.isqrt(f(5)) == 5", "f("]
+    tests = ["assert f(3) == 9", "assert f(3) == 8", "assert f(2) == 4, 'two'",
+             "assert f('x') == 1", "import math\nassert math.isqrt(f(5)) == 5", "f("]
     assert jail.run_asserts(program, tests) == [True, False, True, False, True, False]
 
 
@@ -288,7 +289,7 @@ class Money:
     tests = ["assert 1 == 1.0", "assert True == 1", "assert P(1, 2) == (1, 2)",
              "assert (1, 2) == P(1, 2)", "assert Counter('aab') == {'a': 2, 'b': 1}",
              "assert {1, 2} == {2, 1}", "assert Money(3) == Money(3)",
-             "assert [1, [2.0, 'x']] == [1.0, [2, 'x']]", "assert None == None", "assert 'a' == 'a'"]
+             "assert [1, [2.0, 'x']] == [1.0, [2, 'x']]", "assert None == None"]
     assert jail.run_asserts(program, tests) == [True] * len(tests)
     tests = ["assert [1] == (1,)", "assert {'a': 1} == {'a': 2}", "assert '1' == 1",
              "assert Money(1) == Money(2)"]
@@ -297,7 +298,7 @@ class Money:
 
 def test_without_isolation_code_raises_a_one_line_error(monkeypatch, tmp_path):
     monkeypatch.setattr(jail, "isolation", lambda: None)
-    monkeypatch.setenv("PATH", str(tmp_path))  # no bwrap, no unshare, also for the verifier's process
+    monkeypatch.setenv("PATH", str(tmp_path))  # no bwrap, no unshare, also in the pool
     with pytest.raises(jail.NoIsolation, match="^no isolation .*--allow_unsafe_code$"):
         jail.run_program("print(1)", [""])
     with pytest.raises(ValueError, match="^no isolation .*--allow_unsafe_code$"):

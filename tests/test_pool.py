@@ -1,4 +1,4 @@
-"""The pool and the verifier: no call delays, stops or outlives the trainer, or changes another value."""
+"""The pool and the verifier: no call delays, stops or outlives the trainer, or changes a value."""
 import os
 import pickle
 import signal
@@ -114,7 +114,8 @@ def test_twenty_hung_answers_cost_one_limit_and_the_rest_are_judged_right():
 
 
 def test_each_sample_gets_its_own_verdict_whatever_the_others_do(judge, capfd):
-    wanted = {"ok": 0.5, "none": None, "nan": None, "int": 1.0, "ask": 0.0, "numpy": 1.0, "hang": None}
+    wanted = {"ok": 0.5, "none": None, "nan": None, "int": 1.0, "ask": 0.0, "numpy": 1.0,
+              "hang": None}
     crash = ["raise", "exit", "die", "inf", "two", "text", "dict", "str", "bytes", "set", "number",
              "nothing", "complex", "huge", "nested", "column", "scalar"]
     texts = [*crash, *wanted, "ok"]
@@ -125,7 +126,7 @@ def test_each_sample_gets_its_own_verdict_whatever_the_others_do(judge, capfd):
     assert judge("misbehaves", ["ok", "raise"])[0] == [0.5, None]
     printed = capfd.readouterr().err
     assert printed.count("crashed") == 1  # printed once, with function and example; then counted
-    for text in "'misbehaves'", "'raise'", "gold raise", "KeyError: 'no such thing'", "my_own_file.py":
+    for text in "'misbehaves'", "'raise'", "gold raise", "KeyError: 'no such thing'", "my_own_file":
         assert text in printed
 
 
@@ -262,7 +263,7 @@ def test_a_closed_verifier_raises_and_leaves_no_process(my):
 
 
 def trainer(my, tail):
-    """A process that has started workers. Returns (process, pids of the fork server and workers)."""
+    """A process that has started workers. Returns it and pids: the fork server and the workers."""
     program = f"""import os, signal, sys, threading, time; sys.path.insert(0, {str(ROOT)!r})
 import rewards
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
@@ -355,7 +356,7 @@ THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=[600]
 
 @pytest.mark.parametrize("source, says", [
     ("def f(completions) return []", "SyntaxError: .*my.py, line 1"),
-    ("import os\n\nf = undefined", r"my.py:f: NameError: name 'undefined' is not defined \(line 3\)"),
+    ("import os\n\nf = no", r"my.py:f: NameError: name 'no' is not defined \(line 3\)"),
     ("import no_such_module", r"No module named 'no_such_module' \(line 1\)"),
     ("import sys\nsys.exit('bye')", r"SystemExit: bye \(line 2\)"),
     ("raise RuntimeError('two\\nlines')", r"RuntimeError: two lines \(line 1\)"),
@@ -364,7 +365,7 @@ THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=[600]
     ("f = input('? ')", r"EOFError: .* \(line 1\)"),
     ("def g(completions): return []", "has no attribute 'f'"), ("f = [1]", "is not a function"),
     ("from os import getcwd as f", "it is no reward function"),
-    ("def f(texts): return []", r"it is no reward function, which is f\(completions, \*\*columns\)"),
+    ("def f(texts): return []", r"no reward function, which is f\(completions, \*\*columns\)"),
     ("import time\nwhile True:\n    try: time.sleep(9)\n    except BaseException: pass",
      "not ready after 1 s: does a reward file loop"),
     (GOOD + "def warm(): return 1 / 0\nf.warm = warm", "^ZeroDivisionError"),

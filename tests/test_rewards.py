@@ -88,7 +88,8 @@ def test_every_completion_of_the_table_earns_what_it_says_within_the_time_limit(
         assert {0, 1} <= {case[3] for case in cases if case[0] == name}
     names = {name for case in cases for name in case[2]}
     columns = {name: [case[2].get(name) for case in cases] for name in names}
-    values, _, metrics = verify([case[1] for case in cases], reward=[c[0] for c in cases], **columns)
+    columns["reward"] = [case[0] for case in cases]
+    values, _, metrics = verify([case[1] for case in cases], **columns)
     wrong = [(value, name, text[:99], given, wanted, why)
              for value, (name, text, given, wanted, why) in zip(values, cases)
              if (value is None) != (wanted is None) or value != pytest.approx(wanted)]
@@ -151,7 +152,7 @@ def test_every_math500_answer_gets_1_and_0_against_the_next_answer(verify):
 
 
 def test_gold_answers_that_cannot_be_read_are_counted_and_if_none_can_be_it_is_an_error(verify):
-    said = []
+    said, sample = [], "(an even sample of 600)"
     count = functools.partial(verify.count_unreadable, notify=said.append)
     examples = [{"question": "q", "answer": f"#### {n or 'none'}"} for n in range(600)]
     for part in examples, examples[:200], examples[1:], []:
@@ -160,7 +161,7 @@ def test_gold_answers_that_cannot_be_read_are_counted_and_if_none_can_be_it_is_a
     count([{"answer": gold, "reward": "math"} for gold in golds])
     tail = "and their completions get no verdict; one is"
     assert said == [
-        f"reward gsm8k: 1 of 200 answers cannot be read (an even sample of 600), {tail} '#### none'",
+        f"reward gsm8k: 1 of 200 answers cannot be read {sample}, {tail} '#### none'",
         f"reward gsm8k: 1 of 200 answers cannot be read, {tail} '#### none'",
         f"reward math: 2 of 7 answers cannot be read, {tail} '\\\\frac{{1}}'"]
     with pytest.raises(ValueError, match=r"^reward gsm8k: none of 3 answers can be read.* '\{\}'$"):
@@ -298,7 +299,8 @@ def test_after_a_marked_answer_only_another_mark_counts(n, other, way, second, w
 @settings(deadline=None)
 @given(st.fractions(max_denominator=1000), st.integers(1, 9))
 def test_fractions_are_exact(x, k):
-    gold, near = f"{x.numerator}/{x.denominator}", f"{x.numerator * 1000 + 1}/{x.denominator * 1000}"
+    gold = f"{x.numerator}/{x.denominator}"
+    near = f"{x.numerator * 1000 + 1}/{x.denominator * 1000}"
     for text in (f"{x.numerator * k}/{x.denominator * k}",
                  rf"\frac{{{x.numerator}}}{{{x.denominator}}}"):
         assert one("gsm8k", f"<answer>{text}</answer>", answer=gold) == 1.0
@@ -350,7 +352,7 @@ def judge(tmp_path):
 
 @contextlib.contextmanager
 def endpoint_at(host, tmp_path):
-    """A fake OpenAI-compatible endpoint: it answers endpoint.says; endpoint.asked has the requests."""
+    """A fake OpenAI-compatible endpoint that answers endpoint.says and keeps endpoint.asked."""
     class Endpoint(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             endpoint.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -437,7 +439,7 @@ def test_the_key_does_not_follow_a_redirect_to_another_host(judge, monkeypatch, 
 @pytest.mark.parametrize("part, status", [("head", 200), ("body", 400)])
 def test_a_judge_that_replies_in_drops_has_a_time_limit(judge, part, status):
     judge.drips, judge.status = part, status
-    with pytest.raises(ValueError, match="^--judge_url http://127.0.0.1:[0-9]*/v1: no reply in time;"):
+    with pytest.raises(ValueError, match="^--judge_url http://127.*/v1: no reply in time;"):
         rewards.judge.check(timeout=0.7, **judge.settings)
     assert judge.judge("x", timeout=0.7) is None
 
@@ -474,7 +476,7 @@ def test_a_busy_judge_is_asked_again_and_one_that_fails_is_a_crash_with_its_reas
 
 @pytest.mark.parametrize("faults, says", [
     ({"judge_url": "http://127.0.0.1:9/v1"}, "^--judge_url .*:9/v1: Connection refused; start the"),
-    ({"judge_url": "http://no-such-host.invalid/v1"}, "no-such-host.invalid/v1: .*; start the judge"),
+    ({"judge_url": "http://no-such-host.invalid/v1"}, "host.invalid/v1: .*; start the judge"),
     ({"judge_url": "localhost:8000/v1"}, "must look like http"),
     ({"judge_url": ""}, "needs --judge_url"),
     ({"judge_url": "http://me:secret@localhost:8000/v1"}, "must look like .* OPENAI_API_KEY"),
@@ -487,10 +489,10 @@ def test_a_busy_judge_is_asked_again_and_one_that_fails_is_a_crash_with_its_reas
     ({"status": 500, "body": b"two\nlines"}, "HTTP 500 Internal Server Error two lines$"),
     ({"delay": 60}, "no reply in time; .* --reward_timeout$"),
     ({"body": b"\xff junk"}, "not the reply of an OpenAI-compatible endpoint"),
-    ({"body": b"{}"}, r"not the reply .*\(KeyError: 'choices'\); its address usually ends with /v1"),
-    ({"says": "Is\nright"}, r"--judge_model m ends its reply with 'Is\\nright' and not with 'SCORE: n'"),
+    ({"body": b"{}"}, r"not the reply .*\(KeyError: 'choices'\); its address usually ends with"),
+    ({"says": "Is\nright"}, r"--judge_model m ends its reply with 'Is\\nright' and not with 'SCORE"),
     ({"judge_cache": "/dev/null/x"}, "the judge's cache /dev/null/x cannot be read: "),
-    ({"judge_cache": __file__}, "the judge's cache .*test_rewards.py cannot be read: file is not a"),
+    ({"judge_cache": __file__}, "the judge's cache .*rewards.py cannot be read: file is not a"),
 ])
 def test_a_judge_that_cannot_work_ends_in_one_line_at_the_start(judge, monkeypatch, faults, says):
     assert rewards.judge_reward.check is rewards.judge.check
@@ -511,7 +513,8 @@ def test_a_judge_that_cannot_work_ends_in_one_line_at_the_start(judge, monkeypat
 
 
 def test_several_instructions_give_1_only_if_all_are_followed_or_with_partial_their_share():
-    names = ["punctuation:no_comma", "change_case:english_lowercase", "length_constraints:number_words"]
+    names = ["punctuation:no_comma", "change_case:english_lowercase",
+             "length_constraints:number_words"]
     rows = {"instruction_id_list": [names],
             "kwargs": [[{}, {"num_words": None}, {"num_words": 3, "relation": "at least"}]]}
     for text, value, share in (("one two three", 1.0, 1.0), ("one, two three", 0.0, 2 / 3),
@@ -560,7 +563,8 @@ def test_overlong_is_trls_soft_overlong_punishment():
     from trl.rewards import get_soft_overlong_punishment
     ids = [[0] * n for n in (0, 1, 79, 80, 81, 90, 99, 100, 101, 500)]
     theirs = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)(ids)
-    f = functools.partial(rewards.overlong_reward, [""] * len(ids), completion_ids=ids, max_tokens=100)
+    f = functools.partial(rewards.overlong_reward, [""] * len(ids), completion_ids=ids,
+                          max_tokens=100)
     assert f(overlong_buffer=20) == f() == theirs
     hard = [0] * 4 + [-1] * 6  # as soon as the soft one begins
     assert f(overlong="hard", overlong_buffer=20) == f(overlong="hard") == hard
@@ -587,8 +591,9 @@ def test_length_kimi_by_hand():
     f = functools.partial(rewards.length_kimi_reward, [""] * 6, **columns)
     assert f(correct=[1, 1, 1, 1, 0, 0]) == [0.5, 0.0, -0.5, 0.0, 0.0, 0.0]
     assert f(correct=[0, 0, 0, None, 1, None]) == [0.0, 0.0, -0.5, None, 0.0, None]
-    texts, columns = [r"\boxed{1}", r"so it is \boxed{1}"], {"prompts": ["p"] * 2, "answer": ["1"] * 2}
-    assert rewards.length_kimi_reward(texts, **columns) == [0.5, -0.5]  # as TRL would call it
+    texts = [r"\boxed{1}", r"so it is \boxed{1}"]  # as TRL would call it:
+    values = rewards.length_kimi_reward(texts, prompts=["p"] * 2, answer=["1"] * 2)
+    assert values == [0.5, -0.5]
 
 
 def test_random_is_a_fair_coin_that_ignores_the_answer_and_is_reproducible(verify):
