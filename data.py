@@ -260,8 +260,8 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
 
 # ------------------------------------------------------------------------------ prompts and batches
 
-# "{question}" is replaced by the question. With --eval_budget, the text after "{opener}" (without it
-# DEFAULT_OPENER) is appended to a completion that was cut off while thinking, to force an answer.
+# "{question}" is replaced by the question. With --eval_budget, the text after "{opener}" (or
+# DEFAULT_OPENER) is appended to a completion that was cut off while thinking, to get an answer.
 TEMPLATES = {
     "chat": "{opener}</think><answer>",  # the prompt comes from the tokenizer's own chat template
     "none": "{question}",
@@ -335,7 +335,7 @@ def request_seed(*key):
     """A seed for one vLLM request from (run seed, step, index of the prompt, ...).
 
     vLLM gives sample j of a request the seed + j. The seeds of requests must therefore be far
-    apart: with one seed for all prompts, or with seed + step, different requests would share their noise.
+    apart: with one seed for all prompts, or with seed + step, they would share their noise.
     """
     return random.Random(repr(key)).getrandbits(48)
 

@@ -150,7 +150,7 @@ def test_collate_points_at_the_token_before_each_completion_token():
 
 
 def naive_logps(model, rollout, temperature):
-    """Log-probs and entropies of one sequence, from the full logits of the library's forward pass."""
+    """Log-probs and entropies of one sequence, from the full logits of the library's pass."""
     ids, start = torch.tensor([rollout.prompt + rollout.completion]), len(rollout.prompt)
     logits = model(input_ids=ids, use_cache=False).logits[0, start - 1:-1] / temperature  # (R, V)
     logp = logits.log_softmax(-1)  # (R, V)
@@ -269,7 +269,7 @@ def test_the_rehearsed_pack_has_the_longest_sequence_all_tokens_and_the_most_hea
     tokens, head_rows = (sum(x) for x in zip(*([p + c, c] for p, c in sequences)))
     assert sequences[0] == (prompt, completion) and all(p and c <= completion for p, c in sequences)
     assert len(sequences) == 1 or budget - 1 <= tokens <= budget
-    # completions with prompts of one token have the most rows; the longest sequence costs its prompt
+    # completions with prompts of one token have the most rows; a longest one costs its prompt
     most = budget // (1 + completion) * completion + max(0, budget % (1 + completion) - 1)
     assert head_rows >= min(most, budget) - prompt - completion
 

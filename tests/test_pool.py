@@ -152,7 +152,7 @@ def test_whole_batch_functions_see_every_completion_and_the_first_part(judge):
     parts = judge("odd,centred", ["a", "bb", "c"])[1]
     assert parts == {"odd": [1.0, 0.0, 1.0], "centred": [1.0, 1.0, 3.0]}
     columns = {"answer": ["72"] * 3, "prompts": ["p"] * 3}
-    texts = [r"\boxed{72}", r"it is \boxed{72}", r"not \boxed{71}"]
+    texts = [r"\boxed{72}", r"it is \boxed{72}", r"\boxed{71}"]
     # `correct` is gsm8k's part, wherever it stands; without it, math decides
     wanted = {"length_kimi": [0.5, -0.5, 0.0], "gsm8k": [1.0, 1.0, 0.0]}
     assert judge("length_kimi,gsm8k", texts, **columns)[1] == wanted

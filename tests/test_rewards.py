@@ -9,6 +9,7 @@ import random
 import re
 import threading
 import time
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -490,7 +491,7 @@ def test_a_busy_judge_is_asked_again_and_one_that_fails_is_a_crash_with_its_reas
     ({"delay": 60}, "no reply in time; .* --reward_timeout$"),
     ({"body": b"\xff junk"}, "not the reply of an OpenAI-compatible endpoint"),
     ({"body": b"{}"}, r"not the reply .*\(KeyError: 'choices'\); its address usually ends with"),
-    ({"says": "Is\nright"}, r"--judge_model m ends its reply with 'Is\\nright' and not with 'SCORE"),
+    ({"says": "Is\nright"}, r"--judge_model m ends its reply with 'Is\\nright' and not with"),
     ({"judge_cache": "/dev/null/x"}, "the judge's cache /dev/null/x cannot be read: "),
     ({"judge_cache": __file__}, "the judge's cache .*rewards.py cannot be read: file is not a"),
 ])
@@ -626,18 +627,18 @@ def test_trls_reward_functions_run_unchanged_in_our_verifier():
     assert not any(metrics.values())
 
 
-def test_our_reward_functions_run_unchanged_in_trls_trainer(tmp_path):
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-    data = Dataset.from_list([{"prompt": f"{a}+1", "answer": str(a + 1), "numbers": [a, 1],
-                               "target": a + 1} for a in range(8)])
-    functions = [rewards.REWARDS[name] for name in (
-        "gsm8k", "math", "countdown", "format", "length_kimi", "repetition", "random")]
-    config = GRPOConfig(output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2,
-                        num_generations=2, max_completion_length=4, report_to="none", use_cpu=True,
-                        logging_steps=1, save_strategy="no", bf16=False, disable_tqdm=True)
-    trainer = GRPOTrainer(str(ROOT / "models/tiny"), functions, args=config, train_dataset=data)
-    trainer.train()
-    logged = {key: value for entry in trainer.state.log_history for key, value in entry.items()}
-    for function in functions:
-        assert -1 <= logged[f"rewards/{function.__name__}/mean"] <= 1
+def test_our_reward_functions_run_unchanged_in_trls_trainer():
+    from trl import GRPOTrainer
+    names = ["gsm8k", "math", "countdown", "format", "length_kimi", "repetition", "random"]
+    functions = [rewards.REWARDS[name] for name in names]
+    trainer = mock.MagicMock(reward_funcs=functions, reward_func_names=names, environments=None,
+                             reward_processing_classes=names)
+    trainer.accelerator.device = "cpu"
+    columns = {"answer": ["18"] * 2, "numbers": [[6, 12]] * 2, "target": [18] * 2}
+    rows = [dict(zip(columns, row)) for row in zip(*columns.values())]
+    columns |= {"prompts": ["6+12"] * 2, "completion_ids": [[1, 2, 3, 4, 5], [1, 1, 1, 1, 1, 1]],
+                "completions": ["<answer>6 + 12</answer>", r"<think>6</think>\boxed{18}"]}
+    given = GRPOTrainer._calculate_rewards(
+        trainer, rows, *(columns[name] for name in ("prompts", "completions", "completion_ids")))
+    wanted = [function(**columns) for function in functions]  # (7, 2)
+    assert given.T.tolist() == [pytest.approx(values) for values in wanted] and wanted[1] == [0, 1]
