@@ -36,6 +36,7 @@ from pathlib import Path
 START_SECONDS = 120.0  # limit of make_handler: importing torch from a network disk takes 60
 FORK_SECONDS = 10.0  # limit of a fork: a fork server that was stopped, or hangs, is replaced
 MAX_SLOW = 32  # slow calls that may run beside the others at one time (see Pool._slow_at)
+WAITING = 64  # calls that wait for a network, at one time
 in_pool = False  # True in the fork server and the workers of a pool: calls there can be killed
 # The CPUs of this process, read before vLLM pins its threads
 CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
@@ -44,6 +45,7 @@ CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 @dataclass
 class Task:
     payload: bytes
+    waits: bool  # for a network, more than it computes
     future: Future = field(default_factory=Future)
 
 
@@ -78,25 +80,28 @@ class Pool:
         self.setup = pickle.dumps((list(sys.path), CPUS, memory, handler, args))
         self.timeout = timeout
         self.size = workers or len(CPUS or range(os.cpu_count() or 1))
-        self.pending, self.workers, self.closed = deque(), [], False
-        self.mean_seconds = 0.0  # running mean of the time per task
+        self.pending = {False: deque(), True: deque()}  # tasks that compute; that wait
+        self.workers, self.closed = [], False
+        self.mean_seconds = 0.0  # running mean of the time of a task that computes
         self.wake_reader, self.wake_writer = os.pipe()  # other threads wake the pool's with a byte
         self.lock = threading.Lock()  # no task may be queued after the thread has ended
         self._start_fork_server()
         self.thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
         self.thread.start()
 
-    def submit(self, tasks):
+    def submit(self, tasks, waits=False):
         """Queue tasks. Returns a list of Futures of their results.
+
+        As many tasks run at a time as the pool has workers; with waits=True WAITING tasks.
 
         Raises what pickle raises for a task that cannot be pickled. Raises RuntimeError if the pool
         is closed, as does a Future that is unfinished when it is closed.
         """
-        tasks = [Task(pickle.dumps(payload)) for payload in tasks]
+        tasks = [Task(pickle.dumps(payload), waits) for payload in tasks]
         with self.lock:
             if self.closed:
                 raise RuntimeError("the verifier pool is closed")
-            self.pending.extend(tasks)
+            self.pending[waits].extend(tasks)
             os.write(self.wake_writer, b"!")
         return [task.future for task in tasks]
 
@@ -124,7 +129,8 @@ class Pool:
             worker.conn.close()
         os.close(self.wake_reader)
         os.close(self.wake_writer)
-        for task in [*self.pending, *(worker.task for worker in self.workers if worker.task)]:
+        running = [worker.task for worker in self.workers if worker.task]
+        for task in [*running, *self.pending[False], *self.pending[True]]:
             task.future.set_exception(error)
 
     def _step(self):
@@ -148,22 +154,23 @@ class Pool:
                     os.setpriority(os.PRIO_PGRP, worker.pid, 10)
 
     def _assign_tasks(self):
-        while self.pending:
-            worker = next((w for w in self.workers if not w.task), None)
-            if worker is None:
-                if sum(not w.slow for w in self.workers) >= self.size:
-                    return
-                worker = self._fork_worker()
-            worker.task, worker.started = self.pending.popleft(), time.monotonic()
-            with contextlib.suppress(OSError):  # it has just died: the next _step reads end of file
-                worker.conn.send_bytes(worker.task.payload)
+        for waits, limit in ((False, self.size), (True, WAITING)):
+            busy = sum(w.task is not None and w.task.waits == waits and not w.slow
+                       for w in self.workers)
+            for _ in range(min(limit - busy, len(self.pending[waits]))):
+                idle = [worker for worker in self.workers if not worker.task]
+                worker = idle[0] if idle else self._fork_worker()
+                worker.task, worker.started = self.pending[waits].popleft(), time.monotonic()
+                with contextlib.suppress(OSError):  # it has just died: _step reads end of file
+                    worker.conn.send_bytes(worker.task.payload)
 
     def _receive(self, worker):
         try:
             result = worker.conn.recv()
         except (EOFError, OSError):
             return self._remove(worker, Pool.DIED)
-        self.mean_seconds += (time.monotonic() - worker.started - self.mean_seconds) / 20
+        if not worker.task.waits:
+            self.mean_seconds += (time.monotonic() - worker.started - self.mean_seconds) / 20
         worker.task.future.set_result(result)
         worker.task = None
         if worker.slow:  # another worker has its place, and its priority cannot rise again
@@ -175,7 +182,7 @@ class Pool:
         Relative to the mean: where every call takes long (programs, a busy machine), replacing
         every worker would start more processes than there are cores, and each would take longer.
         """
-        if worker.slow or sum(w.slow for w in self.workers) >= MAX_SLOW:
+        if worker.slow or worker.task.waits or sum(w.slow for w in self.workers) >= MAX_SLOW:
             return float("inf")
         return worker.started + max(self.timeout / 25, 4 * self.mean_seconds)
 

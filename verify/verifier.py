@@ -8,13 +8,12 @@ import math
 import operator
 import sys
 import traceback
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
 
 from verify.pool import Pool
 
-WAITING = 64  # calls of functions that wait for a network, at a time
 # by the trainer and by Verifier
 ADDED_COLUMNS = {"prompts", "step", "sample_index", "completion_ids", "index", "correct"}
 
@@ -30,16 +29,8 @@ class Traits:
     """
     columns: set = None
     whole_batch: bool = False  # it gets all completions of a spec in one call, after the others
-    waits: bool = False  # it waits for a network more than it computes: WAITING calls at a time
+    waits: bool = False  # for a network, more than it computes: pool.WAITING calls at a time
     reads_gold: bool = False  # gives None to "" exactly if it cannot read the gold answer
-
-
-@dataclass
-class Batch:
-    completions: list
-    values: dict  # name of a function -> a number, None or a list of steps per completion
-    failed: set = field(default_factory=set)  # indices: a part has timed out or crashed
-    metrics: dict = field(default_factory=lambda: {"reward/timeouts": 0.0, "reward/crashes": 0.0})
 
 
 class Verifier:
@@ -83,20 +74,12 @@ class Verifier:
                 raise ValueError(f"column 'reward': {str(other)[:200]} is no text such as "
                                  "math:1,format:0.1")
 
-        def start(workers, check):
-            args = (list(dict.fromkeys(specs)), known, settings, check)
-            return Pool("verify.verifier:_make_handler", args, workers, timeout, memory_mb << 20)
-
-        self.pool = start(workers, check=True)
+        args = (list(dict.fromkeys(specs)), known, settings)
+        self.pool = Pool("verify.verifier:_make_handler", args, workers, timeout, memory_mb << 20)
         self.spec, self.messages = spec, messages
         self.weights, self.traits = self.pool.about  # {spec: {name: weight}}, {name: Traits}
         self.needed = {name: traits.columns - settings.keys()
                        for name, traits in self.traits.items()}
-        waiting = {name for name, traits in self.traits.items()
-                   if traits.waits and not traits.whole_batch}
-        self.pools = [(self.pool, self.traits.keys() - waiting)]
-        if waiting:
-            self.pools.append((start(WAITING, check=False), waiting))
         self.crashes = {}  # name of a function -> last line of its first crash
 
     def weights_of(self, spec=None):
@@ -128,51 +111,47 @@ class Verifier:
         for i, spec in enumerate(specs if isinstance(specs, (list, tuple)) else [specs] * n):
             self.weights_of(spec)  # raises
             rows_of.setdefault(spec or self.spec, []).append(i)
-        batch = Batch(completions, {name: [None] * n for name in self.traits})
+        values = {name: [None] * n for name in self.traits}  # or numbers, steps, errors as text
         whole = [name for name, traits in self.traits.items() if traits.whole_batch]
-        self._judge(batch, columns, [(name, [i]) for spec, rows in rows_of.items()
-                                     for name in self.weights[spec] if name not in whole
-                                     for i in rows])
+        calls = [(name, [i]) for spec, rows in rows_of.items()
+                 for name in self.weights[spec] if name not in whole for i in rows]
+        self._judge(calls, completions, columns, values)
         for spec, rows in rows_of.items():
             names = self.weights[spec]
             first = next((name for name in names if name not in whole), None)
-            correct = {"correct": list(map(_part, batch.values[first]))} if first else {}
-            self._judge(batch, columns | correct, [(name, rows) for name in names if name in whole])
+            correct = {"correct": list(map(_part, values[first]))} if first else {}
+            calls = [(name, rows) for name in names if name in whole]
+            self._judge(calls, completions, columns | correct, values)
 
         rewards = [None] * n
         for spec, rows in rows_of.items():
             for i in rows:
-                given = [(weight, batch.values[name][i])
-                         for name, weight in self.weights[spec].items()
-                         if batch.values[name][i] is not None]
-                if given and i not in batch.failed:
+                given = [(weight, values[name][i]) for name, weight in self.weights[spec].items()
+                         if values[name][i] is not None]
+                if given and not any(isinstance(value, str) for _, value in given):
                     rewards[i] = _weighted(given, completions[i])
-        parts = {name: list(map(_part, column)) for name, column in batch.values.items()}
-        return rewards, parts, batch.metrics
+        errors = [x for column in values.values() for x in column if isinstance(x, str)]
+        timeouts = errors.count(Pool.TIMEOUT)
+        metrics = {"reward/timeouts": float(timeouts),
+                   "reward/crashes": float(len(errors) - timeouts)}
+        return rewards, {name: list(map(_part, column)) for name, column in values.items()}, metrics
 
-    def _judge(self, batch, columns, calls):
-        """Make calls (name of a function, indices of its completions) and store the results."""
+    def _judge(self, calls, completions, columns, values):
+        """Make calls (name of a function, indices of completions) and enter what they return."""
         jobs = []
-        for pool, names in self.pools:
-            mine = [call for call in calls if call[0] in names]
-            tasks = [(name, *_select(batch.completions, columns, rows)) for name, rows in mine]
-            jobs += zip(mine, tasks, pool.submit(tasks))
+        for waits in False, True:
+            mine = [call for call in calls if self.traits[call[0]].waits == waits]
+            tasks = [(name, *_select(completions, columns, rows)) for name, rows in mine]
+            jobs += zip(mine, tasks, self.pool.submit(tasks, waits))
         for (name, rows), task, future in jobs:
-            result = future.result()  # a list of values, or an error as text
-            if isinstance(result, list):
-                for i, value in zip(rows, result):
-                    batch.values[name][i] = value
-                continue
-            batch.failed.update(rows)
-            if result == Pool.TIMEOUT:
-                batch.metrics["reward/timeouts"] += len(rows)
-                continue
-            batch.metrics["reward/crashes"] += len(rows)
-            if name not in self.crashes:
+            result = future.result()
+            if isinstance(result, str) and result != Pool.TIMEOUT and name not in self.crashes:
                 self.crashes[name] = f"{name}: {result.strip().splitlines()[-1]}"
                 print(f"reward {name!r} crashed (printed once, then counted in reward/crashes) on "
                       f"completion {repr(task[1])[:500]} of {repr(task[2])[:500]}\n{result}",
                       file=sys.stderr)
+            for i, value in zip(rows, [result] * len(rows) if isinstance(result, str) else result):
+                values[name][i] = value
 
     def _judged_by(self, name, examples):
         return [example for example in examples if name in self.weights_of(example.get("reward"))]
@@ -217,8 +196,7 @@ class Verifier:
 
     def close(self):
         """End the worker processes."""
-        for pool, _ in self.pools:
-            pool.close()
+        self.pool.close()
 
     def __enter__(self):
         return self
@@ -246,8 +224,10 @@ def _select(completions, columns, rows):
 
 
 def _part(value):
-    """A part: the mean of the values of a list of steps; a number or None as it is."""
-    return fmean(x for _, x in value) if isinstance(value, list) else value
+    """The mean of the values of a list of steps; None for an error; a number or None as it is."""
+    if isinstance(value, list):
+        return fmean(x for _, x in value)
+    return None if isinstance(value, str) else value
 
 
 def _weighted(given, completion):
@@ -266,7 +246,7 @@ def _weighted(given, completion):
     return sorted(steps.items())
 
 
-def _make_handler(specs, known, settings, check):
+def _make_handler(specs, known, settings):
     """Runs in the fork server. specs: the Verifier's own, then those of rows."""
     functions, weights = {}, {}
     for spec in specs:
@@ -281,7 +261,7 @@ def _make_handler(specs, known, settings, check):
             raise ValueError(f"{of_row}{e}") from None
         weights[spec] = {name: weight for name, weight, _ in parts}
     for function in functions.values():
-        if check and hasattr(function, "check"):
+        if hasattr(function, "check"):
             function.check(**settings)
         if hasattr(function, "warm"):
             function.warm()
