@@ -68,12 +68,6 @@ def test_batch_scale_divides_every_group_by_the_deviation_of_all_rewards():
     close(a, (r - r.mean(1, keepdim=True)) / (r.std(correction=0) + 1e-4))
 
 
-@pytest.mark.parametrize("axis", ["baseline", "scale"])
-def test_an_unknown_baseline_or_scale_is_an_error(axis):
-    with pytest.raises(ValueError, match=f"unknown {axis} 'typo'"):
-        nr.group_advantages(torch.rand(2, 3), **{axis: "typo"})
-
-
 # ---- token weights
 
 
@@ -93,11 +87,6 @@ def test_weights_of_two_ranks_are_those_of_one_batch():
         first, second = (nr.token_weights(part, aggregate, 8, sequences=4, tokens=17)
                          for part in (lengths[:2], lengths[2:]))
         assert nr.token_weights(lengths, aggregate, 8) == first + second
-
-
-def test_an_unknown_aggregation_is_an_error():
-    with pytest.raises(ValueError, match="unknown aggregate 'typo'"):
-        nr.token_weights([1, 2], "typo", 8)
 
 
 # ---- pack and collate
@@ -157,8 +146,7 @@ def naive_logps(model, rollout, temperature):
     return logp.gather(1, ids[0, start:, None])[:, 0], -(logp.exp() * logp).sum(-1)  # (R,), (R,)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("implementation, temperature", [("eager", 1.0), ("sdpa", 0.7)])
 def test_packed_chunked_logps_and_gradients_equal_one_sequence_at_a_time(
         model, tokenizer, implementation, temperature):
     from transformers import AutoModelForCausalLM
@@ -206,7 +194,7 @@ def test_any_split_into_packs_gives_the_same_gradient(model, tokenizer):
         logp = {id(r): policy(nr.collate([r]))[0] for r in rollouts}
     # off-policy, away from the reference
     old, ref = ({key: x + 0.3 * torch.randn_like(x) for key, x in logp.items()} for _ in range(2))
-    for budget in (1, 64, 200, 10**6):
+    for budget in (1, 64, 10**6):
         model.zero_grad()
         for members in nr.pack(rollouts, budget):
             batch = nr.collate(members)
@@ -221,13 +209,17 @@ def test_any_split_into_packs_gives_the_same_gradient(model, tokenizer):
 # ---- loss
 
 
+def one_token(advantage):
+    return SimpleNamespace(
+        advantage=torch.tensor([advantage]), weight=torch.ones(1), vllm_logps=torch.zeros(1),
+        lengths=torch.ones(1), sequence_ids=torch.zeros(1, dtype=torch.long))
+
+
 def loss_of(ratio, advantage, **changes):
     """Loss of a single token, its gradient by the log-prob, and whether it was clipped."""
     cfg = dataclasses.replace(PLAIN, **changes)
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    batch = SimpleNamespace(advantage=torch.tensor([advantage]), weight=torch.ones(1),
-                            lengths=torch.ones(1), sequence_ids=torch.zeros(1, dtype=torch.long))
-    loss, sums = nr.policy_loss(logp, torch.zeros(1), None, batch, cfg)
+    loss, sums = nr.policy_loss(logp, torch.zeros(1), None, one_token(advantage), cfg)
     loss.backward()
     return loss.item(), logp.grad.item(), int(sums["clipped"])
 
@@ -246,19 +238,18 @@ def test_the_four_quadrants_of_the_clip(ratio, advantage, loss, gradient, clippe
     assert got[2] == clipped
 
 
-@pytest.mark.parametrize("axis", ["gate", "ratio", "correction"])
-def test_an_unknown_gate_ratio_or_correction_is_an_error(axis):
-    batch = SimpleNamespace(
-        advantage=torch.ones(1), weight=torch.ones(1), vllm_logps=torch.zeros(1),
-        lengths=torch.ones(1), sequence_ids=torch.zeros(1, dtype=torch.long))
+@pytest.mark.parametrize("axis, call", [
+    *((axis, lambda axis, cfg: nr.group_advantages(torch.rand(2, 3), **{axis: "typo"}))
+      for axis in ("baseline", "scale")),
+    ("aggregate", lambda axis, cfg: nr.token_weights([1, 2], "typo", 8)),
+    *((axis, lambda axis, cfg: nr.policy_loss(torch.zeros(1), None, None, one_token(1.0), cfg))
+      for axis in ("gate", "ratio", "correction")),
+    ("correction", lambda axis, cfg: nr.importance(torch.zeros(1), None, cfg)),
+])
+def test_an_unknown_choice_is_an_error(axis, call):
     cfg = dataclasses.replace(PLAIN, **{axis: "typo"})
     with pytest.raises(ValueError, match=f"unknown {axis} 'typo'"):
-        nr.policy_loss(torch.zeros(1), None, None, batch, cfg)
-
-
-def test_importance_with_an_unknown_correction_is_an_error():
-    with pytest.raises(ValueError, match="unknown correction 'typo'"):
-        nr.importance(torch.zeros(1), None, dataclasses.replace(PLAIN, correction="typo"))
+        call(axis, cfg)
 
 
 @given(prompt=st.integers(1, 50), completion=st.integers(1, 50), budget=st.integers(1, 400))
