@@ -175,37 +175,36 @@ def hub_rows(repo, name, split):
 
 def example_of(row, question_key, answer_key):
     """A row of a file or hub dataset -> example. Raises ValueError that says what is wrong."""
+    empty = {name for name in (question_key, answer_key, "reward")
+             if row.get(name) is None or not str(row[name]).strip()}
     kind = {name: type(value).__name__ for name, value in row.items()}
-    empty = {name for name, value in row.items() if value is None or not str(value).strip()}
+    example = row | {"reward": None} if "reward" in row.keys() & empty else dict(row)
+    no_answer = answer_key == "none" or answer_key in empty and example.get("reward")
+    keys = {question_key: "--question_key"} | ({} if no_answer else {answer_key: "--answer_key"})
     if None in row:  # csv.DictReader's key for surplus fields
         raise ValueError("more fields than the header has")
     if "eval_set" in row:
         raise ValueError("rename the column 'eval_set': the name is taken by the trainer")
-    example = row | {"reward": None} if "reward" in empty else dict(row)
     if not isinstance(example.get("reward"), (str, type(None))):
         raise ValueError(f"'reward' must be text, the --rewards of this row, this is "
                          f"{kind['reward']}; rename a column with another meaning")
+    for name in [name for name in keys if name in empty]:
+        fault = f"'{name}' is empty" if name in row else (
+            f"no '{name}' (it has {', '.join(map(str, row))})")
+        raise ValueError(f"{fault}; {keys[name]} names another column")
     for name, value in row.items():  # JSON can write half a character; no tokenizer takes it
         if half := re.search("[\ud800-\udfff]", value) if isinstance(value, str) else None:
             raise ValueError(f"'{name}' has {half[0]!a}, half of a surrogate pair, which is no "
                              "character")
-    for name, flag in ((question_key, "--question_key"), (answer_key, "--answer_key")):
-        missing = name not in row or name in empty
-        if flag == "--answer_key" and (name == "none" or missing and example.get("reward")):
-            return example
-        if missing:
-            fault = f"'{name}' is empty" if name in row else (
-                f"no '{name}' (it has {', '.join(map(str, row))})")
-            raise ValueError(f"{fault}; {flag} names another column")
-        if flag == "--question_key":
-            if not isinstance(row[name], str):
-                raise ValueError(f"'{name}' must be text, this is {kind[name]}")
-            example["question"] = row[name]
-        elif isinstance(row[name], (dict, list)):
-            raise ValueError(f"'{name}' must be text or a number, this is {kind[name]}; "
-                             "--answer_key none hands it to the rewards as it is")
-        else:
-            example["answer"] = str(row[name])
+    if not isinstance(row[question_key], str):
+        raise ValueError(f"'{question_key}' must be text, this is {kind[question_key]}")
+    example["question"] = row[question_key]
+    if not no_answer:
+        if isinstance(row[answer_key], (dict, list)):
+            raise ValueError(
+                f"'{answer_key}' must be text or a number, this is {kind[answer_key]}; --answer_key "
+                "none hands it to the rewards as it is")
+        example["answer"] = str(row[answer_key])
     return example
 
 
@@ -228,13 +227,15 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
     path = Path(source)
     if path.is_file():
         rows = read_rows(path)
+    elif task:
+        rows = hub_rows(*task["hub"], split)
     elif path.is_dir():
         raise ValueError(f"{source}: a folder; name a file in it (jsonl, json, csv or parquet)")
     elif path.suffix.lower() in FILES:
         raise FileNotFoundError(f"{source}: no such file")
-    elif task or source.count("/") == 1:
+    elif source.count("/") == 1:
         repo, _, name = source.partition(":")
-        rows = hub_rows(*task.get("hub", (repo, name or None)), split)
+        rows = hub_rows(repo, name or None, split)
     else:
         raise ValueError(f"'{source}' is no task ({', '.join(TASKS)}), no file and no hub dataset "
                          "(org/name)")
