@@ -202,8 +202,8 @@ def example_of(row, question_key, answer_key):
     if not no_answer:
         if isinstance(row[answer_key], (dict, list)):
             raise ValueError(
-                f"'{answer_key}' must be text or a number, this is {kind[answer_key]}; --answer_key "
-                "none hands it to the rewards as it is")
+                f"'{answer_key}' must be text or a number, this is {kind[answer_key]}; "
+                "--answer_key none hands it to the rewards as it is")
         example["answer"] = str(row[answer_key])
     return example
 
