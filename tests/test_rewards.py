@@ -641,4 +641,4 @@ def test_our_reward_functions_run_unchanged_in_trls_trainer():
     given = GRPOTrainer._calculate_rewards(
         trainer, rows, *(columns[name] for name in ("prompts", "completions", "completion_ids")))
     wanted = [function(**columns) for function in functions]  # (7, 2)
-    assert given.T.tolist() == [pytest.approx(values) for values in wanted] and wanted[1] == [0, 1]
+    assert given.T.tolist() == [pytest.approx(values) for values in wanted] and wanted[0] == [0, 1]
