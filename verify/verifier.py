@@ -66,7 +66,7 @@ class Verifier:
     """
 
     def __init__(self, spec, workers=None, timeout=5.0, messages=False, allow_unsafe_code=False,
-                 memory_mb=512, *, known=(), row_specs=(), **settings):
+                 memory_mb=512, *, known, row_specs=(), **settings):
         settings = {"timeout": timeout, "allow_unsafe_code": allow_unsafe_code, **settings}
         specs = [spec, *(other for other in row_specs if other not in (None, ""))]
         for other in specs:
@@ -288,7 +288,7 @@ def _traits(name, function):
         read = read[1:]
     columns = {p.name for p in read if p.default is p.empty and p.name != "completions"
                and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    attributes = {field.name: getattr(function, field.name, False) for field in fields(Traits)}
+    attributes = {f.name: bool(getattr(function, f.name, False)) for f in fields(Traits)}
     return Traits(**attributes | {"columns": columns})
 
 
