@@ -87,11 +87,10 @@ def _run(job, seconds, wrap):
     command = [_python(bool(wrap)), "-S", "-s", "-B", "-X", "utf8", "-c", _source(_supervise)]
     env = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": SCRATCH, "LANG": "C.UTF-8",
            "PYTHONHASHSEED": "0", "LD_LIBRARY_PATH": "/python/lib"}
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.nullcontext("/") if wrap else tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            wrap(command) if wrap else command, cwd="/" if wrap else folder, env=env,
-            start_new_session=not wrap, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL)
+            wrap(command) if wrap else command, cwd=folder, env=env, start_new_session=not wrap,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
             out, _ = process.communicate(json.dumps(job).encode(), timeout=seconds + 2)
             return json.loads(out)
