@@ -627,8 +627,9 @@ def test_trls_reward_functions_run_unchanged_in_our_verifier():
     assert not any(metrics.values())
 
 
-def test_our_reward_functions_run_unchanged_in_trls_trainer():
-    from trl import GRPOTrainer
+def test_our_reward_functions_run_unchanged_in_trls_trainer(monkeypatch):
+    from trl.trainer import grpo_trainer
+    monkeypatch.setattr(grpo_trainer, "gather", lambda x: x)  # one rank
     names = ["gsm8k", "math", "countdown", "format", "length_kimi", "repetition", "random"]
     functions = [rewards.REWARDS[name] for name in names]
     trainer = mock.MagicMock(reward_funcs=functions, reward_func_names=names, environments=None,
@@ -638,7 +639,7 @@ def test_our_reward_functions_run_unchanged_in_trls_trainer():
     rows = [dict(zip(columns, row)) for row in zip(*columns.values())]
     columns |= {"prompts": ["6+12"] * 2, "completion_ids": [[1, 2, 3, 4, 5], [1, 1, 1, 1, 1, 1]],
                 "completions": ["<answer>6 + 12</answer>", r"<think>6</think>\boxed{18}"]}
-    given = GRPOTrainer._calculate_rewards(
+    given = grpo_trainer.GRPOTrainer._calculate_rewards(
         trainer, rows, *(columns[name] for name in ("prompts", "completions", "completion_ids")))
     wanted = [function(**columns) for function in functions]  # (7, 2)
     assert given.T.tolist() == [pytest.approx(values) for values in wanted] and wanted[0] == [0, 1]
