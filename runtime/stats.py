@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from runtime import dist
-from verify.number import vote
+from verify.answer import vote
 
 
 def is_flat(group):
