@@ -1,4 +1,5 @@
 """Models of real sizes on the meta device, for tests of the memory plan."""
+import functools
 import tempfile
 
 import torch
@@ -33,9 +34,11 @@ def make(size):
     return AutoModelForCausalLM.from_config(config, attn_implementation="packed")
 
 
-def shape_of(size):
+@functools.cache
+def shape_of(name):
+    """The shape of a row of SIZES."""
     with torch.device("meta"):
-        config = make(size).config
+        config = make(SIZES[name]).config
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         return ModelShape.of(folder)
