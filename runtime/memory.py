@@ -120,11 +120,8 @@ def vllm_weights(cfg, shape):
 
 
 def kv_cache_bytes(cfg, device=None, shape=None):
-    """Bytes of vLLM's KV cache: what its share of the GPU leaves, at most what a step needs. None
-    on a CPU. Raises ValueError if one sequence has no room.
-
-    vLLM is told in bytes, because its own estimate of free memory differs between versions.
-    """
+    """Bytes of vLLM's KV cache: what its share of the GPU leaves, at most what a step needs, as
+    vLLM's own estimate differs between versions. None on a CPU. Raises ValueError if too little."""
     device, shape = device or Device.here(), shape or ModelShape.of(cfg.model)
     if not device.gpu:
         return None
@@ -221,21 +218,18 @@ def host_bytes(cfg, shape):
 def candidates(cfg, gpu):
     """Configs to try where cfg leaves a choice, best first: without offload, with activations kept
     (in packs of at least 8192 tokens), in large packs."""
-    longest, most = cfg.max_prompt + cfg.max_tokens, 32768 if gpu else 4096  # larger: no faster
+    packs = [32768, 16384, 8192, cfg.max_prompt + cfg.max_tokens] if gpu else [4096]
+    packs = [cfg.pack_tokens] if cfg.pack_tokens else packs
     offloads = ["none"] + ["optimizer"] * gpu if cfg.offload == "auto" else [cfg.offload]
     for offload in offloads:
-        for checkpointing, least in ("off", max(8192, longest)), ("on", longest):
-            if cfg.checkpointing not in ("auto", checkpointing):
-                continue
-            packs = [*range(most, least, -1024), min(least, most)]
-            for tokens in [cfg.pack_tokens] if cfg.pack_tokens else packs:
+        for checkpointing, sizes in ("off", packs[:3]), ("on", packs):
+            for tokens in sizes if cfg.checkpointing in ("auto", checkpointing) else []:
                 yield dataclasses.replace(
                     cfg, offload=offload, checkpointing=checkpointing, pack_tokens=tokens)
 
 
 def plan(cfg, device=None, shape=None):
-    """Fills in pack_tokens, checkpointing, offload and vllm_memory where cfg leaves them open, and
-    prints the plan. Returns the completed cfg, and a dict of what was decided.
+    """Prints the plan. Returns cfg with all flags filled in, and a dict of what was decided.
 
     Takes the first of candidates() that fits into nine tenths of the device's memory, or of
     --memory_gb; vLLM gets what the trainer leaves. Raises ValueError, in one line, if none fits.
@@ -249,9 +243,9 @@ def plan(cfg, device=None, shape=None):
         if max(parts["total"]) <= budget:
             break
     else:
-        raise ValueError(advice(
-            f"{cfg.model} needs about {max(parts['total']) / GIB:.1f} GiB at --max_tokens "
-            f"{cfg.max_tokens}, this run may use {budget / GIB:.1f} (nine tenths).", best))
+        raise ValueError(f"{cfg.model} needs about {max(parts['total']) / GIB:.1f} GiB at "
+                         f"--max_tokens {cfg.max_tokens}, this run may use {budget / GIB:.1f} "
+                         f"(nine tenths); to use less memory: {smaller(best)}")
     if best.offload == "optimizer":
         need_compiler()
     host = host_bytes(best, shape) * device.gpu
@@ -261,13 +255,13 @@ def plan(cfg, device=None, shape=None):
     flags = ["offload", "checkpointing", "pack_tokens"]
     if device.gpu:
         flags += ["vllm_memory"]
-        spare = budget - parts["total"].generate
-        share = cfg.vllm_memory or round((parts["vLLM"].generate + spare) / device.total, 3)
+        trainer = parts["total"].generate - parts["vLLM"].generate
+        share = cfg.vllm_memory or round((budget - trainer) / device.total, 3)
         best = dataclasses.replace(best, vllm_memory=share)
         kv_cache_bytes(best, device, shape)  # raises ValueError
-        more = share * device.total - parts["vLLM"].generate
-        for name in ("vLLM", "total"):
-            parts[name] = parts[name]._replace(generate=parts[name].generate + more)
+        vllm = share * device.total
+        parts["vLLM"] = parts["vLLM"]._replace(generate=vllm)
+        parts["total"] = parts["total"]._replace(generate=trainer + vllm)
 
     dist.print_once(f"memory plan for {shape.parameters / 1e6:,.1f} M parameters in {cfg.dtype} "
                     f"and {available / GIB:.1f} GiB: "
@@ -307,8 +301,8 @@ def is_out_of_memory(error):
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in full)
 
 
-def advice(problem, cfg):
-    """The first line of a problem, and the flags with which a run like cfg takes less memory."""
+def smaller(cfg):
+    """The flags with which a run like cfg takes less memory, as text."""
     longest = cfg.max_prompt + cfg.max_tokens
     flags = {"checkpointing": "on"}
     if cfg.pack_tokens > longest:
@@ -321,5 +315,9 @@ def advice(problem, cfg):
         flags["lora_rank"] = 32
         if dist.world_size() > 1:
             flags |= {"zero_stage": 3, "tp": dist.local_world_size(), "kl_coef": 0}
-    flags = [f"--{name} {x}" for name, x in flags.items() if x != getattr(cfg, name)]
-    return f"{str(problem).splitlines()[0]} To use less memory: {' '.join(flags)}"
+    return " ".join(f"--{name} {x}" for name, x in flags.items() if x != getattr(cfg, name))
+
+
+def advice(error, cfg):
+    """The line for an out-of-memory error: its first line, and which flags to change."""
+    return f"nano_rlvr: {str(error).splitlines()[0]} To use less memory: {smaller(cfg)}"

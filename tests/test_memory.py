@@ -262,9 +262,7 @@ def test_each_flag_of_the_advice_makes_the_plan_smaller(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     cfg, shape = nr.Config(**LARGE, zero_stage=1, vllm_memory=0.5), shape_of("1.5B")
-    words = memory.advice("full.\nMore lines.", cfg)
-    flags = words.removeprefix("full. To use less memory: --").split(" --")
-    flags = dict(flag.split() for flag in flags)
+    flags = dict(flag.split() for flag in memory.smaller(cfg).removeprefix("--").split(" --"))
     assert float(flags.pop("vllm_memory")) == 0.4 and len(flags) == 7
 
     def total(cfg):
@@ -275,7 +273,7 @@ def test_each_flag_of_the_advice_makes_the_plan_smaller(monkeypatch):
         assert total(dataclasses.replace(cfg, **{name: x})) < 0.999 * total(cfg), name
     changes = dict(pack_tokens=4024, checkpointing="on", vllm_memory=0, lora_rank=8)
     done = dataclasses.replace(cfg, **changes)
-    assert memory.advice("full.", done) == "full. To use less memory: --max_tokens 1500"
+    assert memory.smaller(done) == "--max_tokens 1500"
 
 
 @pytest.mark.parametrize("words, full", [
