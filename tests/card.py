@@ -86,19 +86,17 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        special = SPECIAL.get(func)
-        if special:
-            return special(self, *args, **kwargs)
-        if kwargs.pop("pin_memory", False):
-            out = self.__torch_function__(func, types, args, kwargs)
-            out.untyped_storage().pinned = True
-            return out
-        wanted = kwargs.get("device")
+        if func in SPECIAL:
+            return SPECIAL[func](self, *args, **kwargs)
+        pinned, wanted = kwargs.pop("pin_memory", False), kwargs.get("device")
         if wanted is None or torch.device(wanted).type == "meta":
-            return func(*args, **kwargs)
-        out = func(*args, **kwargs | {"device": HOST})
-        if isinstance(out, torch.Tensor):
-            put(out, CARD if torch.device(wanted).type == "cuda" else HOST)
+            out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs | {"device": HOST})
+            if isinstance(out, torch.Tensor):
+                put(out, CARD if torch.device(wanted).type == "cuda" else HOST)
+        if pinned:
+            out.untyped_storage().pinned = True
         return out
 
     def move(self, x, device, **options):
@@ -107,7 +105,7 @@ class Functions(TorchFunctionMode):
             return x.to(**options)
         self.dispatch.to = device
         try:
-            options.pop("copy", None), options.pop("non_blocking", None)
+            options.pop("copy", None)
             return aten._to_copy(x, **options)
         finally:
             self.dispatch.to = None
@@ -129,10 +127,12 @@ def type_name(mode, x, *args, **kwargs):
     return name.replace("torch.", "torch.cuda.") if not args and device_of(x) == CARD else name
 
 
-def numpy(mode, x, *args, **kwargs):
-    if device_of(x) == CARD:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
-    return x.numpy(*args, **kwargs)
+def on_host(function):
+    def call(mode, x, *args, **kwargs):
+        if device_of(x) == CARD:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        return function(x, *args, **kwargs)
+    return call
 
 
 def pin_memory(mode, x, *_):
@@ -150,8 +150,9 @@ SPECIAL = {
     torch.Tensor.is_pinned: lambda mode, x, *_: getattr(x.untyped_storage(), "pinned", False),
     torch.Tensor.cpu: lambda mode, x, *_, **__: mode.move(x, HOST),
     torch.Tensor.cuda: lambda mode, x, *_, **__: mode.move(x, CARD),
-    torch.Tensor.to: to, torch.Tensor.type: type_name, torch.Tensor.numpy: numpy,
-    torch.Tensor.__array__: numpy, PIN_MEMORY: pin_memory,
+    torch.Tensor.numpy: on_host(torch.Tensor.numpy),
+    torch.Tensor.__array__: on_host(torch.Tensor.__array__),
+    torch.Tensor.to: to, torch.Tensor.type: type_name, PIN_MEMORY: pin_memory,
 }
 
 

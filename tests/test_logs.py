@@ -1,4 +1,4 @@
-"""Readers of a run's log survive a killed writer, and wandb is checked before anything is loaded."""
+"""Readers of a log survive a killed writer; wandb is checked before anything is loaded."""
 import json
 import sys
 
@@ -39,5 +39,5 @@ def test_wandb_without_a_key_is_refused_where_it_is_needed(monkeypatch, tmp_path
 def test_a_missing_wandb_is_said_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     log.check_wandb("off")
-    with pytest.raises(ValueError, match="^--wandb offline: .*pip install wandb, or use --wandb off$"):
+    with pytest.raises(ValueError, match="^--wandb offline: .*pip install wandb, or use"):
         log.check_wandb("offline")

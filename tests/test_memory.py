@@ -151,11 +151,6 @@ def test_a_card_trains_all_of_1_5b_with_3000_tokens_and_no_flags(gib, offload, c
     assert dataclasses.replace(capped, vllm_memory=cfg.vllm_memory, memory_gb=0) == cfg
 
 
-def test_a_7b_with_adapters_fits_into_24_gib():
-    cfg, peak, _ = card(24, "7B", lora_rank=32)
-    assert cfg.offload == "optimizer" and peak <= 22
-
-
 @pytest.mark.parametrize("size, ranks, gib, host", [("7B", 2, 24, 256), ("32B", 8, 80, 1024)])
 def test_zero_3_and_shared_engines_are_planned_where_one_gpu_cannot_hold_the_model(
         monkeypatch, size, ranks, gib, host):
@@ -174,21 +169,18 @@ def test_zero_3_and_shared_engines_are_planned_where_one_gpu_cannot_hold_the_mod
             assert f"--{name} {dict(flags, kl_coef=0)[name]}" in str(e.value)
 
 
-def test_keys_and_values_are_divided_by_the_ranks_of_an_engine_but_not_below_one_head():
-    shape, cfg = shape_of("7B"), nr.Config(dtype="bfloat16")  # 4 key heads
+def test_what_vllm_takes_by_hand():
+    """Its cache is divided by the ranks of an engine, but not below one of the 4 key heads. Its
+    sampler keeps 32 bits per running sequence and token, and 1 bit for the prompt."""
+    shape = shape_of("7B")
     for tp, parts in ((1, 1), (2, 2), (4, 4), (8, 4)):
-        of_rank = memory.sequence_bytes(dataclasses.replace(cfg, tp=tp), shape)
+        of_rank = memory.sequence_bytes(nr.Config(dtype="bfloat16", tp=tp), shape)
         assert of_rank * parts == 4024 * 2 * 2 * 28 * 4 * 128
-
-
-def test_vllm_keeps_room_for_the_token_counts_of_the_sequences_that_run_at_once():
-    """In vLLM's sampler: per running sequence and token 32 bits, and 1 bit for the prompt."""
-    shape = shape_of("1.5B")
     few = dict(prompts=8, eval_size=16)
     for flags, running in (({}, 513), (dict(prompts=1024), 1024), (few, 65)):
         cfg = nr.Config(dtype="bfloat16", **flags)
-        counts = memory.vllm_weights(cfg, shape) - 2 * shape.parameters
         assert memory.most_sequences(cfg) == running
+        counts = memory.vllm_weights(cfg, shape) - 2 * shape.parameters
         assert counts == running * shape.vocab * (4 + 1 / 8)
 
 
@@ -225,7 +217,7 @@ def test_what_the_user_gives_is_kept_and_what_cannot_fit_is_refused_in_one_line(
         with pytest.raises(ValueError, match=says) as e:
             card(gib, **changes)
         assert "\n" not in str(e.value)
-    assert card(12, lora_rank=16)[1] <= 12  # adapters make it fit
+    assert card(12, lora_rank=16)[1] <= 12 and card(24, "7B", lora_rank=32)[1] <= 22  # adapters
 
 
 def test_planned_flops_are_those_a_counter_sees(tokenizer):
@@ -247,47 +239,40 @@ def test_an_lm_head_that_is_more_than_a_matrix_is_refused(tmp_path):
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_a_checkpoint_is_as_large_as_its_tensors(model, lora_rank):
-    cfg = nr.Config(dtype="float32", lora_rank=lora_rank)
-    weights = sum(p.nbytes for p in model.parameters())
+    weights, shape = sum(p.nbytes for p in model.parameters()), ModelShape.of(make_config().model)
     if lora_rank:
         runtime.model.add_adapters(model, lora_rank)
     state = 3 * sum(p.nbytes for p in model.parameters() if p.requires_grad)  # and two moments
-    assert memory.checkpoint_bytes(cfg, ModelShape.of(make_config().model)) == weights + state
-
-
-LARGE = dict(pack_tokens=8192, checkpointing="off", offload="none", dtype="bfloat16")
+    cfg = nr.Config(dtype="float32", lora_rank=lora_rank)
+    assert memory.checkpoint_bytes(cfg, shape) == weights + state
 
 
 def test_each_flag_of_the_advice_makes_the_plan_smaller(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    cfg, shape = nr.Config(**LARGE, zero_stage=1, vllm_memory=0.5), shape_of("1.5B")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    cfg = nr.Config(pack_tokens=8192, checkpointing="off", offload="none", dtype="bfloat16",
+                    zero_stage=1, vllm_memory=0.5)
     flags = dict(flag.split() for flag in memory.smaller(cfg).removeprefix("--").split(" --"))
     assert float(flags.pop("vllm_memory")) == 0.4 and len(flags) == 7
 
     def total(cfg):
-        return sum(memory.step_bytes(cfg, shape, gpu=True)["total"])
+        return sum(memory.step_bytes(cfg, shape_of("1.5B"), gpu=True)["total"])
 
     for name, x in flags.items():
         x = type(getattr(cfg, name))(x)
         assert total(dataclasses.replace(cfg, **{name: x})) < 0.999 * total(cfg), name
-    changes = dict(pack_tokens=4024, checkpointing="on", vllm_memory=0, lora_rank=8)
-    done = dataclasses.replace(cfg, **changes)
-    assert memory.smaller(done) == "--max_tokens 1500"
+    done = dict(pack_tokens=4024, checkpointing="on", vllm_memory=0, lora_rank=8)
+    assert memory.smaller(dataclasses.replace(cfg, **done)) == "--max_tokens 1500"
 
 
-@pytest.mark.parametrize("words, full", [
-    ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", True),
-    ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED", False),
-    ("CUDA error: an illegal memory access was encountered", False)])
-def test_which_errors_are_out_of_memory(words, full):
-    assert memory.is_out_of_memory(RuntimeError(words)) is full
-
-
-def test_a_full_host_memory_is_out_of_memory_too():
+def test_which_errors_are_out_of_memory():
     with pytest.raises(RuntimeError) as e:
         torch.empty(2**60, dtype=torch.uint8)
     assert memory.is_out_of_memory(e.value)
+    for words, full in (("CUBLAS_STATUS_ALLOC_FAILED when calling", True),
+                        ("CUBLAS_STATUS_EXECUTION_FAILED", False),
+                        ("an illegal memory access was encountered", False)):
+        assert memory.is_out_of_memory(RuntimeError(f"CUDA error: {words}")) is full
 
 
 def test_out_of_memory_ends_a_run_in_one_line_with_the_flags_to_change(monkeypatch, tmp_path):
