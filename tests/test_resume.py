@@ -157,11 +157,11 @@ def limited(size, function):
 
 
 def test_a_failed_write_is_said_and_leaves_the_older_checkpoints(saving):
-    with pytest.raises(RunError, match="step-3 could not be written .*; older checkpoints are whole"):
+    with pytest.raises(RunError, match="step-3 could not be written .*; older .* are whole"):
         limited(2**20, saving.save)
     assert {path.name for path in saving.folder.glob("step-*")} == {"step-1", "step-2"}
     saving.save()
-    with pytest.raises(RunError, match="final could not be written .*; older checkpoints are whole"):
+    with pytest.raises(RunError, match="final could not be written .*; older .* are whole"):
         limited(2**20, lambda: saving.save(final=True))
     assert not list(saving.folder.glob("final*")) and checkpoint.damage(saving.newest) == ""
     saving.save(final=True)
@@ -175,7 +175,8 @@ def test_a_full_disk_leaves_no_half_line_in_a_log(saving):
     assert (saving.folder / "metrics.jsonl").read_text() == '{"step": 0, "loss": 1.0}\n'
 
 
-EVALUATION = dict.fromkeys(("eval/low", "eval/high", "eval/n", "eval/no_verdict", "eval/length"), 1.0)
+EVALUATION = dict.fromkeys(
+    ("eval/low", "eval/high", "eval/n", "eval/no_verdict", "eval/length"), 1.0)
 
 
 def test_the_newest_and_the_most_accurate_checkpoints_are_kept(saving):
@@ -211,7 +212,7 @@ def test_logs_are_cut_back_to_the_checkpoint_and_a_damaged_one_is_named(saving):
     resumed(saving)
     assert path.read_text() == kept
     path.write_text(kept.replace('"step"', "'step'"))
-    with pytest.raises(RunError, match="metrics.jsonl.* move it away: the run then starts a new one"):
+    with pytest.raises(RunError, match="metrics.jsonl.* move it away: the run then"):
         resumed(saving)
     path.write_text(kept)
     for step in on_disk(saving.folder).values():
@@ -333,7 +334,7 @@ def test_a_run_does_not_continue_with_other_inputs(group, tmp_path, monkeypatch,
         (tmp_path / "run/inputs.sha256").unlink()
     else:
         flip_a_bit(model / other)
-    with pytest.raises(ValueError, match="data, tokenizer or --model have changed, or inputs.sha256"):
+    with pytest.raises(ValueError, match="data, tokenizer or --model have changed, or"):
         folder.claim_folder(cfg, examples)
     folder.claim_folder(dataclasses.replace(cfg, resume_force=True), examples)
     folder.claim_folder(cfg, examples)
