@@ -84,7 +84,7 @@ def train_one_more_step(tokenizer):
     guard.rehearse(policy, None, cfg)  # makes AdamW's moments
     checkpoints = make_checkpoints(policy, model=cfg.model, prompts=6, out=str(FOLDER), name="run",
                                    resume=str(FOLDER / "run"))
-    trainer.set_lr(policy, cfg.lr)
+    trainer.set_lr(policy, 0, cfg)
     found = result(policy, batches_of("", cfg, tokenizer), 1, cfg)
     checkpoints.progress.step += 1
     checkpoints.save()

@@ -18,15 +18,15 @@ from conftest import (
     make_config,
     within,
 )
-from runtime import dist, guard, memory
+from runtime import dist, guard, memory, trainer
 from runtime.dist import RunError
 from runtime.model import load_model
 from runtime.trainer import get_tensor, named_weights
 
 PROMPTS = 8
 # Log-probs of one model from two implementations in float32. The logits here reach 40, where
-# neighbouring float32 are 32 EPS apart. A log-prob sums some ten such roundings: 20 to 200 EPS. With
-# other weights, or another temperature, the difference is a hundred times the bound.
+# neighbouring float32 are 32 EPS apart. A log-prob sums some ten such roundings: 20 to 200 EPS.
+# Other weights, or another temperature, differ by a hundred times the bound.
 PARITY = 10_000 * EPS
 OFF_POLICY = dict(kl_coef=0.0, mismatch_bound=1e9)  # for rollouts that vLLM has not sampled
 
@@ -107,7 +107,7 @@ def test_log_probs_agree_at_another_temperature(llm, tokenizer):
 
 
 def test_a_sync_that_leaves_a_layer_out_stops_the_run(fresh_llm, tokenizer, monkeypatch):
-    monkeypatch.setattr(nr, "named_weights", lambda engine: (
+    monkeypatch.setattr(trainer, "named_weights", lambda engine: (
         (name, w) for name, w in named_weights(engine) if "layers.1" not in name))
     with pytest.raises((RuntimeError, ValueError, AssertionError)):  # vLLM itself may object
         nr.sync_weights(moved_policy(tokenizer), fresh_llm)
@@ -136,7 +136,7 @@ def test_a_sync_from_zero_3_gathers_one_tensor_at_a_time(fresh_llm, monkeypatch)
             yield name, w
             del w
 
-    monkeypatch.setattr(nr, "named_weights", watched)
+    monkeypatch.setattr(trainer, "named_weights", watched)
     nr.sync_weights(policy, fresh_llm)
     largest = max(p.ds_numel for p in parameters)
     assert max(gathered) == largest == 384 * 128 and len(gathered) > len(parameters)
@@ -248,7 +248,7 @@ def test_only_adapters_are_trained_and_vllm_gets_them_merged(fresh_llm, tokenize
     assert all(torch.equal(w, base[n]) for n, w in start.items())  # adapters are 0 at the start
     guard.rehearse(engine, ref, dataclasses.replace(cfg, pack_tokens=500))
     for _ in range(3):
-        nr.set_lr(engine, cfg.lr)
+        trainer.set_lr(engine, 0, cfg)
         nr.store_fixed_logps(engine, ref, [batch], cfg)
         metrics = nr.update(engine, [batch], cfg)
     assert metrics["kl"] > 1e-3  # the policy is not the reference any more
