@@ -16,8 +16,8 @@ from runtime import dist
 FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "data",
         "eval_data"}
 # ... or only how it is rounded
-ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "offload", "vllm_memory", "memory_gb",
-            "tp"}
+ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "offload", "vllm_memory",
+            "memory_gb", "tp"}
 _held = []  # the open file whose lock this process holds
 
 
