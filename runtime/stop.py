@@ -29,9 +29,9 @@ def _handle(number, frame):
         received, received_at = number, time.monotonic()
         text = (f"nano_rlvr: {signal.Signals(number).name}: the run stops before its next step; "
                 "the same signal again ends it at once\n")
-        if dist.rank() == 0:
-            with contextlib.suppress(OSError):  # nobody reads
-                os.write(2, text.encode())  # a handler must not print(): it may interrupt one
+        with contextlib.suppress(OSError):  # nobody reads
+            # a handler must not print(): it may have interrupted one
+            os.write(2, text.encode() if dist.rank() == 0 else b"")
     elif number == received and time.monotonic() - received_at > SAME:
         os._exit(128 + number)
 
@@ -80,7 +80,13 @@ def with_one_line(*kinds, cfg=None, folder=None):
     try:
         yield
     except Exception as e:
-        where = _write_traceback(folder) if folder else ""
+        where = ""
+        if folder:
+            path = folder / "errors" / f"rank-{dist.rank()}.txt"
+            with contextlib.suppress(OSError):  # the disk may be full
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(traceback.format_exc())
+                where = f" (traceback: {path})"
         if cfg and memory.is_out_of_memory(e):
             line = memory.advice(e, cfg)
         elif "Too many open files" in str(e):  # also from gloo
@@ -96,14 +102,6 @@ def with_one_line(*kinds, cfg=None, folder=None):
         if dist.rank() > 0:
             time.sleep(3)  # if rank 0 failed too, it prints the line, and torchrun sends a signal
         raise SystemExit(1 if dist.rank() > 0 and received else line + where) from None
-
-
-def _write_traceback(folder):
-    path = folder / "errors" / f"rank-{dist.rank()}.txt"
-    with contextlib.suppress(OSError):  # the disk may be full
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(traceback.format_exc())
-    return f" (traceback: {path})" if path.exists() else ""
 
 
 def keep_printing():

@@ -17,11 +17,10 @@ import transformers
 
 import nano_rlvr as nr
 from conftest import ENV, ROOT, fixed_rollouts, make_checkpoints, make_config
-from runtime import checkpoint, folder, memory, stop
+from runtime import checkpoint, folder, stop
 from runtime.checkpoint import on_disk
 from runtime.dist import RunError
 from runtime.log import Log
-from runtime.shape import ModelShape
 from runtime.trainer import named_weights
 
 # ---- checkpoints
@@ -273,27 +272,6 @@ def test_resume_without_a_value_means_the_run_of_this_name_or_a_new_one(saved, t
             nr.parse_config(argv)
 
 
-def test_what_the_memory_plan_chose_is_chosen_anew_and_what_the_user_gave_is_kept(
-        group, tokenizer, tmp_path, monkeypatch, capsys):
-    shape = ModelShape.of(str(ROOT / "models/tiny"))
-
-    def start(gib, *argv):
-        """A run, or its continuation, on a simulated GPU -> its planned Config, and the screen."""
-        device = memory.Device(True, gib * memory.GIB, gib * memory.GIB, 64 * memory.GIB)
-        monkeypatch.setattr(memory.Device, "here", lambda: device)
-        cfg, plan = memory.plan(nr.parse_config(["--out", str(tmp_path), *argv]), shape=shape)
-        Log(dataclasses.replace(cfg, name="run"), tokenizer, plan)
-        return dataclasses.replace(cfg, resume="", name=""), capsys.readouterr().out
-
-    first, _ = start(16, "--checkpointing", "on")
-    again, screen = start(16, "--resume", "run")
-    assert again == first and "memory plan than before" not in screen
-    other, screen = start(8, "--resume", "run", "--pack_tokens", "4500")
-    assert other.vllm_memory < first.vllm_memory - 0.05 and other.checkpointing == "on"
-    assert "note: other memory plan than before: from here" in screen
-    assert start(16, "--resume", "run")[0].pack_tokens == 4500
-
-
 def test_a_folder_belongs_to_one_process(group, tmp_path, monkeypatch):
     monkeypatch.setattr(folder.time, "strftime", lambda form: "20260101-000000")  # in one second
     cfg = make_config(out=str(tmp_path), name="mine")
@@ -382,15 +360,16 @@ def test_a_second_signal_ends_the_process_at_once_and_an_ignored_one_does_nothin
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(stop, "SAME", 0.0)
-    monkeypatch.setattr(signal, "getsignal", lambda number, get=signal.getsignal: (
-        signal.SIG_IGN if number == signal.SIGHUP else get(number)))  # as nohup sets it
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup sets it
     with stop.on_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.received
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)  # another one
         assert codes == []
         os.kill(os.getpid(), signal.SIGTERM)
         assert codes == [128 + signal.SIGTERM]
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_a_rank_gets_sigterm_when_torchrun_is_killed():
