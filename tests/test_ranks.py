@@ -118,7 +118,8 @@ def test_a_rank_that_fails_ends_all_ranks_and_its_error_comes_first(tmp_path, fa
 def test_a_rank_that_does_not_answer_ends_the_others_with_one_line(tmp_path):
     """Also in groups that libraries make: DeepSpeed reduces gradients in a copy of the group of all
     ranks, for which PyTorch's own limit is 30 minutes."""
-    output = end_of_two_ranks(tmp_path, "time.sleep(600)", timeout=0.05)
+    hangs = "while not stop.received: time.sleep(0.1)"
+    output = end_of_two_ranks(tmp_path, hangs, timeout=0.05)
     assert "no answer in the group of a library" in output
     line = "another rank has ended, or has not answered for --timeout minutes (traceback: "
     assert output.count(f"nano_rlvr: {line}{tmp_path}/errors/rank-0.txt)") == 1, output
