@@ -136,18 +136,18 @@ def test_a_sync_from_zero_3_gathers_one_tensor_at_a_time(fresh_llm, monkeypatch)
     assert largest <= max(alive) <= 3 * largest
 
 
-@pytest.mark.parametrize("given", ["0", "1"])
-def test_no_kernel_of_flashinfer_is_compiled_unless_the_user_asks_for_it(monkeypatch, given):
+@pytest.mark.parametrize("asked", [False, True])
+def test_no_kernel_of_flashinfer_is_compiled_unless_the_user_asks_for_it(monkeypatch, asked):
     import vllm
     from vllm import envs
     monkeypatch.setattr(vllm, "LLM", lambda **arguments: None)
-    monkeypatch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER", given)
-    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "undone after the test")
-    del os.environ["VLLM_USE_FLASHINFER_SAMPLER"]
+    for name in ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ALLREDUCE_USE_FLASHINFER"):
+        monkeypatch.setenv(name, "1")  # undone after the test
+        if not asked:
+            del os.environ[name]
     envs.disable_envs_cache()  # which another engine of this process has filled
     nr.Sampler(make_config())
-    assert envs.VLLM_USE_FLASHINFER_SAMPLER is False
-    assert envs.VLLM_ALLREDUCE_USE_FLASHINFER is (given == "1")
+    assert envs.VLLM_USE_FLASHINFER_SAMPLER is envs.VLLM_ALLREDUCE_USE_FLASHINFER is asked
 
 
 # ---- DeepSpeed
