@@ -1,6 +1,6 @@
 """Bad inputs, enumerated by rule, and a part of the line that each must give.
 
-tests/test_config.py runs them all; `python bench/faults.py inputs` also measures their seconds.
+tests/test_config.py runs them all.
 """
 import contextlib
 import io

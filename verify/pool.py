@@ -5,7 +5,7 @@
 The fork server and each worker have a parent that only waits (_keep) and kills all that they have
 started.
 
-Why not a library (figures of bench/rewards.py, 2 cores): for 20 hung answers among 1,024 at a limit of 5 s
+Why not a library (figures of bench/verifiers.py, 2 cores): for 20 hung answers among 1,024 at a limit of 5 s
 this pool takes 5.7 s, pebble 5.2 54 s with one worker per core and 6.5 s with 24, where math takes 1.8 s in
 place of 0.9 s. pebble also imports the trainer's __main__ (torch, vLLM) in every worker and does not kill
 what a worker started. loky has no limit per call, and one dead worker fails all pending calls.
