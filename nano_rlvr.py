@@ -522,7 +522,7 @@ class Run:
         for step in range(progress.step, cfg.steps + 1):
             self.metrics, self.answers, progress.step = {}, [], step
             is_last = step == cfg.steps
-            stop.check()
+            stop.check(self.checkpoints)
             if step % cfg.eval_every == 0 or is_last:
                 log.say(f"step {step}: evaluation of {len(self.eval_set)} examples ...")
                 with timed(self.metrics, "evaluate"):
@@ -532,9 +532,7 @@ class Run:
                 self.checkpoints.save(final=is_last)
             if not is_last:
                 yield step
-                self.checkpoints.check()
         log.write(cfg.steps, self.metrics, answers=self.answers)
-        self.checkpoints.wait()
         log.close()
 
 
@@ -630,8 +628,7 @@ def main(argv=None, train=train):
                 log.say("rehearsal: two updates on the largest pack, at learning rate 0 ...")
                 guard.rehearse(policy, ref, cfg)
             checkpoints.restore(policy)
-            with stop.with_checkpoint(checkpoints):
-                train(Run(cfg, train_set, eval_set, verifier, log, checkpoints, llm, policy, ref))
+            train(Run(cfg, train_set, eval_set, verifier, log, checkpoints, llm, policy, ref))
         verifier.close()
     # The process group is left to vLLM, which closes it at exit.
 
