@@ -13,9 +13,9 @@ from tokenizers import processors
 
 import data
 import nano_rlvr as nr
+import runtime.shape
 import test_wiring
 from conftest import EXACT, ROOT, close, judged_by, make_config
-import runtime.shape
 from runtime import dist, evaluation, guard, log, memory, report, stats
 from runtime.dist import RunError
 

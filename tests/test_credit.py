@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import EXACT, close, make_config, within
 import runtime.batch
 import runtime.trainer
+from conftest import EXACT, close, make_config, within
 from runtime import stats
 
 

@@ -9,8 +9,8 @@ import pytest
 import data
 import nano_rlvr as nr
 import rewards
-from conftest import close, make_config, within
 import runtime.flags
+from conftest import close, make_config, within
 from runtime import evaluation, log, stats
 from runtime.log import Log
 

@@ -8,18 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_checksum import Fused
 
 import data
 import nano_rlvr as nr
 import rewards
-from conftest import EPS, make_config
 import runtime.batch
 import runtime.model
 import runtime.sampler
+from conftest import EPS, make_config
 from runtime import stats
-from runtime.model import HeadLogps
 from runtime.batch import pack
-from test_checksum import Fused
+from runtime.model import HeadLogps
 
 LOG_2, LOG_3 = math.log(2), math.log(3)
 

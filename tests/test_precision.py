@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import nano_rlvr as nr
-from conftest import EPS, close, fixed_rollouts, make_config, within
 import runtime.batch
 import runtime.model
+from conftest import EPS, close, fixed_rollouts, make_config, within
 from runtime import dist, stats
 from runtime.model import HeadLogps
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import nano_rlvr as nr
+import runtime.report
 from bench import screenshots
 from conftest import EPS, ROOT, close, fixed_rollouts, make_config, within
-import runtime.report
 from runtime import report, stats
 from runtime.log import Log
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nano_rlvr as nr
-from conftest import fixed_rollouts, make_config
 import runtime.batch
 import runtime.sampler
+from conftest import fixed_rollouts, make_config
 from runtime import stats
 
 # ---- collate

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import EXACT, GROUP_VARIABLES, ROOT, close, exactly, make_config, within
 import runtime.model
 import runtime.trainer
+from conftest import EXACT, GROUP_VARIABLES, ROOT, close, exactly, make_config, within
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 MAX_TOKENS = 40

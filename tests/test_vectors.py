@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import EXACT, ROOT, make_config, within
 import runtime.trainer
+from conftest import EXACT, ROOT, make_config, within
 from test_house import imports
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
