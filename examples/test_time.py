@@ -1,6 +1,6 @@
 """Test-time compute: what more tokens, or fewer, do to the accuracy of a model, without training.
 
-    python examples/test_time.py       the bundled model, a minute on a CPU; flags as for nano_rlvr.py
+    python examples/test_time.py       the bundled model, a minute on a CPU; flags of nano_rlvr.py
 
 Prints the accuracy and the sampled tokens per question of greedy completions, of greedy completions
 that are stopped after a budget of tokens and then have to answer, and of the best of n samples.
@@ -21,11 +21,8 @@ BUDGETS, SAMPLES = (4, 8, 16, 24, 32), (1, 2, 4, 8)
 
 
 def force_answers(llm, rollouts, budget, opener=OPENER):
-    """Budget forcing (s1, arXiv:2501.19393): cuts each completion that is longer than `budget` tokens
-    there, appends the opener and lets the model answer, greedily. Returns a Rollout for each one.
-
-    A completion that ended earlier stays as it is. The opener is not sampled: length leaves it out.
-    """
+    """Budget forcing (s1, arXiv:2501.19393): cuts completions after `budget` tokens, appends the
+    opener and lets the model answer, greedily. Completions that ended earlier stay as they are."""
     tokenizer = llm.get_tokenizer()
     opener = tokenizer.encode(opener, add_special_tokens=False)
     cut = [r for r in rollouts if len(r.completion) > budget]
@@ -41,11 +38,8 @@ def force_answers(llm, rollouts, budget, opener=OPENER):
 
 
 def best_of(group, example, selector):
-    """The sample to which a reward function gives the highest value; the first of equals.
-
-    selector: a function as in rewards.py. It gets the completions and the question, so that it
-    cannot see the gold answer. The mean of step rewards counts; None is no value.
-    """
+    """The sample to which a reward function gives the highest value. It gets completions and the
+    question and no gold answer. The mean of step rewards counts; None is no value."""
     values = selector([r.text for r in group], question=[example["question"]] * len(group))
     values = [fmean(x for _, x in v) if isinstance(v, list) else v for v in values]
     known = [i for i, value in enumerate(values) if value is not None]
