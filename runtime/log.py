@@ -2,6 +2,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import shutil
@@ -78,9 +79,9 @@ class Log:
         self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
         if cfg.wandb != "off":
             import wandb
-            self.wandb = wandb.init(project="nano_rlvr", name=cfg.name, id=about["wandb_id"],
-                                    resume="allow", dir=str(self.folder), mode=cfg.wandb,
-                                    config=about["config"])
+            self.wandb = wandb.init(
+                project="nano_rlvr", name=cfg.name, id=about["wandb_id"], resume="allow",
+                dir=str(self.folder), mode=cfg.wandb, config=about["config"])
         work = f"{cfg.algo}, {cfg.steps} steps of {cfg.prompts} prompts x {cfg.samples} samples"
         self.say(f"{cfg.data or cfg.task}: {work if cfg.steps else 'evaluation'}; "
                  f"rewards {cfg.rewards} (accuracy: where the first is 1)")
@@ -129,7 +130,7 @@ class Log:
 
     def _kept(self, groups):
         """The rollouts of the first groups, --keep_rollouts of them or a few more."""
-        count = -(-self.cfg.keep_rollouts // self.cfg.samples)  # rounded up
+        count = math.ceil(self.cfg.keep_rollouts / self.cfg.samples)
         return [r for group in groups[:count] for r in group]
 
     def rollouts_with_tokens(self, step, groups):

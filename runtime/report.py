@@ -13,6 +13,7 @@ import base64
 import gzip
 import html
 import io
+import itertools
 import json
 import math
 import re
@@ -126,11 +127,11 @@ def numbers(r, before, after, tokenizer):
     log-prob; advantage, unless all tokens have the same. Two digits, at most five decimals.
     before, after: the trainer's log-probs of the sampled tokens.
     """
-    logps = [x for x, sampled in zip(r.vllm_logps, r.sampled) if sampled]
+    logps = itertools.compress(r.vllm_logps, r.sampled)  # of the sampled tokens
     columns = {"logp": before, "change": [y - x for x, y in zip(before, after)],
                "gap": [x - y for x, y in zip(before, logps)]}
     if len(set(r.advantages)) > 1:
-        columns["advantage"] = [x for x, sampled in zip(r.advantages, r.sampled) if sampled]
+        columns["advantage"] = itertools.compress(r.advantages, r.sampled)
     lists = {"text": texts(r.completion, tokenizer)}
     for name, column in columns.items():
         rounded = iter([float(f"{round(x, 5):.2g}") for x in column])

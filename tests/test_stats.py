@@ -152,7 +152,7 @@ def metrics_of(steps=STEPS, epochs=1, ref=None, vllm=(0.0, 0.0), **changes):
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_metrics_are_means_over_the_tokens_of_all_optimizer_steps(group, epochs):
-    """Entropies: 8 + 16 = 24 of 2 tokens, 24 + 72 = 96 of 6: 120 / 8 = 15; the mean of means is 14."""
+    """Entropies: 8 + 16 = 24 of 2 tokens, 24 + 72 = 96 of 6: 120 / 8 = 15; of the means 14."""
     m = metrics_of(epochs=epochs, ref=0.5)
     tokens, moved = [2, 6] * epochs, [x / 4 for x in range(2 * epochs)]  # log pi - log pi_old
 
@@ -163,7 +163,7 @@ def test_metrics_are_means_over_the_tokens_of_all_optimizer_steps(group, epochs)
     close(m["ratio"], mean([math.exp(x) for x in moved]), 1e-6)
     close(m["kl"], mean([math.exp(0.5 - x) - (0.5 - x) - 1 for x in moved]), 1e-6)
     close(m["clipped"], mean([math.exp(x) > 1.2 for x in moved]), 1e-6)
-    close(m["grad_norm"], sum(2.0 ** k for k in range(1, 2 * epochs + 1)) / (2 * epochs))  # per step
+    close(m["grad_norm"], sum(2.0 ** k for k in range(1, 2 * epochs + 1)) / (2 * epochs))
     close(m["skipped"], 1 / (2 * epochs))
     assert "tokens" not in m and stats.step_means([]) == {}
 
