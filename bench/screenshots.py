@@ -16,7 +16,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path = [p for p in sys.path if Path(p).resolve() != ROOT / "bench"] + [str(ROOT)]
 
-from runtime import curve, report  # noqa: E402
+from runtime import report  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 IMAGES = ROOT / "docs/images"
@@ -49,7 +49,7 @@ def main(folder):
             size = f"--window-size={width},{height}"
             browse(page.as_uri() + STATE, f"--screenshot={path}", size, dark=dark)
             Image.open(path).convert("RGB").crop((0, top, width, bottom)).save(path, optimize=True)
-    curve.draw([folder], IMAGES / "curve.png")
+    report.draw_curve([folder], IMAGES / "curve.png")
     for path in sorted(IMAGES.glob("*.png")):
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB")
 

@@ -45,8 +45,7 @@ def best_is_right(group, scores):
 
 
 def greedy_values(rollout):
-    """{metric: value} of a greedy completion. Without a verdict of the first reward function it is
-    wrong."""
+    """{metric: value} of a greedy completion. One without a verdict is wrong."""
     return {"accuracy": is_right(rollout), "no_verdict": first_part(rollout) is None,
             "length": rollout.length, "truncated": rollout.truncated}
 

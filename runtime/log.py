@@ -29,8 +29,7 @@ SHOWN = {"reward/mean": "reward {:6.3f}", "reward/no_verdict": "no verdict {:4.0
 
 
 def check_wandb(mode):
-    """Raises ValueError if wandb.init could not log in `mode`, the value of --wandb. Asks for no
-    key."""
+    """Raises ValueError if wandb.init could not log in `mode`, the value of --wandb."""
     if mode == "off":
         return
     try:
@@ -98,7 +97,8 @@ class Log:
                                "resumed": [*before.get("resumed", []), start]}
             for name in ("versions", "world", "device", "memory plan"):
                 if start[name] != before.get(name, {}):
-                    print(f"note: other {name} than before: equal only up to rounding from here")
+                    print(f"note: other {name} than before: "
+                          "from here the run is equal only up to rounding")
         path.with_suffix(".part").write_text(to_json(about))
         path.with_suffix(".part").rename(path)
         return about
@@ -134,8 +134,7 @@ class Log:
         return [r for group in groups[:count] for r in group]
 
     def rollouts_with_tokens(self, step, groups):
-        """The rollouts of a step whose tokens the report shows, with numbers; none in most
-        steps."""
+        """The rollouts of a step whose tokens get numbers for the report; none in most steps."""
         return report.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
 
     def write(self, step, metrics, groups=(), answers=(), token_logps=()):
@@ -177,15 +176,14 @@ class Log:
         size = path.stat().st_size if path.exists() else 0
         try:
             with path.open("a") as f:
-                f.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+                f.write("".join(json.dumps(row, default=str) + "\n" for row in rows))
         except OSError as e:
             if path.exists():
                 os.truncate(path, size)
             raise RunError(f"{path} cannot be written ({e.strerror})") from e
 
     def close(self):
-        """At the end of a run: where its time went, its curve and report, and where to look
-        next."""
+        """At the end of a run: where its time went, its curve and report, where to look next."""
         if dist.rank() > 0:
             return
         if steps := [row for row in self.rows if "mfu" in row]:
@@ -210,10 +208,11 @@ def evaluation_text(metrics):
     prefixes = [name.removesuffix("accuracy") for name in metrics
                 if name.startswith("eval/") and name.endswith("/accuracy")]  # eval/<set>/ and eval/
     from_samples = [name for name in metrics if name.startswith(prefixes[0]) and "@" in name]
+    overall = "mean" if len(prefixes) > 1 else "held-out"
     lines = []
     for prefix in prefixes:
         m = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
-        line = f"{prefix[5:-1] or 'held-out'}: accuracy {m['accuracy']:.1%} (95 % interval "
+        line = f"{prefix[5:-1] or overall}: accuracy {m['accuracy']:.1%} (95 % interval "
         line += f"{m['low']:.1%} to {m['high']:.1%}, n = {m['n']}), mean length {m['length']:.1f}"
         if m["no_verdict"]:
             line += f", no verdict {m['no_verdict']:.1%}"

@@ -235,8 +235,7 @@ def draw_curve(folders, out, labels=None):
 
 
 def draw_stages(axis, runs):
-    """Seconds per stage, stacked, means over the seeds. Dashed: the update's FLOPs at peak
-    speed."""
+    """Seconds per stage, stacked, mean of the seeds. Dashed: the update's FLOPs at peak speed."""
     trained = [[row for row in run["rows"] if "mfu" in row] for run in runs]
     steps, seconds, bound = [], [], []
     for rows in zip(*trained):  # a row of each seed

@@ -137,7 +137,7 @@ def test_the_screen_has_a_line_per_set_and_one_for_their_mean():
     overall = {f"eval/{key}": x for key, x in one.items()} | {"eval/timeouts": 0.0}
     assert log.evaluation_text(overall) == f"held-out: {text}"
     assert log.evaluation_text(metrics | overall).splitlines() == [
-        f"math500: {text}", f"my.set-1: {text}", f"held-out: {text}"]
+        f"math500: {text}", f"my.set-1: {text}", f"mean: {text}"]
     overall["eval/no_verdict"] = 0.25
     assert ", mean length 7.0, no verdict 25.0%, best@4" in log.evaluation_text(overall)
 
