@@ -30,7 +30,7 @@ FILES = ["nano_rlvr.py", "rewards.py", "data.py", *(f"runtime/{name}.py" for nam
     "tokens"))]
 COVERAGE, DURATIONS = ROOT / ".pytest_cache/coverage.db", ROOT / ".pytest_cache/durations.xml"
 COPIED = ("*.md", "*.py", "*.ini", "*.toml", "*.txt", "runtime/*", "verify/*", "tests/*", "bench/*",
-          "examples/*", "docs/*", "models/tiny/*", "vectors/*", "bench/results/*", "notebooks/*.ipynb")
+          "examples/*", "docs/*", "models/tiny/*", "tests/vectors/*", "learn/*", "bench/results/*", "notebooks/*.ipynb")
 
 
 def places(source):

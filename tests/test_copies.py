@@ -1,4 +1,4 @@
-"""The copies of the repository that docs/exercise.py and docs/find_the_bug.py make."""
+"""The copies of the repository that learn/exercise.py and learn/find_the_bug.py make."""
 import ast
 import configparser
 import difflib
@@ -10,13 +10,13 @@ import pytest
 
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "docs"))
+sys.path.insert(0, str(ROOT / "learn"))
 import exercise  # noqa: E402
 import find_the_bug  # noqa: E402
 
 import mutations  # noqa: E402
 
-PAGE = (ROOT / "docs/exercises.md").read_text()
+PAGE = (ROOT / "learn/exercises.md").read_text()
 
 
 def differences(folder):

@@ -14,7 +14,7 @@ from runtime import __version__
 
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
 README = READMES[0].read_text()
-PAGES = {path: path.read_text() for folder in (ROOT, ROOT / "docs") for path in sorted(folder.glob("*.md"))}
+PAGES = {path: path.read_text() for folder in (ROOT, ROOT / "docs", ROOT / "learn") for path in sorted(folder.glob("*.md"))}
 
 
 def definitions():

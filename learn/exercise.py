@@ -1,8 +1,8 @@
-"""Exercises: copies of the repository in which you write a function again. See docs/exercises.md.
+"""Exercises: copies of the repository in which you write a function again. See learn/exercises.md.
 
-    python docs/exercise.py           lists them
-    python docs/exercise.py 3         makes exercises/3/, a copy without the bodies of its functions
-    python docs/exercise.py --prove   every test fails in such a copy and passes here (make exercises)
+    python learn/exercise.py           lists them
+    python learn/exercise.py 3         makes exercises/3/, a copy without the bodies of its functions
+    python learn/exercise.py --prove   every test fails in such a copy and passes here (make exercises)
 """
 import ast
 import os

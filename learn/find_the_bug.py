@@ -1,9 +1,9 @@
 """Find the bug: a copy of the repository with one of the faults of tests/mutations.py, unseen.
 
-    python docs/find_the_bug.py            plants a fault in exercises/bug/
-    python docs/find_the_bug.py clip       one of this topic (--topics lists them)
-    python docs/find_the_bug.py --check    runs the tests of the copy: which one fails, if any
-    python docs/find_the_bug.py --reveal   shows the fault, or that you have repaired it
+    python learn/find_the_bug.py            plants a fault in exercises/bug/
+    python learn/find_the_bug.py clip       one of this topic (--topics lists them)
+    python learn/find_the_bug.py --check    runs the tests of the copy: which one fails, if any
+    python learn/find_the_bug.py --reveal   shows the fault, or that you have repaired it
 """
 import difflib
 import random
@@ -21,7 +21,7 @@ def plant(folder, topic=""):
     """Plants a random fault of a topic, the word before the colon in its description."""
     faults = [fault for fault in mutations.FAULTS if fault[0].startswith(topic)]
     if not faults:
-        sys.exit(f"no topic {topic!r}: python docs/find_the_bug.py --topics lists them")
+        sys.exit(f"no topic {topic!r}: python learn/find_the_bug.py --topics lists them")
     mutations.plant(folder, *random.choice(faults)[1:])
 
 
@@ -49,8 +49,8 @@ def main(word=""):
     else:
         plant(FOLDER, word)
         print("One line in exercises/bug/ is wrong. Read, run, repair it there. Then:\n"
-              "    python docs/find_the_bug.py --check    runs the tests of the copy (minutes)\n"
-              "    python docs/find_the_bug.py --reveal   shows the fault, or that it is repaired")
+              "    python learn/find_the_bug.py --check    runs the tests of the copy (minutes)\n"
+              "    python learn/find_the_bug.py --reveal   shows the fault, or that it is repaired")
 
 
 if __name__ == "__main__":
