@@ -1,4 +1,4 @@
-"""Find the bug: a copy of the repository with one of the faults of tests/mutations.py, unseen.
+"""Find the bug: a copy of the repository with one of the faults of tests/faults.txt, unseen.
 
     python learn/find_the_bug.py            plants a fault in exercises/bug/
     python learn/find_the_bug.py clip       one of this topic (--topics lists them)
@@ -19,7 +19,7 @@ FOLDER = ROOT / "exercises" / "bug"
 
 def plant(folder, topic=""):
     """Plants a random fault of a topic, the word before the colon in its description."""
-    faults = [fault for fault in mutations.FAULTS if fault[0].startswith(topic)]
+    faults = [fault for fault in mutations.faults() if fault[0].startswith(topic)]
     if not faults:
         sys.exit(f"no topic {topic!r}: python learn/find_the_bug.py --topics lists them")
     mutations.plant(folder, *random.choice(faults)[1:])
@@ -27,17 +27,18 @@ def plant(folder, topic=""):
 
 def reveal(folder):
     """Lines that say how the copy differs from the repository, and which fault that is."""
-    for file in dict.fromkeys(file for _, file, *_ in mutations.FAULTS):
+    faults = list(mutations.faults())
+    for file in dict.fromkeys(file for _, file, *_ in faults):
         right, copied = (ROOT / file).read_text(), (folder / file).read_text()
-        yield from difflib.unified_diff(copied.splitlines(), right.splitlines(), f"exercises/bug/{file}",
-                                        file, n=0, lineterm="")
-        yield from (what for what, *fault in mutations.FAULTS
-                    if fault[0] == file and mutations.faulty_text(*fault) == copied != right)
+        yield from difflib.unified_diff(copied.splitlines(), right.splitlines(),
+                                        f"exercises/bug/{file}", file, n=0, lineterm="")
+        yield from (what for what, planted, old, new in faults
+                    if planted == file and right.replace(old, new) == copied != right)
 
 
 def main(word=""):
     if word == "--topics":
-        topics = [what.partition(":")[0] for what, *_ in mutations.FAULTS]
+        topics = [what.partition(":")[0] for what, *_ in mutations.faults()]
         print("\n".join(f"{topics.count(topic):3} {topic}" for topic in sorted(set(topics))))
     elif word == "--check":
         mutations.import_libraries()

@@ -19,17 +19,20 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "bench/faults.py",
+COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "tests/vectors/*",
+          "bench/faults.py",
           "examples/*.py", "models/tiny/*", "runtime/*.html", "bench/screenshots.py",
           "bench/results/ranks_reduce.json", "docs/data_and_rewards.md")
 STAGES = (  # each runs if the one before it passed
+    ["tests/test_vectors.py"],
     ["tests/test_by_hand.py"],
     ["tests/test_precision.py"],
     ["tests/test_wiring.py"],
     ["tests/test_credit.py", "tests/test_variants.py", "tests/test_math.py", "tests/test_guard.py"],
     ["tests/test_process_rewards.py"],
-    ["tests/test_trl.py", "-k", "not gradients_equal"],
-    ["tests/test_trl.py", "-k", "gradients_equal"],
+    ["tests/test_savings.py", "-k", "not llm and not vllm and not cache and not flat_log"],
+    ["tests/test_presets.py", "-k", "grpo"],
+    ["tests/test_trl.py"],
     ["tests/test_families.py", "-k", "one_sequence_at_a_time"],
     ["tests/test_checksum.py", "-k", "not damaged"],
     ["tests/test_tensor_parallel.py", "-k", "not sample_as_single_ranks"],

@@ -1,8 +1,7 @@
-"""Precision: what is computed in float32 or float64 while weights and hidden states are in bfloat16.
+"""Precision: what is in float32 or float64 while weights and hidden states are in bfloat16.
 
 u below is the unit roundoff: a result that is rounded once has a relative error of at most u.
 """
-import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -12,9 +11,8 @@ import torch.nn.functional as F
 
 import nano_rlvr as nr
 from conftest import EPS, close, fixed_rollouts, make_config, within
-import runtime.batch
-import runtime.model
 from runtime import dist, stats
+from runtime.batch import step_rewards
 from runtime.model import HeadLogps
 
 pytestmark = pytest.mark.numeric
@@ -25,7 +23,8 @@ R, H, V, CHUNK, TEMPERATURE = 24, 64, 320, 32, 0.75
 def head_inputs(dtype):
     torch.manual_seed(0)
     hidden, weight = torch.randn(R, H).to(dtype), torch.randn(V, H).to(dtype)
-    return hidden, weight, torch.randint(V, (R,)), torch.randn(R)  # the last: the gradient of the log-probs
+    grad = torch.randn(R)  # of the log-probs
+    return hidden, weight, torch.randint(V, (R,)), grad
 
 
 def reference(hidden, weight, targets, grad):
@@ -55,9 +54,11 @@ def largest(hidden, weight, targets, grad):
     return absolute.max().item(), grads @ weight.double().abs(), grads.T @ hidden.double().abs()
 
 
+@pytest.mark.exercise_9
 def test_in_float32_the_head_is_exact_up_to_the_rounding_of_its_sums():
-    """A dot product of H terms is off by at most H u sum |h w|, in any order. The log-prob is a difference of
-    two logits, over the temperature; exp, log and the sums over V add a few u. Factor 10 in hand."""
+    """A dot product of H terms is off by at most H u sum |h w|, in any order. The log-prob is a
+    difference of two logits, over the temperature; exp, log and the sums over V add a few u. The
+    bounds have a factor of 10 in hand."""
     inputs = head_inputs(torch.float32)
     logp, entropy, grad_hidden, grad_weight = ours(*inputs)
     wanted = reference(*inputs)
@@ -72,8 +73,8 @@ def test_in_float32_the_head_is_exact_up_to_the_rounding_of_its_sums():
 
 
 def test_in_bfloat16_nothing_but_the_logits_is_rounded_to_bfloat16():
-    """The matrix product gives bfloat16 logits, off by u16 of their size. From these logits on, log-probs and
-    entropies are as exact as in float32: a few u32 per term of the sums over V."""
+    """The matrix product gives bfloat16 logits, off by u16 of their size. From these logits on,
+    log-probs and entropies are as exact as in float32: a few u32 per term of the sums over V."""
     hidden, weight, targets, grad = head_inputs(torch.bfloat16)
     logp, entropy, *_ = ours(hidden, weight, targets, grad)
     assert logp.dtype is entropy.dtype is torch.float32
@@ -84,7 +85,8 @@ def test_in_bfloat16_nothing_but_the_logits_is_rounded_to_bfloat16():
     within((logp - chosen).abs().max(), 10 * U32 * size)
     within((entropy + (wanted.exp() * wanted).sum(-1)).abs().max(), 10 * U32 * size * 10)
     exact = reference(hidden, weight, targets, grad)[0]
-    within((logp - exact).abs().max(), 2 * U16 * size + 10 * U32 * size)  # of the target and of the maximum
+    # of the target and of the maximum
+    within((logp - exact).abs().max(), 2 * U16 * size + 10 * U32 * size)
 
 
 def test_log_probs_and_entropies_do_not_depend_on_the_number_of_chunks_in_bfloat16_either():
@@ -95,9 +97,11 @@ def test_log_probs_and_entropies_do_not_depend_on_the_number_of_chunks_in_bfloat
         within((a - b).abs().max(), 10 * V * U32 * b.abs().max().item())
 
 
-def test_the_gradient_of_the_hidden_states_is_summed_over_the_chunks_in_float32_and_rounded_once():
-    """Against the same products of the chunks, summed exactly: n float32 additions are off by at most n u32
-    of the sum of the sizes, and one rounding by u16 of the sum. A sum in bfloat16 rounds n times."""
+@pytest.mark.exercise_9
+def test_the_gradient_of_hidden_states_is_summed_over_chunks_in_float32_and_rounded_once():
+    """Against the same products of the chunks, summed exactly: n float32 additions are off by at
+    most n u32 of the sum of the sizes, and one rounding by u16 of the sum. A sum in bfloat16 rounds
+    n times."""
     hidden, weight, targets, grad = head_inputs(torch.bfloat16)
     products, mm = [], torch.Tensor.__matmul__
 
@@ -118,9 +122,8 @@ def test_the_gradient_of_the_hidden_states_is_summed_over_the_chunks_in_float32_
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_policy_gives_float32_log_probs_near_those_of_float64_logits(group, tokenizer, dtype):
-
-    cfg = make_config(dtype=dtype)
-    model, batch = runtime.model.load_model(cfg), nr.collate(fixed_rollouts(tokenizer))
+    model = nr.load_model(make_config(dtype=dtype))
+    batch = nr.collate(fixed_rollouts(tokenizer))
     with torch.no_grad():
         logp, entropy = nr.TokenLogps(model)(batch)
         output = model.get_decoder()(input_ids=batch.input_ids, position_ids=batch.position_ids,
@@ -147,8 +150,7 @@ def test_rewards_and_advantages_keep_seven_digits(group):
     mean = sum(values) / 4
     close([r.advantages[0] for r in groups[0]], [r - mean for r in values],
           2 * 4 * U32 * 100 / 0.00075)  # four sums of size 100, relative to the largest advantage
-    step_rewards = runtime.batch.step_rewards(groups, lambda r: runtime.batch.step_rewards(r, 0.0), cfg)
-    assert step_rewards.dtype in (torch.float32, torch.float64)
+    assert step_rewards(groups, cfg).dtype is torch.float32
 
 
 def test_collate_keeps_log_probs_advantages_and_weights_in_float32():
@@ -163,45 +165,32 @@ def test_collate_keeps_log_probs_advantages_and_weights_in_float32():
         within(error.abs().max(), 2 * U32)
 
 
-def test_counts_of_tokens_above_2_to_the_24_are_exact(monkeypatch):
+def test_numbers_of_tokens_above_2_to_the_24_are_exact(monkeypatch):
     """float32 has no odd numbers above 2**24: a batch of 16 million tokens is possible."""
+    sums = [{"tokens": torch.tensor(2**24 + 1), "ratio": torch.tensor(2.0**24),
+             "mismatch/max": torch.tensor(0.0), "loss": torch.tensor(0.5)} for _ in range(3)]
+    close(stats.token_means(sums)["ratio"], 2**24 / (2**24 + 1), 1e-9)
     monkeypatch.setattr(dist, "world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total.mul_(2))
     assert dist.all_sum(2**24 + 1, 0.5) == [2**25 + 2, 1.0]
 
 
-def test_the_number_of_tokens_of_many_packs_is_not_rounded_to_float32():
-    """Three packs of 2**24 + 1 tokens, which float32 cannot hold."""
-    sums = [{"tokens": 2**24 + 1, "ratio": torch.tensor(2.0**24), "mismatch/max": torch.tensor(0.0),
-             "loss": torch.tensor(0.5)} for _ in range(3)]
-    metrics = stats.token_means([{k: torch.as_tensor(x) for k, x in s.items()} for s in sums])
-    close(metrics["ratio"], 2**24 / (2**24 + 1), 1e-9)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_loss_of_a_policy_in_any_dtype_is_a_float32_sum(dtype):
-    """10,000 tokens of weight 1e-4 and advantage 1: the loss is -1. A running sum in bfloat16 stops at 1/32.
-    """
+def test_the_loss_and_its_metrics_are_float32_sums_for_a_policy_in_any_dtype(dtype):
+    """10,000 tokens of weight 1e-4 and advantage 1: the loss is -1. A running sum in bfloat16 stops
+    at 1/32."""
     n = 10_000
-    batch = SimpleNamespace(lengths=torch.tensor([n]), sequence_ids=torch.zeros(n, dtype=torch.long),
-                            weight=torch.full((n,), 1e-4), advantage=torch.ones(n),
-                            vllm_logps=torch.zeros(n))
+    batch = SimpleNamespace(
+        lengths=torch.tensor([n]), sequence_ids=torch.zeros(n, dtype=torch.long),
+        weight=torch.full((n,), 1e-4), advantage=torch.ones(n), vllm_logps=torch.zeros(n))
     logp = torch.zeros(n).requires_grad_()  # what HeadLogps returns, also for a bfloat16 model
-    cfg = dataclasses.replace(make_config(dtype=dtype), correction="none")
-    loss, sums = nr.policy_loss(logp, None, None, batch, cfg)
-    assert loss.dtype is torch.float32
-    within(abs(loss.item() + 1), 20 * U32)  # pairwise sums: log2(n) roundings and that of 1e-4
-    assert float(sums["ratio"]) == n
-
-
-def test_what_is_summed_for_loss_and_metrics_is_in_no_half_precision():
-    """Also for a policy in bfloat16."""
-    r = [nr.Rollout([0], [1] * n, "", False, [-1.0] * n, advantages=[1.0] * n, weight=0.1) for n in (2, 3)]
-    batch = nr.collate(r)
-    logp = torch.full((5,), -1.0).requires_grad_()
-    for gate, correction in itertools.product(("clip", "detach", "soft", "squared"),
-                                              ("none", "token_truncate", "token_mask", "sequence_mask")):
-        cfg = dataclasses.replace(make_config(dtype="bfloat16"), gate=gate, correction=correction)
-        _, sums = nr.policy_loss(logp, logp.detach(), logp.detach(), batch, cfg)
-        assert {x.dtype for x in sums.values() if torch.is_tensor(x)} <= {
-            torch.float32, torch.float64, torch.int64, torch.bool}
+    for gate, correction in itertools.product(
+            ("clip", "detach", "soft", "squared"),
+            ("none", "token_truncate", "token_mask", "sequence_mask")):
+        cfg = make_config(dtype=dtype, gate=gate, correction=correction)
+        loss, terms = nr.policy_loss(logp, None, logp.detach(), batch, cfg)
+        if gate == "clip":
+            within(abs(loss.item() + 1), 20 * U32)  # pairwise: log2(n) roundings and that of 1e-4
+        sums = nr.loss_metrics(loss, terms, logp.detach(), batch, cfg)
+        assert sums["ratio"] == n
+        assert {x.dtype for x in sums.values()} <= {torch.float32, torch.int64}
