@@ -99,15 +99,15 @@ def test_the_critic_starts_at_0_and_learns_to_predict_the_reward(group, tokenize
 
 def test_a_short_run_trains_policy_and_critic(fresh_llm, tokenizer, monkeypatch, tmp_path):
     """The samples of the first step are those of GRPO, but each token has its own advantage."""
-    from runtime.checkpoint import Checkpoints
-    from runtime.log import Log
     cfg = make_config(max_prompt=256, eval_size=16, eval_every=2, kl_coef=0.1, kl_in="reward",
                       epochs=2, minibatches=2, out=str(tmp_path), name="x")
     train_set, eval_set = nr.data.load_splits(cfg, tokenizer)
-    log, policy = Log(cfg, tokenizer), nr.make_policy(cfg)
+    log, policy = nr.Log(cfg, tokenizer), nr.make_policy(cfg)
     with nr.rewards.Verifier("gsm8k") as verifier:
-        run = nr.Run(cfg, train_set, eval_set, verifier, log, Checkpoints(cfg, log), fresh_llm,
-                     policy, nr.make_reference(cfg))
+        checkpoints = nr.Checkpoints(cfg, log)
+        checkpoints.restore(policy)
+        run = nr.Run(cfg, train_set, eval_set, verifier, log, checkpoints, fresh_llm, policy,
+                     nr.make_reference(cfg))
         before, critic = [p.detach().clone() for p in policy.parameters()], ppo.Critic(cfg)
         ppo.train(run, critic)
     assert any((a != b).any() for a, b in zip(before, policy.parameters()))
