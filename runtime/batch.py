@@ -235,7 +235,17 @@ def attend_in_groups(q, k, v, batch, scaling):
     return torch.cat(out)  # (T, heads, d)
 
 
-def ends_in_tokens(rollouts, tokenizer):
+def sequence_sum(x, batch):
+    """(R,) -> (B,): the sum over each sequence."""
+    return x.new_zeros(len(batch.lengths)).index_add(0, batch.sequence_ids, x)  # (B,)
+
+
+def sequence_mean(x, batch):
+    """(R,) -> (R,): each token gets the mean over its sequence."""
+    return (sequence_sum(x, batch) / batch.lengths)[batch.sequence_ids]  # (R,)
+
+
+def step_ends_in_tokens(rollouts, tokenizer):
     """Replaces the end of each step in r.steps, a number of characters of r.text, by a number of tokens.
 
     A step ends with the token that completes its last character (a character may have several tokens). A step

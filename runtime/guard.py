@@ -1,4 +1,5 @@
 """Checks of a run: rehearsal before step 0, verdicts, optimizer steps, and what a user's rollout returns."""
+import dataclasses
 import functools
 import inspect
 import json
@@ -154,7 +155,7 @@ def rehearse(policy, ref, cfg):
     rollouts = [Rollout([i % vocab] * prompt, [0] * completion, "", True, [0.0] * completion, weight=1.0)
                 for i, (prompt, completion) in enumerate(largest_pack(cfg))]  # hardly two equal prompts
     largest = collate(rollouts, dist.device())
-    set_lr(policy, 0.0)
+    set_lr(policy, 0, dataclasses.replace(cfg, lr=0.0))
     if ref is not None:
         with torch.no_grad(), on_device(ref):
             largest.ref, _ = ref(largest)  # (R,)

@@ -88,6 +88,25 @@ def without_linear_part(x, lengths):
     return x - slope * centred
 
 
+def pack_sums(loss, terms, entropy, weight, cfg):
+    """Metrics of a pack, summed over its tokens: a dict of tensors (). Those of a filler are 0.
+
+    terms: those of policy_loss, each (R,), as are entropy and weight.
+    """
+    mismatch = terms.pop("mismatch")  # (R,)
+    terms |= {"entropy": entropy, "tokens": torch.ones_like(entropy),
+              "mismatch/k3": mismatch.expm1() - mismatch, "mismatch/mean_abs": mismatch.abs()}
+    if cfg.correction != "none":
+        correction = terms.pop("correction")  # (R,)
+        uncapped = 1.0 if cfg.correction == "sequence_mask" else mismatch.exp()  # (R,)
+        terms |= {"correction/w": correction, "correction/w2": correction**2,  # for their sample size
+                  "correction/share": correction != uncapped}  # share of tokens that the cap changes
+    sums = {name: x.sum() for name, x in terms.items()}
+    sums |= {"loss": loss, "mismatch/max": mismatch.abs().max()}
+    is_trained = weight[0] != 0  # () false for a filler: see pack_evenly
+    return {name: is_trained * x.detach() for name, x in sums.items()}
+
+
 def token_means(sums):
     """Metrics of an optimizer step, over all ranks, from sums over the tokens of each pack. Collective.
 

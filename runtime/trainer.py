@@ -4,23 +4,35 @@ import os
 
 import torch
 
-from runtime import dist
+from runtime import dist, memory
 from runtime.batch import collate, pack_evenly
 from runtime.model import merge_adapter, on_device
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")  # per trained parameter: weights, first and second moment
 
 
-def start_deepspeed(module, adamw, config):
-    """The DeepSpeed engine of a module. adamw: arguments of AdamW, which config may offload to the CPU."""
+def start_deepspeed(module, cfg):
+    """DeepSpeed's engine: ZeRO, AdamW on fp32 master weights, gradients of packs summed in fp32.
+
+    bf16 weights alone would not learn: at lr 1e-6 an update is below the last bit of most weights.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed
-    if "offload_optimizer" in config["zero_optimization"]:
-        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam
-    else:
-        optimizer = functools.partial(torch.optim.AdamW, fused=torch.cuda.is_available())
+    adamw = functools.partial(torch.optim.AdamW, fused=torch.cuda.is_available())
+    zero = {"stage": cfg.zero_stage, "reduce_bucket_size": memory.BUCKET}
+    if cfg.offload == "optimizer":
+        adamw = deepspeed.ops.adam.DeepSpeedCPUAdam
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     trained = [p for p in module.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=module, optimizer=optimizer(trained, **adamw), config=config)[0]
+    optimizer = adamw(trained, lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
+    return deepspeed.initialize(model=module, optimizer=optimizer, config={
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,  # backward() may be called any number of times
+        "gradient_clipping": cfg.max_grad_norm,
+        "bf16": {"enabled": cfg.dtype == "bfloat16"}, "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,  # torch's AdamW is not on DeepSpeed's list
+    })[0]
 
 
 def adamw_states(engine):
@@ -28,10 +40,17 @@ def adamw_states(engine):
     return engine.optimizer.optimizer.state.values()
 
 
-def set_lr(engine, lr):
-    """Sets the learning rate of the next step()."""
+def lr_at(step, cfg):
+    """Linear decay from lr at step 0 to lr * lr_end at step `steps`, times a linear warm-up."""
+    warmup = min(1.0, (step + 1) / max(1, cfg.warmup))
+    return cfg.lr * warmup * (1 - (1 - cfg.lr_end) * step / max(1, cfg.steps))
+
+
+def set_lr(engine, step, cfg):
+    """Sets the learning rate of a step, and returns it."""
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr_at(step, cfg)
+    return lr_at(step, cfg)
 
 
 def named_weights(engine):
