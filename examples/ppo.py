@@ -97,7 +97,7 @@ def train(run, critic):
         judged = [r for group in groups for r in group if r.reward is not None]
         llm.sleep()
         if cfg.kl_in == "reward" and ref is not None:
-            run.metrics |= nr.store_kl(policy, ref, groups, sampled[0][0], cfg)
+            run.metrics |= nr.trainer.store_kl(policy, ref, groups, sampled[0][0], cfg)
         with nr.timed(run.metrics, "critic"):
             batches = critic.assign_advantages(judged)
             returns = torch.cat([batch.returns for batch in batches])  # (tokens,)
@@ -109,10 +109,10 @@ def train(run, critic):
             packed = []  # as in nano_rlvr.train
             for part in minibatches:
                 trained = nr.assign_token_weights([r for group in part for r in group], cfg)
-                packs = nr.pack(trained, cfg.pack_tokens)
+                packs = nr.pack_evenly(trained, sampled[0][0], cfg.pack_tokens)
                 packed.append([nr.collate(pack, dist.device()) for pack in packs])
                 nr.store_fixed_logps(policy, ref, packed[-1], cfg)
-            nr.set_lr(policy, nr.lr_at(step, cfg))
+            run.metrics["lr"] = nr.trainer.set_lr(policy, step, cfg)
             history = []
             for _ in range(cfg.epochs):
                 for batches in filter(None, packed):
@@ -120,7 +120,7 @@ def train(run, critic):
             run.metrics |= stats.step_means(history)
         with nr.timed(run.metrics, "sync"):
             nr.sync_weights(policy, llm)
-        run.metrics |= {"lr": nr.lr_at(step, cfg)} | nr.summary(cfg, groups, sampled, run.metrics)
+        run.metrics |= nr.summary(cfg, groups, sampled, run.metrics)
         run.log.write(step, run.metrics, sampled, run.answers)
 
 

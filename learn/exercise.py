@@ -1,8 +1,8 @@
 """Exercises: copies of the repository in which you write a function again. See learn/exercises.md.
 
-    python learn/exercise.py           lists them
+    python learn/exercise.py          lists them
     python learn/exercise.py 3        makes exercises/3/, a copy without the bodies of its functions
-    python learn/exercise.py --prove   every test fails in such a copy and passes here (make exercises)
+    python learn/exercise.py --prove  every test fails in such a copy and passes here
 """
 import ast
 import os
@@ -35,8 +35,9 @@ EXERCISES = {  # number -> (title, functions to write, as file:name)
     16: ("the broken sync", [f"{SAMPLER}:Sampler.load", f"{SAMPLER}:SentWeights.check"]),
 }
 # number -> names of the test files with its tests, where they are not the test vectors
-TESTS = {7: "math", 8: "savings", 9: "precision", 10: "rewards", 12: "vectors process_rewards credit",
-         13: "math stats", 14: "data", 15: "checksum", 16: "checksum"}
+TESTS = {7: "math", 8: "savings", 9: "precision", 10: "rewards",
+         12: "vectors process_rewards credit", 13: "math stats", 14: "data", 15: "checksum",
+         16: "checksum"}
 
 
 def tests_of(number):

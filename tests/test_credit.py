@@ -7,8 +7,8 @@ import torch
 
 import nano_rlvr as nr
 from conftest import close, judged_by, make_config
-from runtime import batch as batches
 from runtime import stats
+from runtime.batch import step_ends_in_tokens
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -47,7 +47,7 @@ def test_a_step_ends_with_the_token_that_completes_its_last_character(tokenizer,
     wanted = [next(k for k, x in enumerate(prefixes) if x[:end] == text[:end]) for end in ends]
     assert wanted[0] == (2 if text[0] == "é" else 1)
     r = nr.Rollout([0], ids, text, False, [0.0] * len(ids), steps=[(end, end / 8) for end in ends])
-    batches.ends_in_tokens([r], tokenizer)
+    step_ends_in_tokens([r], tokenizer)
     assert r.steps == [(k, end / 8) for k, end in zip([*wanted[:-1], len(ids)], ends)]
 
 
@@ -57,7 +57,7 @@ def test_prefixes_are_decoded_only_where_a_token_has_a_part_of_a_character(token
     r = nr.Rollout([0], ids, tokenizer.decode(ids), False, [0.0] * len(ids),
                    steps=[(6, 1.0), (12, 1.0)])
     monkeypatch.setattr(type(tokenizer), "decode", None)
-    batches.ends_in_tokens([r], SimpleNamespace(batch_decode=tokenizer.batch_decode))
+    step_ends_in_tokens([r], SimpleNamespace(batch_decode=tokenizer.batch_decode))
     assert r.steps == [(6, 1.0), (12, 1.0)]
 
 
@@ -81,7 +81,7 @@ def test_store_kl_is_the_sum_of_log_pi_minus_log_ref_over_the_sampled_tokens(mod
     b = nr.Rollout([5, 6], [10], "", False, [-3.0])
     batch = nr.collate([a, b])
     k1 = policy(batch)[0] - ref(batch)[0]  # (3,)
-    metrics = nr.store_kl(policy, ref, [[b, a]], a, make_config(pack_tokens=6))
+    metrics = nr.trainer.store_kl(policy, ref, [[b, a]], a, make_config(pack_tokens=6))
     close([a.kl, b.kl], [k1[:2].sum().item(), k1[2].item()])
     close(metrics["kl"], (a.kl + b.kl) / 3)
 
@@ -90,7 +90,7 @@ def test_while_policy_and_reference_are_equal_the_kl_in_the_reward_is_0_whatever
     policy = nr.TokenLogps(model, 1.0)
     group = [nr.Rollout([5, 6], [7 + i], "", False, [-1.0 - i], reward=1.0) for i in range(4)]
     cfg = make_config(pack_tokens=6, kl_coef=0.1, kl_in="reward")
-    nr.store_kl(policy, policy, [group], group[0], cfg)
+    nr.trainer.store_kl(policy, policy, [group], group[0], cfg)
     nr.assign_advantages([group], cfg, math.nan)
     assert [r.advantages for r in group] == [[0.0]] * 4
     batch = SimpleNamespace(old=None, ref=None)

@@ -191,6 +191,6 @@ def test_the_loss_and_its_metrics_are_float32_sums_for_a_policy_in_any_dtype(dty
         loss, terms = nr.policy_loss(logp, None, logp.detach(), batch, cfg)
         if gate == "clip":
             within(abs(loss.item() + 1), 20 * U32)  # pairwise: log2(n) roundings and that of 1e-4
-        sums = nr.loss_metrics(loss, terms, logp.detach(), batch, cfg)
+        sums = stats.pack_sums(loss, terms, logp.detach(), batch.weight, cfg)
         assert sums["ratio"] == n
         assert {x.dtype for x in sums.values()} <= {torch.float32, torch.int64}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import nano_rlvr as nr
 from conftest import fixed_rollouts, make_config
 from runtime import stats
-from runtime.batch import attend_in_groups, flash_attention
+from runtime.batch import attend_in_groups, flash_attention, pack
 
 # ---- collate
 
@@ -186,7 +186,7 @@ def test_no_value_is_read_between_the_first_forward_and_the_last_backward(
         raise LastPack(sums)
 
     monkeypatch.setattr(stats, "token_means", stop)
-    packs, batches = nr.pack(fixed_rollouts(tokenizer), 200), []
+    packs, batches = pack(fixed_rollouts(tokenizer), 200), []
     for rollouts in packs:
         batch, on_cpu = nr.collate(rollouts, "meta"), nr.collate(rollouts)
         batch.old = batch.ref = batch.vllm_logps

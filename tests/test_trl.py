@@ -13,6 +13,7 @@ import torch
 
 import nano_rlvr as nr
 from conftest import GROUP_VARIABLES, ROOT, close, exactly, make_config, within
+from runtime.batch import pack
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 MAX_TOKENS, STEPS = 40, 4  # optimizer steps of a run
@@ -183,19 +184,19 @@ def run_ours(table, order, per_batch, cfg):
         if i % per_batch == 0:
             old = logps(engine, batch)
         if cfg.kl_in == "reward":
-            nr.store_kl(engine, reference, [batch], batch[0], cfg)
+            nr.trainer.store_kl(engine, reference, [batch], batch[0], cfg)
             nr.assign_advantages([batch[j:j + 4] for j in range(0, 16, 4)], cfg, torch.nan)
-        packs = nr.pack(nr.assign_token_weights(members, cfg), cfg.pack_tokens)
+        packs = pack(nr.assign_token_weights(members, cfg), cfg.pack_tokens)
         batches = list(map(nr.collate, packs))
         for rollouts, packed in zip(packs, batches):
             if per_batch > 1:
                 packed.old = torch.cat([old[id(r)] for r in rollouts])  # (R,)
             if reference and cfg.kl_in == "loss":
                 packed.ref, _ = reference(packed)  # (R,)
-        nr.set_lr(engine, nr.lr_at(i, cfg))
+        nr.trainer.set_lr(engine, i, cfg)
         metrics.append(nr.update(engine, batches, cfg))
-    weights = [w.clone() for name, w in nr.named_weights(engine) if name != "lm_head.weight"]
-    return weights, metrics
+    weights = dict(nr.trainer.named_weights(engine))
+    return [w.clone() for name, w in weights.items() if name != "lm_head.weight"], metrics
 
 
 def flat(weights):

@@ -19,6 +19,7 @@ import torch
 
 import nano_rlvr as nr
 from conftest import EXACT, ROOT, make_config, within
+from runtime.batch import pack
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 FOLDER = ROOT / "tests/vectors"
@@ -143,11 +144,11 @@ def solve(case, budget):
         policy, ref = Table(), Table()
         policy.logps = logp if tables["old"].isnan().any() else tables["old"]
         ref.logps = tables["ref"]
-        nr.store_kl(policy, ref, [rollouts], rollouts[0], cfg)
+        nr.trainer.store_kl(policy, ref, [rollouts], rollouts[0], cfg)
     before = math.nan if case["running_mean"] is None else case["running_mean"]
     running_mean = nr.assign_advantages(groups, cfg, before)
     loss = torch.zeros(())
-    for members in nr.pack(nr.assign_token_weights(rollouts, cfg), budget):
+    for members in pack(nr.assign_token_weights(rollouts, cfg), budget):
         batch = nr.collate(members)
         old = tables["old"][batch.targets] if case["groups"][0][0]["old"] else None  # (R,)
         has_kl = cfg.kl_coef and cfg.kl_in == "loss"
