@@ -5,7 +5,6 @@ import gzip
 import json
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,14 +185,3 @@ def test_the_report_compares_the_first_evaluation_with_the_last(tmp_path):
     text = (ROOT / "runtime/report.html").read_text()
     assert '["01", "wrong → right"], ["10", "right → wrong"]' in text
     assert "`${Number(row[2][0])}${Number(row[3][0])}`" in text  # before, then after
-
-
-def test_the_band_of_a_single_run_is_the_interval_of_each_evaluation():
-    """Rows without an evaluation have no interval."""
-    rows = [{"step": 0, "a": 0.5, "low": 0.4, "high": 0.7}, {"step": 1},
-            {"step": 2, "a": 0.6, "low": 0.5, "high": 0.9}]
-    drawn = []
-    axis = SimpleNamespace(plot=lambda x, y, *_, **__: drawn.append((x, y)),
-                           fill_between=lambda x, low, high, **_: drawn.append((low, high)))
-    report.draw(axis, {"run": [{"rows": rows}]}, "a", "-", "low", "high")
-    assert drawn == [([0, 2], [0.5, 0.6]), ([0.4, 0.5], [0.7, 0.9])]

@@ -15,19 +15,12 @@ from verify import verifier
 
 REAL = [  # completions of the bundled model: question, text, the ends of the steps and their values
     ("13-2-3-1+6-13", "<think></think><answer>0</answer>", [("</answer>", 1)]),  # a right guess
-    ("4+15+2+18+3+4",
-     "<think>4+15=18\n18+2=20\n20+18=38\n38+3=41\n41+4=45</think><answer>45</answer>",
-     [("=18", 0), ("=20", 0), ("=38", 0), ("=41", 0), ("=45", 0), ("</answer>", 0)]),
     ("12+15+3-20", "<think>12+15=27\n27+3=30\n30-20=10</think><answer>0</answer>",
      [("=27", 1), ("=30", 1), ("=10", 1), ("</answer>", 0)]),  # totals right, answer wrong
     # the left side does not count; a total after a wrong one may be right again
     ("17-5+19-4+14", "<think>17-5=</think><answer>41</answer>", [("17-5=", 0), ("</answer>", 1)]),
-    ("10+15-8", "<think>10+15=26\n25-8=17</think><answer>17</answer>",
-     [("=26", 0), ("=17", 1), ("</answer>", 1)]),
     ("4+15+2+18", "<think>4+15=19\n18+2=+2\n19+18=39</think><answer>44</answer>",
      [("4+15=19", 1), ("18+2=", 0), ("=39", 1), ("</answer>", 0)]),
-    ("14+12+4-11", "<think>14+12=26\n26+4=30\n30-11=1X9</think><answer>19</answer>",
-     [("=26", 1), ("=30", 1), ("=1X9", 0), ("</answer>", 1)]),
     # one total too many
     ("17-10-4+17",
      "<think>17-1\ufffd<think>17-10=7\n7-4=3\n3+17=20\n20+17=20</think><answer>20</answer>",
@@ -252,13 +245,13 @@ def test_each_row_is_judged_by_its_own_spec_alone(my):
                 verify(texts[:1], answer=["7"], reward=[unknown])
 
 
-def test_a_function_is_called_for_the_rows_of_its_specs_only(judge, capfd):
+def test_a_function_is_called_for_the_rows_of_its_specs_only(judge):
     """Also one that waits for a network, in a pool of its own, and one that gets a whole batch."""
     specs = ["letters,never", None, "asks,size:0.5", "letters,batch:0.5", "letters,batch:0.5"]
     values, parts, metrics = judge(specs, ["a", "b", "cd", "efg", "HIJ"])
     assert values[:3] == [None, 1.0, 2.0 + 0.5 * 2]
     assert values[3:] == [[(1, 1.5), (2, 0), (3, 1)], [(1, 3), (2, 1.5), (3, 2)]]
-    assert metrics["reward/crashes"] == 1 and "'a'" in capfd.readouterr().err
+    assert metrics["reward/crashes"] == 1
     assert parts["batch"][:3] == [None] * 3 and parts["asks"] == [None, None, 2.0, None, None]
 
 
@@ -276,12 +269,9 @@ def test_a_row_spec_that_cannot_be_used_is_named_in_one_line(my, bad, says):
     assert "\n" not in str(caught.value)
 
 
-def test_columns_and_gold_answers_are_checked_in_the_rows_that_a_function_judges():
+def test_columns_are_checked_in_the_rows_that_a_function_judges():
     rows = [{"question": "q", "answer": "7", "tests": None, "reward": None, "prompt_ids": [1]},
             {"question": "q", "answer": None, "tests": ["assert True"], "reward": "code"}]
-    gold = [{"answer": "7" if i % 4 else "none", "reward": None} for i in range(8)]
-    gold += [{"answer": "north", "reward": "code"}] * 8
-    said = []
     with rewards.Verifier("gsm8k", allow_unsafe_code=True, row_specs=["code"]) as verify:
         verify.check_columns(rows, "x.jsonl")
         with pytest.raises(ValueError, match=(
@@ -290,8 +280,3 @@ def test_columns_and_gold_answers_are_checked_in_the_rows_that_a_function_judges
             verify.check_columns([rows[0], rows[0] | {"reward": "code"}], "x.jsonl")
         with pytest.raises(ValueError, match="^--rewards gsm8k: it reads the column 'answer', "):
             verify.check_columns([rows[1], rows[1] | {"reward": None}], "x.jsonl")
-        verify.count_unreadable(gold, notify=said.append)
-        with pytest.raises(ValueError, match="^reward gsm8k: none of 8 answers can be read"):
-            verify.count_unreadable([row | {"answer": "?"} for row in gold[:8]] + gold[8:])
-    assert said == ["reward gsm8k: 2 of 8 answers cannot be read, and their completions get no "
-                    "verdict; one is 'none'"]

@@ -1,4 +1,4 @@
-"""Comparison with TRL 1.16.0's own code: advantages, log-probs, whole runs.
+"""Comparison with TRL 1.16.0's own code: advantages and whole runs.
 
 Both sides run in float64 (conftest): only a difference in the formulas can show. Only generation is
 replaced, by a fixed table of completions: through GRPOTrainer's rollout_func, and for RLOOTrainer,
@@ -99,15 +99,11 @@ def make_trainer(folder, tokenizer, table, algo="GRPO", **options):
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory, tokenizer):
-    """(a table in which some completions have no verdict, a trainer, scale -> what it returns)."""
+    """A table in which some completions have no verdict, and a trainer."""
     table = Table(tokenizer, groups=4)
     for i in (4, 9, 10, 12, 13, 15):
         table.rollouts[i].reward, table.rewards[i // 4, i % 4] = None, torch.nan
-    trainer = make_trainer(tmp_path_factory.mktemp("grpo"), tokenizer, table)
-    batch, inputs = [{"prompt": text} for text in table.by_prompt for _ in range(4)], {}
-    for trainer.scale_rewards in ("group", "batch", "none"):
-        inputs[trainer.scale_rewards] = trainer._generate_and_score_completions(batch)
-    return table, trainer, inputs
+    return table, make_trainer(tmp_path_factory.mktemp("grpo"), tokenizer, table)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -116,28 +112,14 @@ def test_advantages_equal_trls_after_the_stated_factor(scored, scale):
     verdicts. Our deviation is c * s with c = sqrt((count - 1) / count). TRL's advantage is
     c * (r - mean) / (c * s + c * 1e-4): c times ours when our eps is c * 1e-4. A single verdict
     gets advantage 0 on both sides."""
-    table, _, inputs = scored
-    trls = inputs[scale]["advantages"].view(4, 4)
+    table, trainer = scored
+    trainer.scale_rewards = scale
+    batch = [{"prompt": text} for text in table.by_prompt for _ in range(4)]
+    trls = trainer._generate_and_score_completions(batch)["advantages"].view(4, 4)
     for i, count in enumerate([4, 3, 2, 1]):
         c = {"group": (count - 1) / count, "batch": 9 / 10, "none": 1.0}[scale] ** 0.5 or 1.0
         close(c * nr.group_advantages(table.rewards, scale=scale, eps=c * 1e-4)[i], trls[i])
     assert trls[3].eq(0).all() and trls[table.rewards.isnan()].eq(0).all()
-
-
-def test_log_probs_and_entropy_equal_trls_on_padded_batches(scored):
-    table, trainer, inputs = scored
-    inputs = inputs["none"]
-    mask = inputs["completion_mask"].bool()  # (N, C)
-    assert not mask.all() and not inputs["prompt_mask"].bool().all()  # padded on both sides
-    ids, attention = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1)
-                      for x in ("ids", "mask"))  # (N, P+C)
-    policy = nr.TokenLogps(nr.load_model(make_config()), TEMPERATURE, chunk=50)
-    with torch.no_grad():
-        trls_logp, trls_entropy, _ = trainer._get_per_token_logps_and_entropies(
-            trainer.model, ids, attention, mask.shape[1], compute_entropy=True)
-        logp, entropy = policy(nr.collate(table.rollouts))
-    close(logp, trls_logp[mask])
-    close(entropy, trls_entropy[mask])
 
 
 # ---- whole runs
@@ -204,7 +186,7 @@ def flat(weights):
 
 
 RUNS = {  # name -> algorithm, optimizer steps per rollout batch, max_grad_norm, TRL's options, ours
-    "grpo": ("GRPO", 1, 10.0, dict(loss_type="grpo", beta=0.04, use_bias_correction_kl=False),
+    "grpo": ("GRPO", 1, 20.0, dict(loss_type="grpo", beta=0.04, use_bias_correction_kl=False),
              dict(kl_coef=0.04)),
     "dapo, two epochs": (
         "GRPO", 2, 10.0, dict(loss_type="dapo", num_iterations=2, epsilon_high=0.28),
@@ -213,7 +195,7 @@ RUNS = {  # name -> algorithm, optimizer steps per rollout batch, max_grad_norm,
         "GRPO", 2, 10.0, dict(loss_type="grpo", steps_per_generation=4,
                               importance_sampling_level="sequence"), dict(ratio="sequence")),
     "rloo, KL in the reward": (
-        "RLOO", 1, 250.0, dict(beta=0.01), nr.ALGOS["rloo"] | dict(kl_coef=0.01, kl_in="reward")),
+        "RLOO", 1, 400.0, dict(beta=0.01), nr.ALGOS["rloo"] | dict(kl_coef=0.01, kl_in="reward")),
 }
 
 

@@ -307,14 +307,10 @@ def test_the_checker_names_what_differs(tmp_path):
 
 
 @pytest.mark.parametrize("argv, says", [
-    ("nowhere.json", "FileNotFoundError"),
-    ("results.json much", "could not convert string to float: 'much'"),
-    ("results.json", "KeyError: 'no such case'"), ("vectors", "IsADirectoryError"),
-    ("", "python tests/vectors/check.py results.json [tolerance]"),
-])
+    ("nowhere.json", "FileNotFoundError"), ("results.json much", "could not convert string"),
+    ("results.json", "KeyError: 'no such case'"), ("", "check.py results.json [tolerance]")])
 def test_the_checker_says_what_it_cannot_read_without_a_traceback(tmp_path, argv, says):
     (tmp_path / "results.json").write_text(json.dumps({"no such case": {"loss": 0.0}}))
-    (tmp_path / "vectors").mkdir()
     command = [sys.executable, FOLDER / "check.py", *argv.split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and says in done.stderr and "Traceback" not in done.stderr
