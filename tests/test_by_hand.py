@@ -7,7 +7,6 @@ import math
 import re
 
 import pytest
-import torch
 from tokenizers import processors
 
 import data
@@ -66,22 +65,6 @@ def test_a_mismatch_above_the_bound_or_nan_and_a_loss_that_is_not_finite_refuse_
             guard.check_step(metrics, 0.1)
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_log_prob_that_is_not_finite_stops_the_run_before_the_step(bad):
-    class Policy(torch.nn.Module):  # has no step()
-        def forward(self, batch):
-            logp = torch.zeros(2, requires_grad=True)
-            return logp, logp.detach()
-
-        def backward(self, loss):
-            loss.backward()
-
-    batch = nr.collate([nr.Rollout([0], [1, 1], "", False, [0.0, bad], weight=1.0)])
-    cfg = dataclasses.replace(make_config(kl_coef=0.0), correction="none", mismatch_bound=0.1)
-    with pytest.raises(RunError, match="disagree"):
-        nr.update(Policy(), [batch], cfg)
-
-
 def test_steps_that_were_skipped_count_across_batches_until_one_is_taken(tmp_path):
     def after(in_a_row, *skipped):
         history = [{"skipped": float(x)} for x in skipped]
@@ -136,13 +119,8 @@ SHAPE = shape.ModelShape(parameters=1000, hidden=10, layers=2, attention=10, mlp
 
 @pytest.mark.parametrize("part, phase, flags, size", [
     ("gradient buckets", "update", {}, (2 + 4) * 1000),  # a bucket in bf16, and its fp32 copy
-    ("gradient buckets", "update", dict(dtype="float32"), (4 + 4) * 1000),
-    ("gradient buckets", "generate", {}, 0),
     ("offload buffer", "generate", dict(offload="optimizer"), 500 * 2),
-    ("offload buffer", "update", {}, 0),
     ("fp32 weights and AdamW", "update", {}, 12 * 1000),
-    ("fp32 weights and AdamW", "update", dict(offload="optimizer"), 0),
-    ("gradients", "update", dict(offload="optimizer"), 4 * 1000),
     ("reference", "reference", {}, 2 * 1000), ("reference", "update", {}, 0),
     ("reference", "reference", dict(kl_coef=0.0), 0),
 ])

@@ -127,10 +127,8 @@ ADDED = [  # spec, what it gives the text "aBcD"
     ("letters:2,halves:0.5", [(1, 0), (2, 2 + 0.5), (3, 0), (4, 2 - 0.5)]),
     # a number is a step at the end
     ("letters:2,size:0.5", [(1, 0), (2, 2), (3, 0), (4, 2 + 0.5 * 4)]),
-    ("size:0.5,letters:-1", [(1, 0), (2, -1), (3, 0), (4, 2 - 1)]),
     ("letters:0", 0.0),  # without weight: no steps, only the part
     ("letters:0,size", 4.0),
-    ("letters:0,halves:1", [(2, 1), (4, -1)]),
     ("later,size", [(1, 2), (4, 4)]),
     # correct: the mean of the letters' steps
     ("letters,batch:0.5", [(1, 0), (2, 1 + 0.5 * 0.5), (3, 0.5 * 1), (4, 1)]),

@@ -1,8 +1,8 @@
 """Comparison with TRL 1.16.0's own code: advantages and whole runs.
 
 Both sides run in float64 (conftest): only a difference in the formulas can show. Only generation is
-replaced, by a fixed table of completions: through GRPOTrainer's rollout_func, and for RLOOTrainer,
-which has none, in the method that calls generate(). The losses are compared in test_vectors.py.
+replaced, by a fixed table of completions, through GRPOTrainer's rollout_func. The losses, also
+those of RLOOTrainer, are compared in test_vectors.py.
 """
 import os
 import random
@@ -46,7 +46,7 @@ class Table:
         return tuple(t for t in ids if t != self.eos)
 
     def rollout_func(self, prompts, trainer):
-        """For GRPOTrainer: the completions of prompts, each of which comes n times in a row."""
+        """The completions of prompts, each of which comes n times in a row."""
         rows = [self.by_prompt[p][i % trainer.num_generations] for i, p in enumerate(prompts)]
         columns = {"prompt_ids": "prompt", "completion_ids": "completion", "logprobs": "vllm_logps"}
         return {column: [getattr(r, name) for r in rows] for column, name in columns.items()}
@@ -70,7 +70,7 @@ def without_group_variables():
     os.environ.update(hidden)
 
 
-def make_trainer(folder, tokenizer, table, algo="GRPO", **options):
+def make_trainer(folder, tokenizer, table, **options):
     """A real trainer of TRL on the bundled model. options: of its configuration."""
     import trl
     from datasets import Dataset
@@ -80,19 +80,12 @@ def make_trainer(folder, tokenizer, table, algo="GRPO", **options):
         logging_strategy="no", disable_tqdm=True, shuffle_dataset=False, num_generations=4,
         per_device_train_batch_size=len(table.by_prompt) * 4, max_completion_length=MAX_TOKENS,
         temperature=TEMPERATURE)
-    generation = {"rollout_func": table.rollout_func} if algo == "GRPO" else {}
     with without_group_variables():
-        args = getattr(trl, f"{algo}Config")(str(folder), **common | options)
-        trainer = getattr(trl, f"{algo}Trainer")(
+        args = trl.GRPOConfig(str(folder), **common | options)
+        trainer = trl.GRPOTrainer(
             model=str(ROOT / "models/tiny"), reward_funcs=table.reward, args=args,
-            processing_class=tokenizer, **generation,
+            processing_class=tokenizer, rollout_func=table.rollout_func,
             train_dataset=Dataset.from_dict({"prompt": list(table.by_prompt)}))
-    if algo == "RLOO":
-        completions = {tuple(rows[0].prompt): rows for rows in table.by_prompt.values()}
-
-        def generate(prompt_ids, *_):
-            return [completions[tuple(p)][i % 4].completion for i, p in enumerate(prompt_ids)]
-        trainer._generate_single_turn = generate
     trainer.model.train()
     return trainer
 
@@ -125,9 +118,9 @@ def test_advantages_equal_trls_after_the_stated_factor(scored, scale):
 # ---- whole runs
 
 
-def run_trl(folder, tokenizer, table, algo, **options):
+def run_trl(folder, tokenizer, table, **options):
     """TRL's train() in two micro-batches per step -> weights, start weights, rollouts per step."""
-    trainer = make_trainer(folder, tokenizer, table, algo, max_steps=STEPS,
+    trainer = make_trainer(folder, tokenizer, table, max_steps=STEPS,
                            gradient_accumulation_steps=2, **options)
     members, compute_loss = [], trainer._compute_loss  # members: rollouts of each micro-batch
 
@@ -165,15 +158,12 @@ def run_ours(table, order, per_batch, cfg):
         batch = table.rollouts[i // per_batch * 16:][:16]
         if i % per_batch == 0:
             old = logps(engine, batch)
-        if cfg.kl_in == "reward":
-            nr.trainer.store_kl(engine, reference, [batch], batch[0], cfg)
-            nr.assign_advantages([batch[j:j + 4] for j in range(0, 16, 4)], cfg, torch.nan)
         packs = pack(nr.assign_token_weights(members, cfg), cfg.pack_tokens)
         batches = list(map(nr.collate, packs))
         for rollouts, packed in zip(packs, batches):
             if per_batch > 1:
                 packed.old = torch.cat([old[id(r)] for r in rollouts])  # (R,)
-            if reference and cfg.kl_in == "loss":
+            if reference:
                 packed.ref, _ = reference(packed)  # (R,)
         nr.trainer.set_lr(engine, i, cfg)
         metrics.append(nr.update(engine, batches, cfg))
@@ -185,17 +175,15 @@ def flat(weights):
     return torch.cat([w.flatten() for w in weights])
 
 
-RUNS = {  # name -> algorithm, optimizer steps per rollout batch, max_grad_norm, TRL's options, ours
-    "grpo": ("GRPO", 1, 20.0, dict(loss_type="grpo", beta=0.04, use_bias_correction_kl=False),
+RUNS = {  # name -> optimizer steps per rollout batch, max_grad_norm, TRL's options, ours
+    "grpo": (1, 20.0, dict(loss_type="grpo", beta=0.04, use_bias_correction_kl=False),
              dict(kl_coef=0.04)),
     "dapo, two epochs": (
-        "GRPO", 2, 10.0, dict(loss_type="dapo", num_iterations=2, epsilon_high=0.28),
+        2, 10.0, dict(loss_type="dapo", num_iterations=2, epsilon_high=0.28),
         dict(aggregate="token", clip_high=0.28)),
     "gspo, two minibatches": (
-        "GRPO", 2, 10.0, dict(loss_type="grpo", steps_per_generation=4,
-                              importance_sampling_level="sequence"), dict(ratio="sequence")),
-    "rloo, KL in the reward": (
-        "RLOO", 1, 400.0, dict(beta=0.01), nr.ALGOS["rloo"] | dict(kl_coef=0.01, kl_in="reward")),
+        2, 10.0, dict(loss_type="grpo", steps_per_generation=4,
+                      importance_sampling_level="sequence"), dict(ratio="sequence")),
 }
 
 
@@ -208,11 +196,11 @@ def test_a_run_ends_at_trls_weights(tmp_path, tokenizer, name):
     `limit`, rounds at 1e-15 * limit at most, so no step of a weight differs by more than
     1e-7 * limit * lr.
     """
-    algo, per_batch, limit, theirs, ours = RUNS[name]
+    per_batch, limit, theirs, ours = RUNS[name]
     table = Table(tokenizer, groups=4 * STEPS // per_batch, seed=1)
     common = dict(learning_rate=1e-4, lr_scheduler_type="linear", max_grad_norm=limit, beta=0.0,
                   per_device_train_batch_size=4 if "steps_per_generation" in theirs else 8)
-    trls, start, order = run_trl(tmp_path, tokenizer, table, algo, **common | theirs)
+    trls, start, order = run_trl(tmp_path, tokenizer, table, **common | theirs)
     for i in range(0, STEPS, per_batch):  # TRL took the table's batches in their order
         wanted = table.rollouts[i // per_batch * 16:][:16]
         taken = {id(r) for part in order[i:i + per_batch] for r in part}
