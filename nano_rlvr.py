@@ -354,7 +354,7 @@ class TokenLogps(torch.nn.Module):
 
 @torch.no_grad()
 def store_fixed_logps(policy, ref, batches, cfg):
-    """Log-probs that do not change with the policy: batch.ref, and batch.old if several steps follow."""
+    """Log-probs that stay as they are: batch.ref, and batch.old if several steps follow."""
     if ref is not None and cfg.kl_in == "loss":
         with on_device(ref):
             for batch in batches:
@@ -384,8 +384,8 @@ def importance(mismatch, batch, cfg):
     """Importance weight pi_trainer / pi_vllm per token: vLLM's kernels sample from a slightly
     different distribution than the one that the trainer differentiates.
 
-    mismatch (R,) = log pi_trainer - log pi_vllm -> (R,). token_truncate: at most the cap. token_mask:
-    0 above it. sequence_mask: 1 if the sequence's geometric mean is in [1/cap, cap], else 0.
+    mismatch (R,) = log pi_trainer - log pi_vllm -> (R,). token_truncate: at most the cap.
+    token_mask: 0 above it. sequence_mask: 1 if the sequence's geometric mean is in [1/cap, cap].
     """
     cap, weight = cfg.correction_cap, mismatch.exp()  # (R,)
     if cfg.correction == "token_truncate":
@@ -493,7 +493,7 @@ def update(policy, batches, cfg):
 def sync_weights(policy, llm):
     """Copies the policy's weights into vLLM, in place. Raises RunError if one bit differs then."""
     trainer.place_frozen_weights(policy, "cpu")  # of LoRA with offload: vLLM needs their room
-    llm.load(trainer.named_weights(policy))
+    llm.load(trainer.named_weights(policy), trainer.count_weights(policy))
 
 
 # --------------------------------------------------------------------------------------- the loop

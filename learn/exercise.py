@@ -68,23 +68,30 @@ def make(number, folder):
         path.write_text(without_body(path.read_text(), name))
 
 
+def fails(folder, numbers):
+    """The first test of these exercises that fails in a copy, "" if all pass."""
+    core = min(os.sched_getaffinity(0))
+    found = (mutations.first_failure(folder, tests_of(n), core, limit=600) for n in numbers)
+    return next(filter(None, found), "")
+
+
 def prove():
     """Shows that the tests pass in a plain copy and fail in each exercise. Exits with 1 if not."""
     mutations.import_libraries()
     with tempfile.TemporaryDirectory() as temporary:
-        folder, unproven = Path(temporary), 0
+        folder = Path(temporary)
         mutations.copy(folder / "plain")
-        solution = mutations.caught_by(folder / "plain", stages=list(map(tests_of, EXERCISES)))
-        print(f"solutions: {solution or 'all tests pass'}")
+        unproven = bool(test := fails(folder / "plain", EXERCISES))
+        print("solutions:", test or "all tests pass", flush=True)
         for number, (title, _) in EXERCISES.items():
             stub = folder / str(number)
             make(number, stub)
-            test = mutations.caught_by(stub, stages=[tests_of(number)])
-            fails = "::" in test and "NotImplementedError" in (stub / "log").read_text()
-            unproven += not fails
-            result = "fails until it is written" if fails else f"NOT PROVEN: {test}"
+            test = fails(stub, [number])
+            proven = "::" in test and "NotImplementedError" in (stub / "log").read_text()
+            unproven += not proven
+            result = "fails until it is written" if proven else f"NOT PROVEN: {test}"
             print(f"exercise {number}, {title}: {result}", flush=True)
-    sys.exit(bool(solution or unproven))
+    sys.exit(bool(unproven))
 
 
 def main(word=""):
