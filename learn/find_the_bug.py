@@ -2,7 +2,7 @@
 
     python learn/find_the_bug.py            plants a fault in exercises/bug/
     python learn/find_the_bug.py clip       one of this topic (--topics lists them)
-    python learn/find_the_bug.py --check    runs the quick tests of the copy: which one fails, if any
+    python learn/find_the_bug.py --check    runs its quick tests: which one fails, if any
     python learn/find_the_bug.py --reveal   shows the fault, or that you have repaired it
 """
 import difflib

@@ -8,6 +8,7 @@ import rewards
 from runtime import stats
 
 
+@pytest.mark.exercise_13
 @pytest.mark.parametrize("answers, index", [
     (["4", "5", "5"], 1),
     (["4", "5", "5", "4"], 0),  # a tie: the answer seen first
