@@ -27,16 +27,6 @@ def test_a_group_is_flat_if_all_verdicts_or_those_of_all_steps_agree(rewards, fl
     assert stats.is_flat(rollouts) == flat
 
 
-@pytest.mark.exercise_12
-def test_an_outcome_reward_is_one_step_at_the_last_token():
-    rewards, lengths = [1.0, 0.25, 0.0, 0.5], (3, 1, 2, 5)
-    outcome = [completion(n, r) for n, r in zip(lengths, rewards)]
-    one_step = [completion(n, r, [(n, r)]) for n, r in zip(lengths, rewards)]
-    for group in outcome, one_step:
-        nr.assign_advantages([group], make_config(samples=4), math.nan)
-    assert [r.advantages for r in outcome] == [r.advantages for r in one_step]
-
-
 @pytest.mark.parametrize("text", ["12+3=15\n", "1×2=2, 3÷3=1 \U0001f600.", "é+€=1\n"])
 def test_a_step_ends_with_the_token_that_completes_its_last_character(tokenizer, text):
     """The bundled tokenizer has a token per byte, so é has two. A step that covers the whole text
@@ -49,15 +39,6 @@ def test_a_step_ends_with_the_token_that_completes_its_last_character(tokenizer,
     r = nr.Rollout([0], ids, text, False, [0.0] * len(ids), steps=[(end, end / 8) for end in ends])
     step_ends_in_tokens([r], tokenizer)
     assert r.steps == [(k, end / 8) for k, end in zip([*wanted[:-1], len(ids)], ends)]
-
-
-def test_prefixes_are_decoded_only_where_a_token_has_a_part_of_a_character(tokenizer):
-    """A prefix per step and bisection: for a long completion with many steps that takes seconds."""
-    ids = tokenizer("1+1=2\n" * 50, add_special_tokens=False)["input_ids"]
-    r = nr.Rollout([0], ids, tokenizer.decode(ids), False, [0.0] * len(ids),
-                   steps=[(6, 1.0), (12, 1.0)])
-    step_ends_in_tokens([r], SimpleNamespace(batch_decode=tokenizer.batch_decode))
-    assert r.steps == [(6, 1.0), (12, 1.0)]
 
 
 def test_score_sums_the_rewards_of_the_steps():

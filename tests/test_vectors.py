@@ -4,7 +4,6 @@ All in float64. make.py rounds its results to 15 digits (1e-15) and the bound is
 """
 import ast
 import dataclasses
-import importlib.util
 import json
 import math
 import re
@@ -20,6 +19,8 @@ import torch
 import nano_rlvr as nr
 from conftest import EXACT, ROOT, make_config, within
 from runtime.batch import pack
+from vectors import make
+from vectors.check import flat
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 FOLDER = ROOT / "tests/vectors"
@@ -38,18 +39,6 @@ def parameters(cases):
         yield pytest.param(case, marks=marks, id=case["name"].replace(" ", "_"))
 
 
-@pytest.fixture(scope="module")
-def make():
-    spec = importlib.util.spec_from_file_location("make", FOLDER / "make.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def flat(x):
-    return [number for part in x for number in flat(part)] if isinstance(x, list) else [x]
-
-
 def equal(a, b, bound):
     """Whether two values from JSON are the same, their floats within bound."""
     if isinstance(a, float) and isinstance(b, float):
@@ -60,7 +49,7 @@ def equal(a, b, bound):
     return type(a) is type(b) and a == b
 
 
-def test_make_py_writes_the_committed_file_and_imports_only_the_standard_library(make):
+def test_make_py_writes_the_committed_file_and_imports_only_the_standard_library():
     made = json.loads(make.text())
     assert [c["name"] for c in made] == [c["name"] for c in CASES]
     assert [c["name"] for a, c in zip(made, CASES) if not equal(a, c, 1e-12)] == []
@@ -94,7 +83,7 @@ def test_every_preset_and_every_value_of_every_option_has_cases():
     ("tau", 2.0, dict(gate="soft")), ("tau_neg", 2.0, dict(gate="soft")),
     *[("correction_cap", 9.0, dict(correction=kind)) for kind in (
         "token_truncate", "token_mask", "sequence_mask")]])
-def test_the_tokens_of_the_cases_are_on_both_sides_of_every_bound(make, option, value, needs):
+def test_the_tokens_of_the_cases_are_on_both_sides_of_every_bound(option, value, needs):
     """Moving a bound changes the gradient of several tokens, at each level of the ratio."""
     for ratio in "token", "sequence", "product":
         changed = 0
