@@ -24,7 +24,6 @@ TRAIN = [{"question": str(i), "answer": str(i), "prompt_ids": [i % 200, i // 200
          for i in range(1000)]
 
 
-@pytest.mark.exercise_2
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_flat_group_has_advantage_0_whatever_its_rewards(dtype):
     """The sum of n equal numbers is rounded, and eps may be much smaller than its last bit."""
