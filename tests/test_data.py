@@ -150,6 +150,7 @@ def test_templates(tokenizer):
             data.encode(example, tokenizer, "chat")
 
 
+@pytest.mark.exercise_14
 def test_an_epoch_shows_every_example_once_and_ranks_share_a_batch():
     examples = list(range(10))
     epoch = [e for step in range(5) for e in data.batch_at(examples, step, 2)]

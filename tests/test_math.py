@@ -92,6 +92,7 @@ def test_weights_of_two_ranks_are_those_of_one_batch():
 # ---- pack and collate
 
 
+@pytest.mark.exercise_7
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
 def test_packs_hold_every_rollout_once_within_the_budget(lengths, budget):
@@ -104,6 +105,7 @@ def test_packs_hold_every_rollout_once_within_the_budget(lengths, budget):
     assert all(len(p[-1]) > tokens for i, p in enumerate(packs) for tokens in free[:i])
 
 
+@pytest.mark.exercise_7
 def test_a_pack_takes_a_whole_group_before_it_begins_the_next():
     sizes = [(0, 9), (1, 20), (0, 8), (1, 30), (2, 7), (2, 6)]
     rollouts = [nr.Rollout([g], [1] * (n - 1), "", False, [0.0] * (n - 1))
@@ -320,6 +322,7 @@ def test_sequence_ratio_is_the_geometric_mean_of_the_token_ratios():
 # ---- evaluation and schedule
 
 
+@pytest.mark.exercise_13
 def test_pass_at_k_is_the_fraction_of_k_subsets_with_a_right_one():
     from itertools import combinations
     right = [1, 0, 0, 1, 0, 0]

@@ -308,6 +308,7 @@ def test_fractions_are_exact(x, k):
         assert one("gsm8k", f"<answer>{text}</answer>", answer=near) == 0.0
 
 
+@pytest.mark.exercise_10
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 99), min_size=2, max_size=5), st.randoms(use_true_random=False))
 def test_countdown_agrees_with_python_on_expressions_of_its_kind(numbers, rng):

@@ -22,10 +22,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from runtime.attention import packed_attention
-
 import data
 import nano_rlvr
+from runtime.batch import packed_attention
 
 HABIT = {3: 0.7, 4: 0.5, 5: 0.35, 6: 0.2}  # number of terms -> fraction of the examples that are worked out
 
