@@ -121,7 +121,7 @@ def main(folder, model, dtype, *policies):
             nr.sync_weights(policy, llm)
             rollouts = nr.rollout(llm, prompts, 2, 1.0, 24, seeds)
             for i, r in enumerate(rollouts):
-                r.reward, r.advantages = 1.0, [(-1.0) ** i] * len(r.completion)
+                r.reward, r.advantages = 1.0, [i + 1.0] * len(r.completion)  # also if equal
             before = {n: w.clone() for n, w in trainer.named_weights(policy)}
             metrics = nr.update(policy, [nr.collate(nr.assign_token_weights(rollouts, cfg))], cfg)
             results["sampled"][name].append(

@@ -1,7 +1,4 @@
-"""What README.md and docs/ say about the code is looked up in the code.
-
-`PYTHONPATH=. python tests/test_readme.py` updates the line counts in both READMEs.
-"""
+"""What README.md and docs/ say about the code is looked up in the code."""
 import re
 import shlex
 
@@ -13,25 +10,20 @@ from conftest import ROOT
 from runtime import __version__
 
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
-PAGES = {path: path.read_text() for folder in (ROOT, ROOT / "docs")
+PAGES = {path: path.read_text() for folder in (ROOT, ROOT / "docs", ROOT / "learn")
          for path in sorted(folder.glob("*.md"))}
 
 
-def line_count(name):
-    """Lines of a Python file, or of all Python files of a folder."""
-    paths = [ROOT / name] if name.endswith(".py") else (ROOT / name).glob("*.py")
-    return sum(len(path.read_text().splitlines()) for path in paths)
-
-
-def updated(text):
-    """README with the present line count of each listed file."""
-    return re.sub(r"^\| `([\w.]+/?)` \| [\d,]+ \|",
-                  lambda m: f"| `{m[1]}` | {line_count(m[1]):,} |", text, flags=re.M)
-
-
-def test_line_counts_are_those_of_the_files():
+def test_the_tree_in_the_readme_names_every_file_and_folder():
+    files = [f"{folder}{path.name}" for folder in ("", "runtime/")
+             for path in (ROOT / folder).glob("[a-z]*.py")]
+    folders = [f"{path.name}/" for path in ROOT.iterdir()
+               if path.is_dir() and path.name not in ("runs", "exercises")
+               and path.name[0] not in "._"]
     for path in READMES:
-        assert updated(PAGES[path]) == PAGES[path], "run PYTHONPATH=. python tests/test_readme.py"
+        tree = re.search(r"```\n(nano_rlvr.py .*?)```", PAGES[path], re.S)[1]
+        for name in ["runtime/", *files, *folders]:
+            assert name.removeprefix("runtime/") in tree, (path.name, name)
 
 
 def test_every_link_leads_to_a_file_a_heading_or_a_function():
@@ -113,8 +105,3 @@ def test_a_reward_in_the_pages_runs_and_only_the_first_text_is_right(
 
 def test_the_changelog_begins_with_the_version():
     assert re.search(r"^## (.*)$", PAGES[ROOT / "CHANGELOG.md"], re.M)[1] == __version__
-
-
-if __name__ == "__main__":
-    for path in READMES:
-        path.write_text(updated(path.read_text()))
