@@ -25,7 +25,8 @@ from runtime import memory, shape
 from runtime.memory import GIB
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-STEP = "--steps 1 --prompts 2 --samples 2 --max_tokens 16 --eval_size 2 --out"
+STEP = ("--steps 1 --prompts 2 --samples 2 --max_prompt 256 --max_tokens 16 --pack_tokens 512 "
+        "--eval_size 2 --out")
 
 
 class Note(Exception):

@@ -144,7 +144,7 @@ def step_bytes(cfg, shape, gpu):
     """Bytes of each part of a step in each phase, and their total: {name: Phases}.
 
     On a GPU, vLLM has a KV cache for two sequences. On a CPU, vLLM is not counted.
-    tests/test_memory.py compares the result with a simulation of the real code at 1.5B parameters.
+    tests/test_memory.py compares the result with a simulation of the real code.
     """
     ranks, size = dist.world_size(), bytes_per_number(cfg)
     trained = trained_parameters(cfg, shape)
@@ -153,9 +153,8 @@ def step_bytes(cfg, shape, gpu):
 
     whole = shape.parameters * size
     weights = whole / ranks if sharded else whole
-    # gathered by DeepSpeed; in a sync, vLLM holds the embedding, the head and what it fuses
-    fused = 2 * (shape.vocab + shape.mlp) * shape.hidden
-    gathered = size * sharded * max(fused, min(shape.parameters, ZERO3_LIVE))
+    # a sync gathers weights, too, but before vLLM's activations and the copies below
+    gathered = size * sharded * min(shape.parameters, ZERO3_LIVE)
     # DeepSpeed's fp32 sum of gradients stays on the device, also with offload, but not in stage 3
     gradients = 0 if offload and sharded else 4 * trained / (1 if cfg.zero_stage == 1 else ranks)
     # its BF16_Optimizer always keeps them, and until the step also those in bf16
@@ -182,7 +181,7 @@ def step_bytes(cfg, shape, gpu):
     parts = {
         # trainer.place_frozen_weights
         "weights": (0 if offload and cfg.lora_rank else weights, weights, weights),
-        "gathered weights": [gathered] * 3,
+        "gathered weights": (0, gathered, gathered),
         "fp32 weights and AdamW": [0 if offload else 12 * trained / ranks] * 3,
         "gradients": (gradients * always, gradients * always, gradients + 2 * trained * always),
         "offload buffer": [largest * size * offload] * 3,
