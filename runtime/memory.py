@@ -159,6 +159,7 @@ def step_bytes(cfg, shape, gpu):
     gradients = 0 if offload and sharded else 4 * trained / (1 if cfg.zero_stage == 1 else ranks)
     # its BF16_Optimizer always keeps them, and until the step also those in bf16
     always = cfg.zero_stage == 1 and cfg.dtype == "bfloat16" and cfg.offload != "optimizer"
+    buckets = (size + 4) * min(trained, max(BUCKET, largest))
     reference = whole if cfg.kl_coef and not cfg.lora_rank else 0
     # the reference stays on a GPU if activations are kept there too
     resting = 0 if gpu and cfg.checkpointing != "off" else reference
@@ -185,7 +186,7 @@ def step_bytes(cfg, shape, gpu):
         "fp32 weights and AdamW": [0 if offload else 12 * trained / ranks] * 3,
         "gradients": (gradients * always, gradients * always, gradients + 2 * trained * always),
         "offload buffer": [largest * size * offload] * 3,
-        "gradient buckets": (0, 0, (size + 4) * min(trained, max(BUCKET, largest))),
+        "gradient buckets": (0, 0, buckets),
         "reference": (resting, reference, resting),
         "activations kept": (0, 0, kept),
         "a layer or the head": (0, max(layer, head), max(backward, head_backward)),
