@@ -171,7 +171,7 @@ def step_bytes(cfg, shape, gpu):
     tokens = max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
     attention = 14 if shape.qk_norms else 8
     layer = tokens * size * (5 * shape.hidden + attention * shape.attention + 4 * shape.mlp)
-    backward = layer + tokens * size * (3 * shape.mlp + (attention - 8) * shape.attention)
+    backward = layer + tokens * size * (3 * shape.mlp + 4 * shape.qk_norms * shape.attention)
     kept = shape.layers * layer
     if cfg.checkpointing == "on":  # each layer's input; the backward pass computes the layer again
         kept = tokens * size * (shape.layers + 4) * shape.hidden
