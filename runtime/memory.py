@@ -69,11 +69,11 @@ def free_host_bytes():
 
 
 class Device(NamedTuple):
-    """What a plan is made for: the device of this process (`here`) or one that is not here."""
+    """What a plan is made for, in bytes: the device of this process (`here`) or another one."""
     gpu: bool
-    free: float  # bytes
-    total: float  # bytes
-    host: float = math.inf  # bytes of available host memory; inf = unknown
+    free: float
+    total: float
+    host: float = math.inf  # available host memory; inf = unknown
 
     @classmethod
     def here(cls):
@@ -161,7 +161,7 @@ def step_bytes(cfg, shape, gpu):
     always = cfg.zero_stage == 1 and cfg.dtype == "bfloat16" and cfg.offload != "optimizer"
     buckets = (size + 4) * min(trained, max(BUCKET, largest))
     reference = whole if cfg.kl_coef and not cfg.lora_rank else 0
-    # the reference stays on a GPU if activations are kept there too
+    # it stays on a GPU if activations are kept there too
     resting = 0 if gpu and cfg.checkpointing != "off" else reference
     # of a trained tensor a checkpoint makes an fp32 copy, beside the KV cache; with LoRA, a matrix
     # and its adapter's product are added in fp32
