@@ -132,7 +132,7 @@ def trl(argv, micro, folder, vllm=False):
     cfg = nr.parse_config([*argv, "--out", folder])
     tokenizer = runtime.flags.load_tokenizer(cfg)
     train_set, _ = data.load_splits(cfg, tokenizer)
-    cfg = memory.plan(cfg)
+    cfg, _ = memory.plan(cfg)
 
     from datasets import Dataset
     from transformers import TrainerCallback

@@ -3,8 +3,7 @@
     python -m runtime.doctor [flags of nano_rlvr.py]
     python -m runtime.doctor --model Qwen2.5-Math-1.5B --memory_gb 24    the plan for another GPU
 
-A check returns what it found, which is ok. It raises Note for what limits a run, and anything else
-for what makes it fail.
+A check returns what it found. It raises Note for what limits a run, other errors for what fails.
 """
 import contextlib
 import io
@@ -25,7 +24,8 @@ from runtime import memory, shape
 from runtime.memory import GIB
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-STEP = "--steps 1 --prompts 2 --samples 2 --max_tokens 16 --eval_size 2 --out"
+STEP = ("--steps 1 --prompts 2 --samples 2 --max_prompt 256 --max_tokens 16 --pack_tokens 512 "
+        "--eval_size 2 --out")
 
 
 class Note(Exception):
@@ -80,13 +80,12 @@ def plan(cfg):
         model = shape.ModelShape.of(cfg.model)
     except OSError as e:
         raise RuntimeError(f"--model {cfg.model}: {shape.first_line(e, cfg.model)}") from e
-    here, size = memory.Device.here(), cfg.memory_gb * GIB
-    is_here = size <= here.total * here.gpu
+    device, size, place = memory.Device.here(), cfg.memory_gb * GIB, "this machine"
+    if size > device.total * device.gpu:
+        device, place = memory.Device(True, size, size), "a GPU that is not here"
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        memory.plan(cfg, here if is_here else memory.Device(True, size, size), model)
-    if not is_here:
-        raise Note(f"for a GPU of {cfg.memory_gb:g} GiB, not for this machine\n{text.getvalue()}")
-    return f"for this machine\n{text.getvalue()}"
+        memory.plan(cfg, device, model)
+    return f"for {place}\n{text.getvalue()}"
 
 
 def disk(cfg):
@@ -101,9 +100,7 @@ def disk(cfg):
 
 
 def main(argv, checks=(versions, device, host, step, plan, disk)):
-    """Prints all checks and a verdict. Returns the exit code, 1 if a check failed.
-
-    Raises ValueError for bad flags."""
+    """Prints all checks. Returns 1 if one failed, else 0. Raises ValueError for bad flags."""
     cfg = nr.parse_config(argv)
     if cfg.memory_gb and not torch.cuda.is_available():  # a plan for a GPU, whose default is bf16
         cfg = nr.parse_config(["--dtype", "bfloat16", *argv])
@@ -116,7 +113,7 @@ def main(argv, checks=(versions, device, host, step, plan, disk)):
         except Exception as e:  # any library may raise anything here: that is the finding
             status, found, failed = "FAIL", (str(e).splitlines() or [type(e).__name__])[0], True
         print(f"{status:4}  {check.__name__:8}  {found.rstrip()}", flush=True)
-    print("verdict: not ready" if failed else "verdict: ready")
+    print(f"verdict: {'not ready' if failed else 'ready'}")
     return int(failed)
 
 

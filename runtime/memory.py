@@ -69,11 +69,11 @@ def free_host_bytes():
 
 
 class Device(NamedTuple):
-    """What a plan is made for: the device of this process (`here`) or one that is not here."""
+    """What a plan is made for, in bytes: the device of this process (`here`) or another one."""
     gpu: bool
-    free: float  # bytes
-    total: float  # bytes
-    host: float = math.inf  # bytes of available host memory; inf = unknown
+    free: float
+    total: float
+    host: float = math.inf  # available host memory; inf = unknown
 
     @classmethod
     def here(cls):
@@ -144,7 +144,7 @@ def step_bytes(cfg, shape, gpu):
     """Bytes of each part of a step in each phase, and their total: {name: Phases}.
 
     On a GPU, vLLM has a KV cache for two sequences. On a CPU, vLLM is not counted.
-    tests/test_memory.py compares the result with a simulation of the real code at 1.5B parameters.
+    tests/test_memory.py compares the result with a simulation of the real code.
     """
     ranks, size = dist.world_size(), bytes_per_number(cfg)
     trained = trained_parameters(cfg, shape)
@@ -153,15 +153,15 @@ def step_bytes(cfg, shape, gpu):
 
     whole = shape.parameters * size
     weights = whole / ranks if sharded else whole
-    # gathered by DeepSpeed; in a sync, vLLM holds the embedding, the head and what it fuses
-    fused = 2 * (shape.vocab + shape.mlp) * shape.hidden
-    gathered = size * sharded * max(fused, min(shape.parameters, ZERO3_LIVE))
+    # a sync gathers weights, too, but before vLLM's activations and the copies below
+    gathered = size * sharded * min(shape.parameters, ZERO3_LIVE)
     # DeepSpeed's fp32 sum of gradients stays on the device, also with offload, but not in stage 3
     gradients = 0 if offload and sharded else 4 * trained / (1 if cfg.zero_stage == 1 else ranks)
     # its BF16_Optimizer always keeps them, and until the step also those in bf16
     always = cfg.zero_stage == 1 and cfg.dtype == "bfloat16" and cfg.offload != "optimizer"
+    buckets = (size + 4) * min(trained, max(BUCKET, largest))
     reference = whole if cfg.kl_coef and not cfg.lora_rank else 0
-    # the reference stays on a GPU if activations are kept there too
+    # it stays on a GPU if activations are kept there too
     resting = 0 if gpu and cfg.checkpointing != "off" else reference
     # of a trained tensor a checkpoint makes an fp32 copy, beside the KV cache; with LoRA, a matrix
     # and its adapter's product are added in fp32
@@ -171,7 +171,7 @@ def step_bytes(cfg, shape, gpu):
     tokens = max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
     attention = 14 if shape.qk_norms else 8
     layer = tokens * size * (5 * shape.hidden + attention * shape.attention + 4 * shape.mlp)
-    backward = layer + tokens * size * (3 * shape.mlp + (attention - 8) * shape.attention)
+    backward = layer + tokens * size * (3 * shape.mlp + 4 * shape.qk_norms * shape.attention)
     kept = shape.layers * layer
     if cfg.checkpointing == "on":  # each layer's input; the backward pass computes the layer again
         kept = tokens * size * (shape.layers + 4) * shape.hidden
@@ -182,11 +182,11 @@ def step_bytes(cfg, shape, gpu):
     parts = {
         # trainer.place_frozen_weights
         "weights": (0 if offload and cfg.lora_rank else weights, weights, weights),
-        "gathered weights": [gathered] * 3,
+        "gathered weights": (0, gathered, gathered),
         "fp32 weights and AdamW": [0 if offload else 12 * trained / ranks] * 3,
         "gradients": (gradients * always, gradients * always, gradients + 2 * trained * always),
         "offload buffer": [largest * size * offload] * 3,
-        "gradient buckets": (0, 0, (size + 4) * min(trained, max(BUCKET, largest))),
+        "gradient buckets": (0, 0, buckets),
         "reference": (resting, reference, resting),
         "activations kept": (0, 0, kept),
         "a layer or the head": (0, max(layer, head), max(backward, head_backward)),

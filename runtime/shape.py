@@ -4,7 +4,7 @@ import functools
 import os
 import re
 import threading
-import time
+import timeit
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +39,8 @@ def first_line(error, name=""):
     """An error in one line. `name`: the model or data set that the hub was asked for."""
     if name and not hub_answers():
         return f"the hub is offline or not reachable, and {name} is not in the local cache"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0].strip()}"
 
 
 _empty_models = {}
@@ -120,11 +120,7 @@ def peak_flops(dtype):
         for name, flops in DATA_SHEET.items():
             if re.search(rf"\b{name}\b", torch.cuda.get_device_name()):
                 return flops
-    n, place = (8192, "cuda") if cuda else (2048, "cpu")
-    a = torch.randn(n, n, dtype=getattr(torch, dtype), device=place)
-    seconds = []
-    for _ in range(4):  # the first one is a warm-up
-        start = time.perf_counter()
-        (a @ a)[0, 0].item()  # waits for the GPU
-        seconds.append(time.perf_counter() - start)
-    return 2 * n**3 / min(seconds)
+    n, device = (8192, "cuda") if cuda else (2048, "cpu")
+    a = torch.randn(n, n, dtype=getattr(torch, dtype), device=device)
+    # item() waits for a GPU
+    return 2 * n**3 / min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=4))

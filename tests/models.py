@@ -35,10 +35,10 @@ def make(size):
 
 
 @functools.cache
-def shape_of(name):
-    """The shape of a row of SIZES."""
+def shape_of(name, **changes):
+    """The shape of a row of SIZES with these changes."""
     with torch.device("meta"):
-        config = make(SIZES[name]).config
+        config = make(SIZES[name] | changes).config
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         return ModelShape.of(folder)
