@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 import nano_rlvr as nr
-from conftest import fixed_rollouts, float64, make_checkpoints, make_config
+from conftest import ROOT, fixed_rollouts, float64, make_checkpoints, make_config
 from runtime import dist, guard, stats, trainer
 
 SETTINGS = {  # differences from Config
@@ -103,7 +103,7 @@ if __name__ == "__main__":
     nr.TokenLogps = functools.partial(nr.TokenLogps, chunk=100)  # three chunks of the vocabulary
     dist.init_process_group()
     with float64():
-        tokenizer = AutoTokenizer.from_pretrained(make_config().model)
+        tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/tiny")
         found = {name: train(name, tokenizer) for name in SETTINGS}
         found["continued"] = train_one_more_step(tokenizer)
         if dist.world_size() == 1:
