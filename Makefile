@@ -25,7 +25,7 @@ notebooks: $(DEV)
 
 # every exercise's test fails on an empty function and passes on the solution
 exercises: $(DEV)
-	.venv/bin/python docs/exercise.py --prove
+	.venv/bin/python learn/exercise.py --prove
 
 setup: $(READY)
 

@@ -81,8 +81,8 @@ class Config(flags.RunFlags):
     tau_neg: float = 1.05  # of the soft gate, negative advantages
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference
     kl_in: Literal["loss", "reward"] = "loss"  # k3 per token in the loss, or k1 off the reward
-    correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = (
-        "token_truncate")  # importance weight for vLLM's log-probs, which differ from the trainer's
+    # importance weight for the difference between vLLM's and the trainer's log-probs
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     correction_cap: float = 2.0  # largest importance weight pi_trainer / pi_vllm
     drop_flat_groups: bool = False  # no update from groups in which all rewards are the same
     resample: int = 0  # with drop_flat_groups: draw prompts up to this many times to get G groups

@@ -22,6 +22,7 @@ def differ(a, b):
     return not torch.equal(checksum(a), checksum(b))
 
 
+@pytest.mark.exercise_15
 def test_a_checksum_is_the_sum_of_bits_times_odd_factors_modulo_2_to_the_64():
     x = torch.tensor([1.0, -2.0, 0.0, -0.0, 3e38])
     factors = sampler.factors(torch.device("cpu"))
@@ -33,6 +34,7 @@ def test_a_checksum_is_the_sum_of_bits_times_odd_factors_modulo_2_to_the_64():
     assert len(checksum(x)) == 2 and len(checksum(x[0, :0])) == 0
 
 
+@pytest.mark.exercise_15
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_every_single_bit_and_every_swap_changes_it(dtype):
     x = torch.randn(CHUNK + 3).to(dtype)
@@ -160,6 +162,7 @@ def load(vllm_model, weights, loads):
     llm.load(iter(weights.items()), total=len(weights))
 
 
+@pytest.mark.exercise_16
 def test_every_sync_is_checked_and_a_failure_names_the_tensor_and_the_rank(weights):
     def refuse(iterator):
         for name, _ in iterator:

@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import data
 import nano_rlvr
-from runtime.attention import packed_attention
+from runtime.batch import packed_attention
 
 HABIT = {3: 0.7, 4: 0.5, 5: 0.35, 6: 0.2}  # number of terms -> fraction of the examples that are worked out
 
