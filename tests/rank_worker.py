@@ -1,4 +1,4 @@
-"""Run by test_ranks.py on 3, then 1, then 2 ranks: updates on fixed rollouts, in float64.
+"""Run by test_ranks.py on 2, then 1, then 3 ranks: updates on fixed rollouts, in float64.
 
     rank_worker.py FOLDER
 
@@ -28,7 +28,7 @@ SETTINGS = {  # differences from Config
     "correction": dict(zero_stage=1, correction="token_mask", correction_cap=3.0),
     "process rewards": dict(zero_stage=2, aggregate="token"),
 }
-STAGE = {3: 3, 1: 1, 2: 2}  # ranks -> ZeRO stage of the run that continues
+STAGE = {2: 2, 1: 1, 3: 3}  # ranks -> ZeRO stage of the run that continues
 FOLDER = Path(sys.argv[-1])
 
 
