@@ -1,4 +1,4 @@
-"""Run by test_ranks.py on 3, then 1, then 2 ranks: updates on fixed rollouts, in float64.
+"""Run by test_ranks.py on 2, then 1, then 3 ranks: updates on fixed rollouts, in float64.
 
     rank_worker.py FOLDER
 
@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 import nano_rlvr as nr
-from conftest import fixed_rollouts, float64, make_checkpoints, make_config
+from conftest import ROOT, fixed_rollouts, float64, make_checkpoints, make_config
 from runtime import dist, guard, stats, trainer
 
 SETTINGS = {  # differences from Config
@@ -28,7 +28,7 @@ SETTINGS = {  # differences from Config
     "correction": dict(zero_stage=1, correction="token_mask", correction_cap=3.0),
     "process rewards": dict(zero_stage=2, aggregate="token"),
 }
-STAGE = {3: 3, 1: 1, 2: 2}  # ranks -> ZeRO stage of the run that continues
+STAGE = {2: 2, 1: 1, 3: 3}  # ranks -> ZeRO stage of the run that continues
 FOLDER = Path(sys.argv[-1])
 
 
@@ -103,7 +103,7 @@ if __name__ == "__main__":
     nr.TokenLogps = functools.partial(nr.TokenLogps, chunk=100)  # three chunks of the vocabulary
     dist.init_process_group()
     with float64():
-        tokenizer = AutoTokenizer.from_pretrained(make_config().model)
+        tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/tiny")
         found = {name: train(name, tokenizer) for name in SETTINGS}
         found["continued"] = train_one_more_step(tokenizer)
         if dist.world_size() == 1:

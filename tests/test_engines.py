@@ -19,6 +19,7 @@ from conftest import (
     within,
 )
 from runtime import guard, trainer
+from runtime.batch import pack
 from runtime.dist import RunError
 from runtime.model import load_model
 from runtime.trainer import get_tensor, named_weights
@@ -177,7 +178,7 @@ def test_every_engine_takes_the_step_of_plain_adamw_also_after_a_rehearsal(
         for _ in range(2):
             for parameters in engine.optimizer.param_groups:  # as train() does at each step
                 parameters |= dict(lr=cfg.lr, eps=eps)
-            metrics = nr.update(engine, [nr.collate(p) for p in nr.pack(rollouts, 150)], cfg)
+            metrics = nr.update(engine, [nr.collate(p) for p in pack(rollouts, 150)], cfg)
         ours = weights_of(engine)
 
         plain, batch = nr.TokenLogps(load_model(cfg)), nr.collate(rollouts)
