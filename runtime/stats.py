@@ -84,7 +84,7 @@ def pack_sums(loss, terms, entropy, weight, cfg):
         correction = terms.pop("correction")  # (R,)
         uncapped = 1.0 if cfg.correction == "sequence_mask" else mismatch.exp()  # (R,)
         terms |= {"correction/w": correction, "correction/w2": correction**2,  # for their size
-                  "correction/share": correction != uncapped}  # share of tokens that the cap changes
+                  "correction/share": correction != uncapped}  # tokens that the cap changes
     sums = {name: x.sum() for name, x in terms.items()}
     sums |= {"loss": loss, "mismatch/max": mismatch.abs().max()}
     is_trained = weight[0] != 0  # () false for a filler: see pack_evenly
