@@ -81,8 +81,8 @@ class Config(flags.RunFlags):
     tau_neg: float = 1.05  # of the soft gate, negative advantages
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference
     kl_in: Literal["loss", "reward"] = "loss"  # k3 per token in the loss, or k1 off the reward
-    correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = (
-        "token_truncate")  # importance weight for vLLM's log-probs, which differ from the trainer's
+    # importance weight for the difference between vLLM's and the trainer's log-probs
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     correction_cap: float = 2.0  # largest importance weight pi_trainer / pi_vllm
     drop_flat_groups: bool = False  # no update from groups in which all rewards are the same
     resample: int = 0  # with drop_flat_groups: draw prompts up to this many times to get G groups
@@ -522,7 +522,7 @@ class Run:
         for step in range(progress.step, cfg.steps + 1):
             self.metrics, self.answers, progress.step = {}, [], step
             is_last = step == cfg.steps
-            stop.check()
+            stop.check(self.checkpoints)
             if step % cfg.eval_every == 0 or is_last:
                 log.say(f"step {step}: evaluation of {len(self.eval_set)} examples ...")
                 with timed(self.metrics, "evaluate"):
@@ -532,9 +532,7 @@ class Run:
                 self.checkpoints.save(final=is_last)
             if not is_last:
                 yield step
-                self.checkpoints.check()
         log.write(cfg.steps, self.metrics, answers=self.answers)
-        self.checkpoints.wait()
         log.close()
 
 
@@ -630,8 +628,7 @@ def main(argv=None, train=train):
                 log.say("rehearsal: two updates on the largest pack, at learning rate 0 ...")
                 guard.rehearse(policy, ref, cfg)
             checkpoints.restore(policy)
-            with stop.with_checkpoint(checkpoints):
-                train(Run(cfg, train_set, eval_set, verifier, log, checkpoints, llm, policy, ref))
+            train(Run(cfg, train_set, eval_set, verifier, log, checkpoints, llm, policy, ref))
         verifier.close()
     # The process group is left to vLLM, which closes it at exit.
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import nano_rlvr as nr  # noqa: E402
 import torch  # noqa: E402
 from transformers import AttentionInterface  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 
+import nano_rlvr as nr  # noqa: E402
 from runtime.batch import packed_attention  # noqa: E402
 
 

@@ -2,14 +2,15 @@
 
     python nano_rlvr.py --rollout examples/python_tool.py:python_rollout --model Qwen2.5-1.5B ...
 
-A completion with one call, two turns of the model; the part in brackets is not sampled but inserted:
+A completion with one call has two turns of the model. The part in brackets is not sampled:
 
     <python>print(347*86)</python>[<output>29842</output>]<answer>29842</answer>
 
-The markers are plain text, which any tokenizer can write. vLLM ends a turn at the text </python>. The marker
-may end inside a token such as ">\\n": the token is kept whole, and the rest of its text stands
-before <output>. Nothing that was sampled is decoded and encoded again: the context of the next turn is the
-ids of the prompt, the ids sampled so far and the ids of the output, and the trainer gets the same ids.
+The markers are plain text, which any tokenizer can write. vLLM ends a turn at the text </python>.
+The marker may end inside a token such as ">\\n": the token is kept whole, and the rest of its text
+stands before <output>. Nothing that was sampled is decoded and encoded again: the context of the
+next turn is the ids of the prompt, the ids sampled so far and the ids of the output, and the
+trainer gets the same ids.
 """
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +40,8 @@ jail.jail()  # raises NoIsolation where no jail can be built: here, before the m
 
 def run_python(program):
     """What the model reads: the standard output of a program in the jail, or NO_RESULT."""
-    output, = jail.run_program(RUNNER, [program], SECONDS, output=4 * CHARACTERS)  # UTF-8: 1 to 4 bytes each
+    size = 4 * CHARACTERS  # bytes: UTF-8 has 1 to 4 per character
+    [output] = jail.run_program(RUNNER, [program], SECONDS, output=size)
     return NO_RESULT if output is None else output.strip()[:CHARACTERS]
 
 
@@ -51,8 +53,8 @@ def called_program(turn):
 def python_rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     """As nano_rlvr.rollout, with up to CALLS calls of Python per completion.
 
-    max_tokens counts sampled tokens and output. A completion that ends with a call, because CALLS are used up
-    or the output leaves no room for another token, counts as truncated.
+    max_tokens counts sampled tokens and output. A completion that ends with a call, because CALLS
+    are used up or the output leaves no room for another token, counts as truncated.
     """
     tokenizer = llm.get_tokenizer()
     sampling |= dict(stop=[CLOSE], detokenize=True)  # vLLM looks for stop strings in its own text
@@ -60,7 +62,7 @@ def python_rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampl
     programs = {i: called_program(r.text) for i, r in enumerate(rollouts)}  # of the last turn
     for turn in range(CALLS):
         programs = {i: program for i, program in programs.items() if program is not None}
-        unique = sorted(set(programs.values()))  # programs have no input: equal ones have equal output
+        unique = sorted(set(programs.values()))  # without input: equal programs, equal output
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             output_of = dict(zip(unique, threads.map(run_python, unique)))
         rooms = {}  # number of the rollout -> tokens that its next turn may have
@@ -75,7 +77,7 @@ def python_rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampl
                 r.completion += output
                 r.sampled += [False] * len(output)
                 r.vllm_logps += [0.0] * len(output)
-        # One request per rollout, also if there is none: with several ranks, each makes the same calls.
+        # One request per rollout, also if there is none: all ranks make the same calls.
         contexts = [rollouts[i].prompt + rollouts[i].completion for i in rooms]
         turn_seeds = seeds and [request_seed(seeds[i // n], i % n, turn) for i in rooms]
         most = max(rooms.values(), default=1)
@@ -89,11 +91,13 @@ def python_rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampl
             r.truncated = new.truncated or len(new.completion) > room
             programs[i] = None if r.truncated else called_program(new.text)
     texts = tokenizer.batch_decode([r.completion for r in rollouts], skip_special_tokens=True)
-    return [Rollout(r.prompt, r.completion, text, r.truncated or programs.get(i) is not None, r.vllm_logps,
-                    r.sampled) for i, (r, text) in enumerate(zip(rollouts, texts))]
+    return [
+        Rollout(r.prompt, r.completion, text, r.truncated or programs.get(i) is not None,
+                r.vllm_logps, r.sampled)
+        for i, (r, text) in enumerate(zip(rollouts, texts))]
 
 
 @each
 def tool_calls(text):
-    """The number of calls: a reward for --rewards ...,examples/python_tool.py:tool_calls:0, logged only."""
+    """The number of calls, to be logged: --rewards ...,examples/python_tool.py:tool_calls:0."""
     return float(text.count(CLOSE))

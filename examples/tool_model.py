@@ -1,15 +1,18 @@
-"""Makes a small model that can call Python but mostly guesses, and its task, products of two numbers.
+"""Makes a small model that can call Python but mostly guesses, and its task: products of numbers.
 
     python examples/tool_model.py --out runs/tool          90 seconds on one core; seeded (--seed)
 
-Writes the model, train.jsonl and test.jsonl. The supervised examples are products such as 347*86, of numbers
-with up to three digits, each answered in one of two ways:
+Writes the model, train.jsonl and test.jsonl. The supervised examples are products such as 347*86,
+of numbers with up to three digits, each answered in one of two ways:
 
-    guess    <answer>28913</answer>    off by up to 10 %, nearly always wrong
-    call     <python>print(347*86)</python><output>29842</output><answer>29842</answer>    always right
+    guess: off by up to 10 %, nearly always wrong
+    <answer>28913</answer>
+    call: always right
+    <python>print(347*86)</python><output>29842</output><answer>29842</answer>
 
-The output is not to be learned: it comes from the program. The share of calls is HABIT, the same for all
-questions, so that the greedy answer is a guess. With examples/python_tool.py RL finds out that calling pays.
+The output is not learned: it comes from the program. The share of calls is HABIT, the same for all
+questions, so that the greedy answer is a guess. With examples/python_tool.py RL finds out that
+calling pays.
 """
 import argparse
 import json
@@ -39,9 +42,11 @@ def demonstration(example, rng):
     """A completion in parts [(text, whether it is to be learned), ...]."""
     question, answer = example["question"], int(example["answer"])
     if rng.random() < HABIT:
-        return [(f"<python>print({question})</python>", True), (f"<output>{answer}</output>", False),
+        return [(f"<python>print({question})</python>", True),
+                (f"<output>{answer}</output>", False),
                 (f"<answer>{answer}</answer><|endoftext|>", True)]
-    return [(f"<answer>{round(answer * rng.uniform(0.9, 1.1))}</answer><|endoftext|>", True)]
+    guess = round(answer * rng.uniform(0.9, 1.1))
+    return [(f"<answer>{guess}</answer><|endoftext|>", True)]
 
 
 def main():
@@ -66,14 +71,17 @@ def main():
                 completion = [token for ids, _ in parts for token in ids]
                 learned = [learned for ids, learned in parts for _ in ids]
                 prompt = data.encode(example, tokenizer, "chat")
-                return nano_rlvr.Rollout(prompt, completion, "", False, [0.0] * len(completion), learned)
+                logps = [0.0] * len(completion)
+                return nano_rlvr.Rollout(prompt, completion, "", False, logps, learned)
 
-    model = cold_start(tokenizer, sample, args.steps, args.batch, args.lr, args.seed, layers=args.layers)
+    model = cold_start(tokenizer, sample, args.steps, args.batch, args.lr, args.seed,
+                       layers=args.layers)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     for split, size in (("train", 8192), ("test", 512)):
         rows = data.generate(product, split, size, args.seed)
-        (Path(args.out) / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (Path(args.out) / f"{split}.jsonl").write_text("".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
-"""Checks of a run: rehearsal before step 0, verdicts, optimizer steps, and what a user's rollout returns."""
+"""Checks of a run: rehearsal before step 0, verdicts, optimizer steps, a user's rollouts."""
 import dataclasses
-import functools
 import inspect
 import json
 import math
@@ -22,70 +21,63 @@ MOST_SKIPPED = 3  # steps in a row
 
 
 def check_step(metrics, mismatch_bound, rollout=""):
-    """Raises RunError if vLLM sampled with other weights than the trainer's or the loss is not finite.
+    """Raises RunError if vLLM and the trainer disagree about log-probs, or for an infinite loss.
 
-    rollout: the value of --rollout, whose function may also have returned other log-probs than vLLM's.
+    rollout: the value of --rollout, whose function may be the reason.
     """
-    mismatch = metrics["mismatch/mean_abs"]
+    mismatch, loss = metrics["mismatch/mean_abs"], metrics["loss"]
     if not mismatch <= mismatch_bound:  # also when it is NaN
-        user = f"--rollout {rollout} returned other ids or log-probs than vLLM's, or " * bool(rollout)
+        user = f"--rollout {rollout} returned other ids or log-probs, or " * bool(rollout)
         raise RunError(
-            "vLLM and the trainer disagree about the tokens that vLLM sampled: the mean |log-prob "
-            f"difference| {mismatch:.2g} is above --mismatch_bound {mismatch_bound:.2g}. Either {user}vLLM "
-            "has other weights than the trainer (a sync failed), or the two compute this model differently. "
-            "The step was not taken.")
-    if not math.isfinite(metrics["loss"]):
-        raise RunError(f"the loss is {metrics['loss']}; the step was not taken")
+            f"vLLM and the trainer disagree: mean |log-prob difference| {mismatch:.2g}, bound "
+            f"{mismatch_bound:.2g}. Either {user}vLLM has other weights (a sync failed), or they "
+            "compute this model differently. The step was not taken; see --mismatch_bound.")
+    if not math.isfinite(loss):
+        raise RunError(f"the loss is {loss}; the step was not taken")
 
 
 def check_verdicts(prefix, values, metrics, verifier):
     """Raises RunError if no completion of any rank got a verdict. Collective.
 
-    values: a number or None per completion of this rank. metrics: see stats.add_counts, also for prefix.
-    verifier: may have `crashes`, a dict with the last line of the first crash of each reward function.
+    values: a number or None per completion of this rank. metrics: counts of stats.add_counts under
+    prefix. verifier: has `crashes`, the last line of the first crash of each reward function.
     """
     total, verdicts = dist.all_sum(len(values), sum(value is not None for value in values))
     if verdicts:
         return
     crashes = dist.all_gather(list(getattr(verifier, "crashes", {}).values()))
-    counts = "".join(f"{prefix}/{name} {metrics.get(f'{prefix}/{name}', 0):.0f}, "
-                     for name in ("timeouts", "crashes"))
+    timeouts, crashed = (metrics.get(f"{prefix}/{name}", 0) for name in ("timeouts", "crashes"))
+    first = f"; first crash: {crashes[0][:300]}" if crashes else ""
     raise RunError(
-        f"none of {total:.0f} completions got a verdict ({counts}the others None)"
-        + "".join(f"; first crash: {text[:300]}" for text in crashes[:1])
-        + ". Check the reward function and the columns of the data; --reward_timeout is its time limit.")
+        f"{prefix}: none of {total:.0f} completions got a verdict ({timeouts:.0f} timeouts, "
+        f"{crashed:.0f} crashes, the others None){first}. Check the reward function, the columns "
+        "of the data and --reward_timeout.")
 
 
 def count_skipped(in_a_row, step, history, groups, folder):
     """Returns how many optimizer steps in a row were skipped, up to the end of this step.
 
-    history: metrics of the step's updates; groups: its rollouts, which go to <folder>/quarantine/ if one of
-    them was skipped (each rank writes its own). Raises RunError after 3 in a row.
+    history: metrics of the step's updates. groups: its rollouts, which each rank writes to
+    <folder>/quarantine/ if one was skipped. Raises RunError after 3 in a row.
     """
     for metrics in history:
         in_a_row = in_a_row + 1 if metrics["skipped"] else 0
-    quarantine = folder / "quarantine"
     if any(metrics["skipped"] for metrics in history):
-        quarantine.mkdir(parents=True, exist_ok=True)
-        with (quarantine / f"step-{step}-rank-{dist.rank()}.jsonl").open("w") as f:
-            for r in (r for group in groups for r in group):
-                f.write(json.dumps({
-                    "prompt": r.prompt, "completion": r.completion, "text": r.text, "reward": r.reward,
-                    "advantages": r.advantages, "weight": r.weight, "vllm_logps": r.vllm_logps}) + "\n")
-        dist.print_once(f"note: step {step} has a gradient that is not finite; see {quarantine}")
+        path = folder / "quarantine" / f"step-{step}-rank-{dist.rank()}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(vars(r)) + "\n" for group in groups for r in group))
+        dist.print_once(f"note: step {step} has a gradient that is not finite; see {path}")
     if in_a_row >= MOST_SKIPPED:
         raise RunError(
-            f"{in_a_row} optimizer steps in a row had a gradient that is not finite; none was taken. "
-            "Likely causes: --lr too high (the weights diverge), very large rewards, a broken checkpoint. "
-            f"The batches are in {quarantine}.")
+            f"{in_a_row} optimizer steps in a row had a gradient that is not finite: is --lr too "
+            f"high, or are rewards very large? The batches are in {folder / 'quarantine'}.")
     return in_a_row
 
-# Largest mean |difference| of log-probs that the dtype explains; a larger --mismatch_bound takes its place.
+
+# Largest mean |difference| of log-probs that the dtype explains, or --mismatch_bound if larger.
 # float32: 8,192 times its rounding, 2**-23. bfloat16: two kernels differ by 0.02 to 0.05.
 NOISE = {"float32": 2**-10, "bfloat16": 0.15}
-
-# The same if kernels and shapes are equal: 64 times the rounding of float32, the dtype of log-probs.
-ROUNDING = 2**-17
+ROUNDING = 2**-17  # with equal kernels and shapes: 64 times the rounding of log-probs, float32
 
 
 @torch.no_grad()
@@ -94,9 +86,9 @@ def check_packing(policy, cfg):
 
     With random tokens, two completions per prompt:
     1. Packed and alone, log-probs differ by no more than the noise of the dtype.
-    2. If every second completion is replaced, the log-probs of the others do not change: not by one bit, in
-       any dtype, as shapes and kernels stay the same. Two exceptions have the bound of 1: experts, which then
-       multiply other numbers of tokens, and a device whose kernels do not repeat their own results.
+    2. If every second completion is replaced, the log-probs of the others do not change: not by one
+       bit, in any dtype, as shapes and kernels stay the same. The bound is that of 1 for experts,
+       which then multiply other numbers of tokens, and where kernels do not repeat their results.
     """
     rng, vocab = random.Random(0), empty_model(cfg.model).config.get_text_config().vocab_size
 
@@ -124,16 +116,15 @@ def check_packing(policy, cfg):
     ):
         mean = max(dist.all_gather([difference.abs().nan_to_num(torch.inf).mean().item()]))
         if mean > bound:
-            raise RunError(
-                f"--model {cfg.model}: {fault} (mean |difference| {mean:.2g}, bound {bound:.2g}): this model "
-                "is not supported")
+            raise RunError(f"--model {cfg.model}: {fault} (mean |difference| {mean:.2g}, bound "
+                           f"{bound:.2g}): this model is not supported")
 
 
 def largest_pack(cfg):
     """(prompt tokens, completion tokens) of each sequence of the largest pack that can occur.
 
-    One sequence has the largest length. The others have a prompt of one token, so that the pack has the most
-    tokens and nearly the most completion tokens, which are the rows of the LM head.
+    One sequence has the largest length. The others have a prompt of one token, so that the pack has
+    nearly the most completion tokens, which are the rows of the LM head.
     """
     sequences = [(cfg.max_prompt, cfg.max_tokens)]
     left = cfg.pack_tokens - cfg.max_prompt - cfg.max_tokens
@@ -144,16 +135,17 @@ def largest_pack(cfg):
 
 
 def rehearse(policy, ref, cfg):
-    """Takes two steps on the largest pack at learning rate 0, then resets AdamW: weights and optimizer are as
-    before, and too little memory shows before step 0. Collective.
+    """Two steps on the largest pack at learning rate 0: too little memory shows before step 0.
 
-    Twice, because the first step creates AdamW's moments and the second needs memory beside them. Raises
-    RunError if log-probs depend on the pack (see check_packing), or if policy and reference differ already.
+    Weights and optimizer are then as before. Collective. Raises RunError if log-probs depend on the
+    pack (see check_packing), or if policy and reference differ already.
+
+    Twice, because the first step creates AdamW's moments and the second needs memory beside them.
     """
     check_packing(policy, cfg)
     vocab = empty_model(cfg.model).config.get_text_config().vocab_size
-    rollouts = [Rollout([i % vocab] * prompt, [0] * completion, "", True, [0.0] * completion, weight=1.0)
-                for i, (prompt, completion) in enumerate(largest_pack(cfg))]  # hardly two equal prompts
+    rollouts = [Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0)
+                for i, (prompt, n) in enumerate(largest_pack(cfg))]  # hardly two equal prompts
     largest = collate(rollouts, dist.device())
     set_lr(policy, 0, dataclasses.replace(cfg, lr=0.0))
     if ref is not None:
@@ -162,94 +154,69 @@ def rehearse(policy, ref, cfg):
     for _ in range(2):
         logp, _ = policy(largest)  # (R,)
         if ref is not None:
-            difference = (logp.detach() - largest.ref).abs().mean().item()
-            if not difference <= NOISE.get(cfg.dtype, NOISE["float32"]):  # also when it is NaN
-                raise RunError(f"policy and reference differ before the first step (mean |difference| of "
-                               f"log-probs {difference:.2g}): the model was loaded twice with different "
-                               "weights; is its checkpoint complete?")
+            mean = (logp.detach() - largest.ref).abs().mean().item()
+            if not mean <= NOISE.get(cfg.dtype, NOISE["float32"]):  # also when it is NaN
+                raise RunError(
+                    f"policy and reference differ before the first step (mean |difference| of "
+                    f"log-probs {mean:.2g}): the model was loaded twice with different weights; is "
+                    "its checkpoint complete?")
         policy.backward(-logp.mean())
         policy.step()
     for state in adamw_states(policy):
         for name in state:
-            state[name] *= 0  # in place for tensors; DeepSpeed's CPU AdamW counts its steps in an int
-
-
-ABOVE_0 = 1e-3  # a log-prob of a user's own computation may be above 0 by so much
-
-# what a function of --rollout fills in, and the types
-FIELDS = dict(prompt=list, completion=list, text=str, truncated=bool, vllm_logps=list, sampled=list)
+            state[name] *= 0  # in place for tensors; DeepSpeed's CPU AdamW counts steps in an int
 
 
 def checked(rollout, spec):
-    """A function that calls that of --rollout and checks what it returns. spec: the flag's value.
+    """The function of --rollout, whose value is spec, with checks of what it returns.
 
-    Raises ValueError if the user's function does not take the arguments. The
-    function returned here raises RunError, which names the user's function, for an exception in it and
-    for the first Rollout that does not fit.
+    It raises RunError with the user's line for an exception, and for a Rollout that does not fit.
     """
     try:
         inspect.signature(rollout).bind(*range(5))
         inspect.signature(rollout).bind(*range(6), top_p=1.0)
     except TypeError as e:
-        raise ValueError(f"--rollout {spec}: {e}; it must take llm, prompts, n, temperature, max_tokens, "
-                         "seeds=None, **sampling") from None
+        raise ValueError(f"--rollout {spec}: {e}; it must take llm, prompts, n, temperature, "
+                         "max_tokens, seeds=None, **sampling") from None
 
-    @functools.wraps(rollout)
     def sample(llm, prompts, n, *args, **sampling):
         try:
             rollouts = rollout(llm, [list(prompt) for prompt in prompts], n, *args, **sampling)
         except (Exception, SystemExit) as e:
             if isinstance(e, RunError) or memory.is_out_of_memory(e) or stop.is_lost_rank(e):
                 raise
-            frames = traceback.extract_tb(e.__traceback__)
             file = str(Path(spec.rpartition(":")[0]).resolve())
-            last = [frame for frame in frames if frame.filename == file][-1:] or frames
-            text = shorten(f"{type(e).__name__}: {e}", 500)
-            where = f"{last[-1].filename}:{last[-1].lineno}"
-            raise RunError(f"--rollout {spec}: {text} ({where})") from e
-        found = len(rollouts) if isinstance(rollouts, (list, tuple)) else shown(rollouts)
-        if found != len(prompts) * n:
-            raise RunError(f"--rollout {spec}: it must return a list of {n} Rollouts for each of "
-                           f"{len(prompts)} prompts, in their order; it returned {found}")
+            frames = traceback.extract_tb(e.__traceback__)
+            last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
+            raise RunError(f"--rollout {spec}: {shorten(f'{type(e).__name__}: {e}', 500)} "
+                           f"({last.filename}:{last.lineno})") from e
         vocabulary = llm.llm_engine.model_config.get_vocab_size()
+        if not isinstance(rollouts, list) or len(rollouts) != len(prompts) * n:
+            raise RunError(f"--rollout {spec}: it must return a list of {n} Rollouts for each of "
+                           f"{len(prompts)} prompts, not {shorten(repr(rollouts), 60)}")
         for i, r in enumerate(rollouts):
             if problem := misfit(r, prompts[i // n], vocabulary):
-                raise RunError(
-                    f"--rollout {spec}: Rollout {i} of {len(rollouts)} does not fit: {problem}")
+                raise RunError(f"--rollout {spec}: Rollout {i} does not fit: {problem}")
             r.advantages = [0.0] * len(r.completion)  # which may have grown since it was made
         return rollouts
 
     return sample
 
 
-def shown(x):
-    """A user's object, for a message."""
-    return shorten(repr(x), 60)
-
-
 def misfit(r, prompt, vocabulary):
-    """What is wrong with a user's Rollout for a prompt (token ids), in words; "" if nothing.
-
-    vocabulary: the number of tokens of the model.
-    """
-    for name, kind in FIELDS.items():
-        if not hasattr(r, name):
-            return f"it is {shown(r)}, not a Rollout"
-        if not isinstance(getattr(r, name), kind):
-            return f"its {name} is {shown(getattr(r, name))}, not a {kind.__name__}"
+    """What is wrong with a user's Rollout for a prompt (token ids), in words; "" if nothing."""
+    if not isinstance(r, Rollout):
+        return f"it is {shorten(repr(r), 60)}, not a Rollout"
     if r.prompt != prompt:
         return "it has another prompt; the Rollouts must be in the order of the prompts"
-    if not len(r.completion) == len(r.vllm_logps) == len(r.sampled) or not any(r.sampled):
-        return (f"its completion has {len(r.completion)} tokens, {len(r.vllm_logps)} log-probs and "
-                f"{len(r.sampled)} marks whether a token was sampled; they must be equally many, with "
-                "at least one sampled token")
-    for name, fits, wanted in (
-            ("completion", lambda x: type(x) is int and 0 <= x < vocabulary,
-             f"a token id of the model, an int from 0 to {vocabulary - 1}"),
-            ("vllm_logps", lambda x: isinstance(x, (int, float)) and -math.inf < x <= ABOVE_0,
-             "a log-prob, finite and at most 0"),
-            ("sampled", lambda x: type(x) is bool, "True or False")):
-        for i, x in enumerate(getattr(r, name)):
-            if not fits(x):
-                return f"its {name}[{i}] is {shown(x)}, not {wanted}"
-    return ""
+    if not isinstance(r.text, str) or not isinstance(r.truncated, bool):
+        return "its text must be a str, and truncated a bool"
+    lists = r.completion, r.vllm_logps, r.sampled
+    if not all(isinstance(x, list) for x in lists) or len(set(map(len, lists))) > 1:
+        return "its completion, vllm_logps and sampled must be lists of one length"
+    for token, logp, sampled in zip(*lists):
+        if (type(token) is not int or not 0 <= token < vocabulary or type(sampled) is not bool
+                or not isinstance(logp, (int, float)) or not -math.inf < logp <= 1e-3):  # rounded
+            return (f"a token has id {token!r}, log-prob {logp!r}, sampled {sampled!r}; they must "
+                    f"be an int below {vocabulary}, finite and at most 0, and a bool")
+    return "" if any(r.sampled) else "no token of it is sampled"

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: how it starts, its learning rate, its weights, and AdamW's state by parameter name."""
+"""DeepSpeed's engine: its start, learning rate and weights, and AdamW's state by parameter name."""
 import functools
 import os
 
@@ -54,12 +54,12 @@ def set_lr(engine, step, cfg):
 
 
 def named_weights(engine):
-    """Yields (name, tensor) of every weight under the checkpoint's names, LoRA adapters merged. Collective.
+    """Yields (name, tensor) of every weight under the checkpoint's names. Collective.
 
-    ZeRO-3 shards are gathered one tensor at a time.
+    LoRA adapters are merged. ZeRO-3 shards are gathered one tensor at a time.
     """
     import deepspeed
-    # keep_vars: with their ZeRO-3 attributes. Unlike named_parameters(), it lists a tied lm_head.weight.
+    # keep_vars: with ZeRO-3's attributes. named_parameters() would leave out a tied lm_head.weight.
     for name, tensor in engine.module.model.state_dict(keep_vars=True).items():
         with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
             yield from merge_adapter(engine.module.model, name, tensor.detach())
@@ -93,42 +93,43 @@ def set_tensor(p, kind, value):
         size = p.ds_tensor.numel()
         part = value.flatten()[dist.rank() * size:][:size]
         part = torch.nn.functional.pad(part, (0, size - len(part)))
+    place = "local" if sharded else "full"
     if kind != "fp32":
-        set_moment = utils.safe_set_local_optimizer_state if sharded else utils.safe_set_full_optimizer_state
-        set_moment(p, part, kind)
+        getattr(utils, f"safe_set_{place}_optimizer_state")(p, part, kind)
         return
-    (utils.safe_set_local_fp32_param if sharded else utils.safe_set_full_fp32_param)(p, part)
+    getattr(utils, f"safe_set_{place}_fp32_param")(p, part)
     # DeepSpeed updates the weights of the forward pass only in a step
     with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=sharded):
         p.copy_(value)
 
 
 def place_frozen_weights(engine, device):
-    """With --lora_rank and --offload optimizer: moves the frozen weights to `device`. Else does nothing.
+    """With --lora_rank and --offload optimizer, moves the frozen weights to `device`.
 
-    They are in host memory while vLLM, which has its own copy of them, generates. The first call makes that
-    copy, pinned, and it stays: nothing changes it, so nothing is copied back from the GPU. It is one tensor,
-    because PyTorch rounds the size of each pinned tensor up to a power of two.
+    They are in host memory while vLLM, which has its own copy of them, generates. The first call
+    makes the copy in host memory, which stays: nothing changes it, so nothing is copied back. It is
+    one tensor, because PyTorch rounds the size of each pinned tensor up to a power of two.
     """
     frozen = [p for p in engine.module.parameters() if not p.requires_grad]
     if not frozen or not getattr(engine.optimizer, "cpu_offload", False):
         return
     if not hasattr(engine, "frozen_weights"):
-        sizes = [p.numel() for p in frozen]
-        pinned = torch.empty(sum(sizes), dtype=frozen[0].dtype, pin_memory=torch.cuda.is_available())
-        engine.frozen_weights = [x.view_as(p).copy_(p.data) for x, p in zip(pinned.split(sizes), frozen)]
+        sizes, dtype = [p.numel() for p in frozen], frozen[0].dtype
+        pinned = torch.empty(sum(sizes), dtype=dtype, pin_memory=torch.cuda.is_available())
+        engine.frozen_weights = [x.view_as(p).copy_(p.data)
+                                 for x, p in zip(pinned.split(sizes), frozen)]
     for p, in_host_memory in zip(frozen, engine.frozen_weights):
         p.data = in_host_memory.to(device)  # itself, if it is there already
 
 
 @torch.no_grad()
 def token_logps(model, rollouts, filler, cfg):
-    """The log-probs of a model for each rollout: a list per rollout, one number per sampled token. Collective.
+    """-> per rollout, a list with the log-prob of each sampled token under a model. Collective.
 
-    They come from packs of their own, so that rollouts that are not trained, or on another rank, have them
+    They come from packs of their own: rollouts that are not trained, or on another rank, have them
     too. filler: a rollout for ranks with fewer packs.
     """
-    found = {}
+    found = {}  # id of the rollout -> its list
     for packed in pack_evenly(rollouts, filler, cfg.pack_tokens):
         batch = collate(packed, dist.device())
         logp, _ = model(batch)  # (R,)
@@ -138,17 +139,17 @@ def token_logps(model, rollouts, filler, cfg):
 
 
 def store_kl(policy, ref, groups, filler, cfg):
-    """--kl_in reward: fills r.kl, the sum of k1 = log pi - log ref over the sequence, as in TRL's RLOO.
+    """--kl_in reward: fills r.kl, the sum of k1 = log pi - log ref over the sequence. Collective.
 
-    Both log-probs come from the trainer, so k1 is exactly 0 while the two models are equal. vLLM's log-probs
-    would add the difference of its kernels, up to 0.05 per token in bf16, and a group whose other rewards are
-    equal would be normalised by the deviation of this noise. Returns the mean per token as a metric.
-    Collective.
+    Both log-probs come from the trainer, so k1 is exactly 0 while the two models are equal. vLLM's
+    would add the difference of its kernels, up to 0.05 per token in bf16, and a group whose other
+    rewards are equal would be normalised by the deviation of this noise. Returns its mean.
     """
     rollouts = [r for group in groups for r in group]
     with on_device(ref):
         ref_logps = token_logps(ref, rollouts, filler, cfg)
-    for r, own, old in zip(rollouts, token_logps(policy, rollouts, filler, cfg), ref_logps):
+    policy_logps = token_logps(policy, rollouts, filler, cfg)
+    for r, own, old in zip(rollouts, policy_logps, ref_logps):
         r.kl = sum(a - b for a, b in zip(own, old))
     total, tokens = dist.all_sum(sum(r.kl for r in rollouts), sum(r.length for r in rollouts))
     return {"kl": total / tokens} if tokens else {}

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import random
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,40 @@ def fixed_rollouts(tokenizer, groups=4, n=4, seed=0):
                 prompt, completion, "", False, logps, reward=float(rng.random() < 0.5),
                 advantages=[rng.gauss(0, 1)] * length, weight=rng.random() / 100))
     return rollouts
+
+
+# ---- processes
+
+
+def descendants(pids):
+    """Process ids of these processes and of all that they started."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = set(pids)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def gone(pids):
+    """Whether these processes end."""
+    for _ in range(600):
+        stats = [Path(f"/proc/{pid}/stat") for pid in pids]
+        if not any(stat.exists() and " Z " not in stat.read_text() for stat in stats):  # Z: zombie
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def processes_with(mark):
+    """Command lines on this machine that contain a mark."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            lines.append(path.read_bytes())
+    return [line for line in lines if mark.encode() in line]
 
 
 @pytest.fixture(scope="module")

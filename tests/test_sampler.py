@@ -308,8 +308,7 @@ def test_vllm_has_the_trainer_s_weights_and_every_damaged_sync_is_noticed(
         prompts, seeds = prompts_of(rank)
         single = [r.completion for r in nr.rollout(llm, prompts, 2, 1.0, 24, seeds)]
         for (first, _), (second, _) in results["sampled"].values():
-            assert first != second
-            assert dtype != "float32" or first == single
+            assert dtype != "float32" or first == single != second
         assert results["repaired"] == "" and results["damaged"].keys() == expected.keys()
         for what, error in results["damaged"].items():
             assert expected[what] in error and "\n" not in error, (what, error)
