@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def shrink(output):
-    """Stores the plot of a cell's output, if there is one, with 64 colours: a third of the bytes."""
+    """Stores the plot of a cell's output, if there is one, with 64 colours: a third of its size."""
     png = output.get("data", {}).get("image/png")
     if png:
         small = io.BytesIO()

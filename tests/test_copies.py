@@ -33,7 +33,8 @@ def differences(folder):
 def functions_of(path):
     """[(name, decorators, parameters, docstring)] of the functions in a file."""
     return [(f.name, [*map(ast.unparse, f.decorator_list)], ast.unparse(f.args),
-             ast.get_docstring(f)) for f in ast.walk(ast.parse(path.read_text())) if isinstance(f, ast.FunctionDef)]
+             ast.get_docstring(f))
+            for f in ast.walk(ast.parse(path.read_text())) if isinstance(f, ast.FunctionDef)]
 
 
 @pytest.mark.parametrize("number", exercise.EXERCISES)
