@@ -9,7 +9,6 @@ import os
 import tempfile
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -17,7 +16,8 @@ from runtime import dist, memory
 from runtime.dist import RunError
 from runtime.folder import is_writable
 
-CHUNK = 2**18  # elements per sum
+CHUNK = 2**21  # elements that checksum() hashes at a time: three temporaries of 16 MB
+FACTORS = (0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd; of Knuth's MMIX generator and xorshift64*
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> integer of its bits
 EXPERTS = ".experts."  # vLLM stores mixtures of experts in the layout of a kernel; there are many
 print_each_once = functools.cache(dist.print_once)
@@ -87,11 +87,11 @@ class Sampler:
         try:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
         except (RuntimeError, ValueError, KeyError, AssertionError) as e:
-            if memory.is_out_of_memory(e) or not sent.sums:
+            if memory.is_out_of_memory(e) or not sent.sent:
                 raise
             raise RunError(
-                f"the sync failed on rank {dist.rank()} at tensor {len(sent.sums)} of {total}, "
-                f"{list(sent.sums)[-1]}: {type(e).__name__}: {e}") from e
+                f"the sync failed on rank {dist.rank()} at tensor {len(sent.sent)} of {total}, "
+                f"{list(sent.sent)[-1]}: {type(e).__name__}: {e}") from e
         sent.check(self._llm)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the sync left; vLLM 0.26 does not do this itself
@@ -156,32 +156,19 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
 # ---- checksums
 
 
-@functools.cache
-def factors(device):
-    """CHUNK random odd 64-bit integers, the same on every device."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    numbers = torch.randint(-2**63, 2**63 - 1, (CHUNK,), generator=generator, device="cpu")
-    return (numbers | 1).to(device)
-
-
 @torch.no_grad()
 def checksum(tensor):
-    """Sum of bits * factor modulo 2^64 for each CHUNK of the flattened tensor, int64.
+    """Sum of a 64-bit hash of the bits of each element, modulo 2^64: () int64.
 
-    One flipped bit always changes it, because the factors are odd. Swapped values and any other
-    change are missed with a probability of at most 2^-32 in fp32 and 2^-48 in bf16: each position
-    has its own factor. Computed where the tensor is, with temporaries of 2 MB on the CPU and 32 MB
-    on a GPU.
+    Any change of bits changes it, but for a chance of about 2^-64. The order of the elements does
+    not, so that fused, transposed and sharded copies of a tensor have the sums of its parts. What a
+    sync could only permute inside a module is left to the comparison of log-probs.
     """
-    bits = tensor.contiguous().view(-1).view(BITS[tensor.element_size()])  # (n,)
-    full = len(bits) // CHUNK * CHUNK
-    # a GPU needs few, large kernels
-    blocks = bits[:full].view(-1, CHUNK).split(16 if tensor.is_cuda else 1)
-    sums = [(block * factors(tensor.device)).sum(1) for block in blocks]
-    rest = bits[full:]  # fewer than CHUNK
-    if len(rest):
-        sums.append((rest * factors(tensor.device)[:len(rest)]).sum(0, keepdim=True))
-    return torch.cat(sums)  # (ceil(n / CHUNK),)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in tensor.reshape(-1).split(CHUNK):
+        x = (part.view(BITS[part.element_size()]).long() + 1) * FACTORS[0]
+        total += ((x ^ (x >> 29)) * FACTORS[1]).sum()
+    return total
 
 
 class SentWeights:
@@ -191,12 +178,12 @@ class SentWeights:
     """
 
     def __init__(self, named_weights):
-        self.named_weights, self.sums = named_weights, {}  # name -> (shape, dtype, checksum)
+        self.named_weights, self.sent = named_weights, {}  # name -> (elements, dtype, checksum)
 
     def __iter__(self):
         for name, tensor in self.named_weights:
             tensor = tensor.to(dist.device())  # LoRA with offload: frozen weights are on the host
-            self.sums[name] = tensor.shape, tensor.dtype, checksum(tensor)
+            self.sent[name] = tensor.numel(), tensor.dtype, checksum(tensor).item()
             yield name, tensor
 
     def check(self, llm):
@@ -204,139 +191,79 @@ class SentWeights:
 
         Each rank checks its own engine or its shard of one: collective among an engine's ranks.
         """
-        for problem in llm.apply_model(lambda model: compare(model, self.sums)):
+        for problem in llm.apply_model(lambda model: compare(model, self.sent)):
             if problem:
                 raise RunError(
                     f"after the sync vLLM on rank {dist.rank()} does not have the trainer's "
                     f"weights: {problem}. Do not trust this engine or what it samples.")
 
 
+def parts_of(name, model, sent):
+    """Names in the checkpoint of the parts of a parameter of vLLM: itself, or those it fuses."""
+    if name in sent:
+        return [name]
+    path, _, suffix = name.rpartition(".")
+    parent, _, module = path.rpartition(".")
+    fused = getattr(model, "packed_modules_mapping", {})  # "qkv_proj": ["q_proj", "k_proj", ...]
+    return [f"{parent}.{part}.{suffix}" for part in fused.get(module, ())]
+
+
 def compare(model, sent):
     """What is wrong with the weights in a vLLM model, in one line; "" if they are those in `sent`.
 
-    Ranks that share an engine add up the checksums of their shards, see Shard: each copy counts.
+    sent: name -> (elements, dtype, checksum). Ranks that share an engine add up their shards.
     """
-    shards, unmatched = by_checkpoint_name(model, {name: x[0] for name, x in sent.items()})
-    visible = [name for name, shard in shards.items() if shard is not None]
-
-    def is_tied(name):  # the trainer lists a tied weight twice, vLLM once
-        shape, _, sums = sent[name]
-        return any(shape == sent[other][0] and torch.equal(sums, sent[other][2])
-                   for other in visible)
-
-    unknown = [name for name in sent
-               if name not in shards and EXPERTS not in name and not is_tied(name)]
-    problem, sums = "", torch.zeros(0)
+    own, parts, unmatched, hidden = {}, {}, [], set()
+    for name, parameter in model.named_parameters():  # each storage once
+        if EXPERTS in name:
+            continue
+        parts[name] = parts_of(name, model, sent)
+        if not parts[name] or not set(parts[name]) <= sent.keys():
+            unmatched.append(name)
+        elif parameter.numel() == 0:  # vLLM keeps only a repacked copy
+            hidden |= set(parts[name])
+        else:
+            module = model.get_submodule(name.rpartition(".")[0])
+            if vocabulary := getattr(module, "org_vocab_size", 0):  # without its padding
+                first_row = dist.engine_rank() * len(parameter)
+                parameter = parameter[:max(0, vocabulary - first_row)]
+            # in the trainer's type: exact if vLLM's is the same or wider
+            dtype = sent[parts[name][0]][1]
+            own[name] = parameter.numel(), checksum(parameter.to(dtype)).item()
+    ranks = dist.engine_gather((own, unmatched))  # whatever was found: all ranks take part
+    unmatched = [name for _, names in ranks for name in names]
+    wrong, visible = [], set()
+    for name in own:
+        elements = sum(found[name][0] for found, _ in ranks)
+        total = sum(found[name][1] for found, _ in ranks)
+        (size, _, first), *others = (sent[part] for part in parts[name])
+        rest = sum(part[0] for part in others)
+        # a norm is on every rank; key and value heads, if there are few, on several
+        copies = elements // size if not rest else (elements - size) // rest
+        wanted = first * copies
+        if rest:
+            wanted = first + copies * sum(part[2] for part in others)
+        if elements != (size * copies if not rest else size + rest * copies):
+            unmatched.append(name)
+        elif (total - wanted) % 2**64:
+            wrong.append(name)
+        visible |= set(parts[name])
+    sums = {sent[name][::2] for name in visible}
+    unknown = [name for name in sent if name not in visible | hidden and EXPERTS not in name
+               and sent[name][::2] not in sums]  # the trainer lists a tied weight twice, vLLM once
     if unmatched:
-        problem = f"it has {listed(unmatched)}, for which it got no tensor of this shape"
-    elif unknown:
-        problem = f"it has no {listed(unknown)}"
-    elif visible:  # in the trainer's type: exact if vLLM's is the same or wider
-        sums = torch.cat([checksum(shards[name].placed().to(sent[name][1])) for name in visible])
-    # whatever was found: all ranks take part
-    problems, sums = zip(*dist.engine_gather((problem, sums.cpu())))
-    if any(problems):
-        return next(filter(None, problems))
-    if visible:
-        wanted = [sent[name][2].cpu() * shards[name].copies for name in visible]
-        equal = (sum(sums) == torch.cat(wanted)).split([len(x) for x in wanted])
-        wrong = [name for name, same in zip(visible, equal)
-                 if not same.all() and not is_transposed(shards[name].tensor, *sent[name])]
-        if wrong:
-            return f"{listed(wrong)} differ, of {len(visible)} tensors compared"
-    sizes = {name: sent[name][0].numel() for name in sent if name in shards or EXPERTS in name}
+        names = list(dict.fromkeys(unmatched))
+        return f"it has {listed(names)}, for which it got no tensor of this size"
+    if unknown:
+        return f"it has no {listed(unknown)}"
+    if wrong:
+        return f"{listed(wrong)} differ, of {len(visible)} tensors compared"
+    sizes = {name: sent[name][0] for name in sent if name in visible | hidden or EXPERTS in name}
     compared, total = sum(sizes[name] for name in visible), sum(sizes.values())
     if compared < total:
         print_each_once(f"note: checksums see {compared:,} of {total:,} weights of vLLM on this "
                         "device, log-probs check the others (normal on a CPU)")
     return ""
-
-
-class Shard(NamedTuple):
-    """The part of a tensor that this rank's vLLM has: elements `start` and more of one dimension.
-
-    Checksums add up: if each rank pads its shard with zeros to the full shape, the sum over the
-    ranks is `copies` times the checksum of the full tensor.
-    """
-    tensor: torch.Tensor
-    shape: torch.Size  # of the full tensor
-    dim: int
-    start: int
-    copies: int  # ranks that have the same part: key heads if there are few, norms
-
-    @classmethod
-    def of(cls, tensor, shape):
-        """The shard of this rank, which vLLM cuts into equal parts; None if it does not fit."""
-        ranks = dist.engine_ranks()
-        if tensor.shape == shape:
-            return cls(tensor, shape, 0, 0, ranks)
-        cut = [d for d, (own, full) in enumerate(zip(tensor.shape, shape)) if own != full]
-        if tensor.dim() != len(shape) or len(cut) != 1 or not tensor.shape[cut[0]]:
-            return None
-        parts, rest = divmod(shape[cut[0]], tensor.shape[cut[0]])
-        if rest or ranks % parts:
-            return None
-        start = dist.engine_rank() * parts // ranks * tensor.shape[cut[0]]
-        return cls(tensor, shape, cut[0], start, ranks // parts)
-
-    def placed(self):
-        """The shard in a tensor of zeros of the full shape."""
-        if self.tensor.shape == self.shape:
-            return self.tensor
-        full = self.tensor.new_zeros(self.shape)
-        full.narrow(self.dim, self.start, self.tensor.shape[self.dim]).copy_(self.tensor)
-        return full
-
-
-def by_checkpoint_name(model, shapes):
-    """vLLM's parameters under the checkpoint's names: fused ones split, padding cut off.
-
-    shapes: name -> shape of each tensor of the checkpoint. Returns a dict of Shards, None where
-    vLLM keeps only a repacked copy, and the list of vLLM's parameters without a counterpart.
-    """
-    ranks = dist.engine_ranks()
-    fused = getattr(model, "packed_modules_mapping", {})  # "qkv_proj": ["q_proj", "k_proj", ...]
-    shards, unmatched = {}, []
-    for name, parameter in model.named_parameters():  # each storage once
-        if EXPERTS in name:
-            continue
-        path, _, suffix = name.rpartition(".")
-        parent, _, module = path.rpartition(".")
-        parts = [f"{parent}.{part}.{suffix}" for part in fused.get(module, ())]
-        if name in shapes:
-            parts = [name]
-        wanted = [shapes.get(part) for part in parts]
-        if not parts or None in wanted:
-            unmatched.append(name)
-        elif parameter.numel() == 0:
-            shards |= dict.fromkeys(parts)
-        elif vocabulary := getattr(model.get_submodule(path), "org_vocab_size", 0):
-            start = dist.engine_rank() * len(parameter)
-            tensor = parameter[:max(0, vocabulary - start)]
-            shards[name] = Shard(tensor, shapes[name], 0, start, 1)
-            if tensor.shape[1:] != shapes[name][1:] or vocabulary != shapes[name][0]:
-                unmatched.append(name)
-        else:
-            pieces = [parameter]
-            for copies in range(1, ranks + 1):  # of each key head and each value head
-                rows = [wanted[0][0] // ranks, *(x[0] * copies // ranks for x in wanted[1:])]
-                if len(parts) > 1 and sum(rows) == len(parameter):
-                    pieces = parameter.split(rows)
-                    break
-            found = [Shard.of(*pair) for pair in zip(pieces, wanted)]
-            if parameter.dim() == 2 and None in found:  # GPT-2 stores them transposed
-                found = [Shard.of(piece.T, shape) for piece, shape in zip(pieces, wanted)]
-            if None in found or len(found) < len(parts):
-                unmatched.append(name)
-            else:
-                shards |= zip(parts, found)
-    return shards, unmatched
-
-
-def is_transposed(tensor, shape, dtype, sums):
-    """Whether a square matrix of vLLM is the transpose of the trainer's: GPT-2 again."""
-    square = tensor.shape == shape and len(shape) == 2 and shape[0] == shape[1]
-    return square and torch.equal(checksum(tensor.T.to(dtype)), sums.to(tensor.device))
 
 
 def listed(names, most=3):

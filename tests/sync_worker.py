@@ -48,13 +48,6 @@ def flip(name, place, bit=0):
     return damage
 
 
-def swap(name, i, j):
-    """Swaps rows of a matrix or elements of a vector."""
-    def damage(parameters):
-        parameters[name][[i, j]] = parameters[name][[j, i]]
-    return damage
-
-
 def swap_norms(parameters):
     norms = [parameters[f"model.layers.{i}.input_layernorm.weight"] for i in (0, 1)]
     values = [norm.clone() for norm in norms]
@@ -64,23 +57,21 @@ def swap_norms(parameters):
 
 # what is damaged -> (a tensor that the error names, what changes the weights on their way)
 ON_THE_WAY = {
-    "v_proj left out": (VALUE, without(VALUE)),
-    "up_proj left out": (UP, without(UP)),
+    "v_proj left out": (QKV, without(VALUE)),
+    "up_proj left out": (GATE_UP, without(UP)),
     "norm left out": (NORM, without(NORM)),
     "norm of the step before": (NORM, of_step_before(NORM)),
-    "k_proj of the step before": (KEY, of_step_before(KEY)),
+    "k_proj of the step before": (QKV, of_step_before(KEY)),
     "all of the step before": ("more", lambda sent, before: [(n, before[n]) for n, _ in sent]),
     "checkpoint from disk": ("more", from_disk),
     "trainer's weights ignored": ("more, for which it got no tensor", lambda sent, before: None)}
 # ... or, in place, those that have arrived on the last rank
 ARRIVED = {
-    "lowest bit of a key": (KEY, flip(QKV, 0.55)),
+    "lowest bit of a key": (QKV, flip(QKV, 0.55)),
     "highest bit of a norm": (NORM, flip(NORM, 0.1, 15)),
-    "bias": ("_proj.bias", flip(QKV_BIAS, 0.3)),
+    "bias": (QKV_BIAS, flip(QKV_BIAS, 0.3)),
     "row parallel": ("o_proj.weight", flip(LAYER + "self_attn.o_proj.weight", 0.3)),
     "a bit of the last embedding of a rank": (EMBEDDING, flip(EMBEDDING, 0.5)),
-    "two values swapped": (NORM, swap(NORM, 3, 90)),
-    "two rows of a matrix swapped": ("mlp.", swap(GATE_UP, 10, 11)),
     "two norms swapped": ("model.layers.1.input_layernorm.weight differ", swap_norms)}
 
 
