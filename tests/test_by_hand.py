@@ -12,7 +12,7 @@ from tokenizers import processors
 import data
 import nano_rlvr as nr
 from conftest import ROOT, close, judged_by, make_config
-from runtime import guard, log, memory, report, shape, stats
+from runtime import evaluation, guard, log, memory, report, shape
 from runtime.dist import RunError
 
 NAN, INF = math.nan, math.inf
@@ -36,7 +36,7 @@ def test_a_tools_output_is_in_no_length_but_rewards_get_its_tokens_as_in_trl(gro
     metrics = log.summary(make_config(samples=2), [[short, long]], [[short, long]], seconds)
     found = [metrics[name] for name in ("completion/length", "tokens", "tokens_per_second")]
     assert found == [3, 6, 3]
-    assert [stats.greedy_values(r)["length"] for r in (short, long)] == [2, 4]
+    assert [evaluation.greedy_values(r)["length"] for r in (short, long)] == [2, 4]
     seen = {}
 
     @judged_by("x")
