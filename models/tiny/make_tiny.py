@@ -4,7 +4,7 @@
 
 The supervised examples (the "cold start") are sums such as 14+2+9, answered in one of two ways:
 
-    quick guess    <think></think><answer>27</answer>                off by -5 to 5: 1 in 11 is right
+    quick guess    <think></think><answer>27</answer>              off by -5 to 5: 1 in 11 is right
     step by step   <think>14+2=16\\n16+9=25</think><answer>25</answer>   always right
 
 The longer the sum, the more often it is answered with a guess (HABIT). The result resembles a
