@@ -32,7 +32,8 @@ def differences(folder):
 
 def functions_of(path):
     """[(name, decorators, parameters, docstring)] of the functions in a file."""
-    return [(f.name, [*map(ast.unparse, f.decorator_list)], ast.unparse(f.args), ast.get_docstring(f))
+    return [(f.name, [*map(ast.unparse, f.decorator_list)], ast.unparse(f.args),
+             ast.get_docstring(f))
             for f in ast.walk(ast.parse(path.read_text())) if isinstance(f, ast.FunctionDef)]
 
 
@@ -43,11 +44,12 @@ def test_an_exercise_lacks_the_bodies_of_its_functions_and_nothing_else(number, 
     changed = differences(tmp_path)
     assert changed.keys() == {function.split(":")[0] for function in functions}
     added = [line for lines in changed.values() for line in lines if line[0] == "+"]
-    assert [line.split() for line in added] == [["+", "raise", "NotImplementedError"]] * len(functions)
+    raised = ["+", "raise", "NotImplementedError"]
+    assert [line.split() for line in added] == [raised] * len(functions)
     for file in changed:  # all is left but what stood in the bodies
         assert {*map(str, functions_of(tmp_path / file))} <= {*map(str, functions_of(ROOT / file))}
-        assert {function.split(":")[1].split(".")[-1] for function in functions if file in function} <= {
-            name for name, *_ in functions_of(tmp_path / file)}
+        written = {f.split(":")[1].split(".")[-1] for f in functions if file in f}
+        assert written <= {name for name, *_ in functions_of(tmp_path / file)}
 
 
 def test_the_page_and_the_markers_name_every_exercise():

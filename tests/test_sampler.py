@@ -18,6 +18,7 @@ from runtime.sampler import CHUNK, FACTORS, SentWeights, checksum
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
+@pytest.mark.exercise_15
 def test_a_checksum_is_a_sum_of_hashes_modulo_2_to_the_64_that_every_element_enters():
     def by_hand(bits):  # of one element, as Python's unbounded integers say it
         wrap = lambda x: (x + 2**63) % 2**64 - 2**63  # noqa: E731
@@ -31,6 +32,7 @@ def test_a_checksum_is_a_sum_of_hashes_modulo_2_to_the_64_that_every_element_ent
     assert all(factor % 2 for factor in FACTORS)
 
 
+@pytest.mark.exercise_15
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_every_single_bit_changes_it_and_the_order_does_not(dtype):
     x = torch.randn(CHUNK + 3).to(dtype)

@@ -16,6 +16,7 @@ def completion(text="", truncated=False, **fields):
     return nr.Rollout([0], [0], text, truncated, [0.0], **fields)
 
 
+@pytest.mark.exercise_13
 # ---- votes and pass@k
 
 @pytest.mark.parametrize("answers, index", [

@@ -67,7 +67,7 @@ class FakeVllm:
     def sleep(self):
         pass
 
-    def load(self, named_weights):
+    def load(self, named_weights, *_, **__):
         pass
 
 
