@@ -430,7 +430,8 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
     if left_out := len(train_set) - len(new):
         notify(f"{left_out} of {len(train_set)} training examples left out: their questions are "
                "held out")
-    vocabulary = shape.empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config().vocab_size
+    model = shape.empty_model(cfg.model, cfg.trust_remote_code)
+    vocabulary = model.config.get_text_config().vocab_size
     limit, kept = f"--max_prompt {cfg.max_prompt}", {}
     for name, examples in (("training", new), ("evaluation", eval_set)):
         for example in examples:
