@@ -12,15 +12,11 @@ test: $(DEV)
 	.venv/bin/ruff check .
 	.venv/bin/python -m pytest tests -q -rs -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
-# plant faults, one at a time, and see which test notices each
-mutations: $(DEV)
-	.venv/bin/python tests/mutations.py
-
-# draw random mutants, and see which of them no test notices (an hour and more)
-mutants: $(DEV)
+# plant faults, or random mutants, one at a time, and see which test notices each (an hour and more)
+mutations mutants: $(DEV)
 	COVERAGE_FILE=.pytest_cache/coverage.db .venv/bin/python -m pytest tests -q -n 2 --dist loadfile \
 		--no-loadscope-reorder --cov=. --cov-context=test --cov-report= --junitxml=.pytest_cache/durations.xml
-	.venv/bin/python tests/mutants.py
+	.venv/bin/python tests/mutations.py $(if $(filter mutants,$@),--random 300)
 
 # run the notebooks and store their outputs
 notebooks: $(DEV)
@@ -29,7 +25,7 @@ notebooks: $(DEV)
 
 # every exercise's test fails on an empty function and passes on the solution
 exercises: $(DEV)
-	.venv/bin/python docs/exercise.py --prove
+	.venv/bin/python learn/exercise.py --prove
 
 setup: $(READY)
 

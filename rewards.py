@@ -2,32 +2,13 @@ r"""Rewards: what a completion is worth. Every reward is a function in TRL's con
 
     f(completions, **columns) -> list[float | None | list[(end, value)]]
 
-with one value per completion. None means "no verdict": the completion is left out, it does not count as 0.
-Completions are strings or TRL's lists of messages, columns are the dataset's other columns. So TRL's reward
-functions work here, and these functions work in TRL.
+with one value per completion. None means "no verdict": the completion is left out, it does not
+count as 0. Completions are strings or TRL's lists of messages, columns are the dataset's other
+columns. So TRL's reward functions work here, and these functions work in TRL. A list holds a reward
+per step (not in TRL, see verify/verifier.py). REWARDS, at the end of this file, has their names.
 
-A list holds a reward per step (not in TRL): `end` is the number of characters of the completion that the step
-covers, 1..len(text), and rises from step to step. An empty list means None. An empty completion has no steps:
-give a number for it. See verify/verifier.py for how steps and numbers of several rewards are added.
-
-name         columns it reads                     1.0 means
-gsm8k        answer                               the final answer is this number
-math         answer (LaTeX)                       the final answer is equal to it (math-verify)
-countdown    numbers, target                      an expression with exactly these numbers gives the target
-format       -                                    <think>...</think><answer>...</answer> and nothing else
-code         tests                                the program passes every test, in a jail
-instruction  instruction_id_list, kwargs          every instruction is followed (IFEval's ids and arguments)
-judge        question, [rubric], [answer]         a language model gives it 10 of 10
-steps        question (a sum)                     per step: this running total or the final answer is right
-language     question or prompts                  all words of the reasoning are in the prompt's language
-
-overlong     completion_ids, max_tokens           never: 0 for a short completion, -1 at max_tokens
-length_kimi  prompts, [completion_ids]            never: 0.5 for the prompt's shortest completion, if correct
-repetition   [completion_ids]                     never: 0 without repeated n-grams, down to -1
-random       [prompts], [step]                    a coin came up heads: a control experiment
-
-Your own reward is a file and a flag. `@each` turns a function of one text and its columns into TRL's
-convention:
+Your own reward is a file and a flag. `@each` turns a function of one text and its columns into
+TRL's convention:
 
     # my_file.py; use it with: python nano_rlvr.py --rewards my_file.py:brief
     from rewards import each, final_answer
@@ -36,22 +17,23 @@ convention:
     def brief(text, answer):
         return float(final_answer(text) == answer and len(text) < 400)
 
-A gold answer that cannot be read gives None in gsm8k and math. Verifier.count_unreadable reports how many.
-
-gsm8k, math and countdown read the final answer like this: only the text after the last </think> counts. The
-answer is the last <answer>, \boxed{} or `####` in it; without these the last "answer is ...", "Answer: ..."
-or line "A: ..." (see _answer_sentence); for gsm8k alone, without any of these, the last number. Words after a
-marked answer change nothing. A second marked answer replaces the first, but boxes with only a comma
-or "and" between them are one answer: \boxed{1} and \boxed{2} is 1, 2.
+gsm8k, math and countdown read the final answer like this: only the text after the last </think>
+counts. The answer is the last <answer>, \boxed{} or `####` in it; without these the last "answer is
+...", "Answer: ..." or line "A: ..." (see _answer_sentence); for gsm8k alone, without any of these,
+the last number. Words after a marked answer change nothing. A second marked answer replaces the
+first, but boxes with only a comma or "and" between them are one answer: \boxed{1} and \boxed{2} is
+1, 2. A gold answer that cannot be read gives None in gsm8k and math.
 
 `Verifier` runs the rewards of a spec in processes that can be killed, weights and adds them:
 
     >>> with Verifier("gsm8k:1,format:0.2") as verify:
-    ...     verify(["<think>6*12</think><answer>72</answer>", "It is 71."], answer=["#### 72", "#### 72"])
-    ([1.2, 0.0], {'gsm8k': [1.0, 0.0], 'format': [1.0, 0.0]}, {'reward/timeouts': 0.0, 'reward/crashes': 0.0})
+    ...     rewards, parts, metrics = verify(
+    ...         ["<think>6*12</think><answer>72</answer>", "It is 71."], answer=["72", "72"])
+    >>> rewards, parts["gsm8k"], metrics["reward/timeouts"]
+    ([1.2, 0.0], [1.0, 0.0], 0.0)
 
-Called directly, as TRL does, `math` has a limit of 5 seconds per completion (verify/latex.py), because sympy
-hangs on 9^{9^9}; the verdict is then None. gsm8k, countdown and format need no limit, code and judge have
+Called directly, as TRL does, `math` has a limit of 5 seconds per completion, because sympy hangs on
+9^{9^9}; the verdict is then None. gsm8k, countdown and format need no limit, code and judge have
 `timeout`. Your own function has a limit in Verifier only.
 """
 import ast
@@ -60,26 +42,24 @@ import hashlib
 import inspect
 import itertools
 import json
-import math
 import re
 import time
 from fractions import Fraction
 
 from verify import jail, judge, pool, verifier
-from verify.instructions import INSTRUCTIONS, follows  # noqa: F401
-from verify.language import identifier, language_of, words_by_language
-from verify.latex import same_math, warm_math
-from verify.number import read_number
+from verify.answer import read_number, same_math, warm_math
+from verify.instructions import follows, identifier, language_of, words_by_language
 from verify.verifier import load, text_of
 
 
 def each(score_one):
-    """Decorator: turns score_one(text, **columns) -> float, None or list of steps into a reward function.
+    """Decorator: turns score_one(text, **columns) -> float, None or steps into a reward function.
 
-    The parameters of score_one are the columns it reads. A column may also be a single number or string,
-    which then holds for every completion. Where a column is missing or None, the default is taken.
+    The parameters of score_one are the columns it reads. A column may also be a single number or
+    string, which then holds for every completion. Where a column is missing or None, the default is
+    taken.
 
-    >>> each(lambda text, wanted, factor=1.0: factor * (text == wanted))(["a", "b"], ["a", "a"], factor=0.5)
+    >>> each(lambda text, wanted, by=1.0: by * (text == wanted))(["a", "b"], ["a", "a"], by=0.5)
     [0.5, 0.0]
     """
     parameters = list(inspect.signature(score_one).parameters.values())[1:]
@@ -93,18 +73,21 @@ def each(score_one):
         for name, column in columns.items():
             if isinstance(column, (str, int, float)):
                 columns[name] = [column] * len(completions)
-        return [score_one(text_of(completion), **{name: value for name, value in zip(columns, row)
-                                                  if value is not None or name not in with_default})
-                for completion, *row in zip(completions, *columns.values(), strict=True)]
+        values = []
+        for completion, *row in zip(completions, *columns.values(), strict=True):
+            given = {name: value for name, value in zip(columns, row)
+                     if value is not None or name not in with_default}
+            values.append(score_one(text_of(completion), **given))
+        return values
 
     return reward
 
 
 # -------------------------------------------------------------------------------- reading an answer
 
-MAX_ANSWER = 1000  # characters; a longer final answer does not count, which bounds the cost of reading it
+MAX_ANSWER = 1000  # characters; a longer final answer does not count, which bounds the cost
 ANSWER_MARK = re.compile(r"<answer>|\\f?boxed\s{0,3}\{|####[ \t]{0,9}(?=[-+−$€£¥₹\\.\d])")
-ANSWER_PHRASE = re.compile(  # "The answer is correct." states no answer; "A: north" may be an option
+ANSWER_PHRASE = re.compile(  # "The answer is correct." states none; "A: north" may be an option
     r"(?im)(?:\banswer\W{0,4}(?:is\b|:|=)(?!\s{1,9}correct\b[^\d\\\n]*$)"
     r"|^[ \t]{0,9}A[ \t]?:(?=[\s:*]{0,9}[^\n]{0,99}[\d\\]))[\s:*]{0,9}")
 AROUND_AND = re.compile(r"\\(?:text|mathrm|q?quad|[()\[\],;:! ])|[\s${}*~]")
@@ -115,22 +98,23 @@ SENTENCE = re.compile(r"""(?xm)
     (?: 1\.\s (?!I\ hope) )?  # the first item of a list
     [^\n]*?
     (?= </answer> | \*{0,3}\.?\*{0,3}[ \t]*$ | [。।] | ,?\s+(?:because|since|I\ hope)\b
-      | \*{0,3}\.\*{0,3} (?= [ \t]+[^\W\d_a-z] )  # a full stop and a capital: 3.5 and "e.g. 5" go on
-        (?! \s+(?i:no|not|wait|actually|sorry|hmm|or|but|however|alternatively|maybe|perhaps|unless|if)\b )
+      | \*{0,3}\.\*{0,3} (?= [ \t]+[^\W\d_a-z] )  # then a capital: 3.5 and "e.g. 5" go on
+        (?! \s+(?i: no|not|wait|actually|sorry|hmm|or|but|however|alternatively|maybe|perhaps
+                    |unless|if)\b )
         (?! [^\n]*\sB[.:)] ) )  # A. 5 B. 6: a list of options""")
 
 
 def after_thinking(text):
-    """The text after the last </think>; "" if a <think> is not closed, as when the completion was cut off."""
+    """The text after the last </think>; "" if a <think> is not closed: it was cut off."""
     rest = text.rpartition("</think>")[2]
     return "" if "<think>" in rest else rest
 
 
 def final_answer(text, numeric=False):
-    r"""The final answer by the rule at the top of this file; "" if cut off or too long, None if not marked.
+    r"""The final answer by the rule above; "" if cut off or too long, None if not marked.
 
-    numeric=True is gsm8k's rule for an answer that is not marked: only a line with a number counts, and it is
-    returned to its end.
+    numeric=True is gsm8k's rule for an answer that is not marked: only a line with a number counts,
+    and it is returned to its end.
 
     >>> final_answer(r"\boxed{1}? No, \boxed{\frac{1}{2}}. I am sure.")
     '\\frac{1}{2}'
@@ -147,7 +131,7 @@ def final_answer(text, numeric=False):
     if mark.endswith("{"):
         answer = _joined_boxes(text, marks)
     else:
-        answer = rest.partition("</answer>")[0]  # </answer> may be missing: vLLM removes a stop string
+        answer = rest.partition("</answer>")[0]  # may be missing: vLLM removes a stop string
         if mark != "<answer>":
             answer = answer.partition("\n")[0]
     return answer.strip() if len(answer) <= MAX_ANSWER else ""
@@ -156,10 +140,11 @@ def final_answer(text, numeric=False):
 def _answer_sentence(text, numeric):
     r"""What follows the last "answer is", "Answer:" or "A:", or None.
 
-    If that line has no number and no LaTeX command, it counts only if it begins with a formula or a capital
-    letter (Answer: C), or if no earlier one has a number. The answer ends with its line, before "because",
-    "since" or "I hope", or at a full stop that a capital letter follows, but not before a word that takes it
-    back ("5. No, 6"). A closing $ does not end it: "$3$ or $4$" and "$5$ million" are not 3 and 5.
+    If that line has no number and no LaTeX command, it counts only if it begins with a formula or a
+    capital letter (Answer: C), or if no earlier one has a number. The answer ends with its line,
+    before "because", "since" or "I hope", or at a full stop that a capital letter follows, but not
+    before a word that takes it back ("5. No, 6"). A closing $ does not end it: "$3$ or $4$" and
+    "$5$ million" are not 3 and 5.
 
     >>> _answer_sentence("Answer: C. Because 5 is odd.", numeric=False)
     'C'
@@ -189,21 +174,21 @@ def _joined_boxes(text, marks):
 
 def _up_to_closing_brace(text):
     depth = 1
-    for m in re.finditer(r"\\.|[{}]", text, re.S):  # \{ is a character of the answer, not a LaTeX group
+    for m in re.finditer(r"\\.|[{}]", text, re.S):  # \{ is a character, not a LaTeX group
         depth += (m[0] == "{") - (m[0] == "}")
         if depth == 0:
             return text[:m.start()]
     return ""  # cut off: \boxed{7 may be the start of \boxed{72}
 
 
-# -------------------------------------------------------------------------------- one correct answer
+# ------------------------------------------------------------------------------- one correct answer
 
 
 @each
 def gsm8k_reward(text, answer):
-    """1.0 if the final answer is exactly the gold number, else 0.0 (Cobbe et al., arXiv 2110.14168).
+    """1.0 if the final answer is exactly the gold number, else 0.0 (arXiv 2110.14168).
 
-    `answer` is a number or a GSM8K solution that ends with `#### 72`. None if it contains no number.
+    `answer` is a number or a GSM8K solution that ends with `#### 72`. None if it has no number.
     """
     gold = read_number(str(answer).rpartition("####")[2])
     return None if gold is None else float(final_number(text) == gold)
@@ -213,7 +198,7 @@ gsm8k_reward.reads_gold = True
 
 
 def final_number(text):
-    """The number in the final answer as a Fraction: gsm8k's rule at the top of this file. None if none."""
+    """The number in the final answer as a Fraction, by gsm8k's rule above, or None."""
     said = final_answer(text, numeric=True)
     if said is None:
         return read_number(after_thinking(text)[-MAX_ANSWER:], only=False)
@@ -222,12 +207,12 @@ def final_number(text):
 
 @each
 def math_reward(text, answer):
-    r"""1.0 if the final answer is mathematically equal to the gold LaTeX, else 0.0. None after the time limit
-    or if the gold answer cannot be read by math-verify and is not made of letters only.
+    r"""1.0 if the final answer is mathematically equal to the gold LaTeX, else 0.0. None after the
+    time limit or if math-verify cannot read the gold answer and it is not made of letters only.
 
-    Numbers and words are compared in verify/latex.py, everything else (sets, intervals, matrices,
-    expressions) by math-verify with its rules: x=5 equals 5, decimals are compared to 6 places. `answer` may
-    also be a whole solution, of which the last \boxed{} counts.
+    Numbers and words are compared in verify/answer.py, everything else (sets, intervals, matrices,
+    expressions) by math-verify with its rules: x=5 equals 5, decimals are compared to 6 places.
+    `answer` may also be a whole solution, of which the last \boxed{} counts.
 
     >>> math_reward([r"\boxed{\{2, 1\}}", r"\boxed{(1, 2]}"], answer=[r"\{1,2\}", "[1,2]"])
     [1.0, 0.0]
@@ -250,9 +235,9 @@ OPERATORS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.Mult: Fra
 
 @each
 def countdown_reward(text, numbers, target):
-    """1.0 if the final answer is an expression with each of `numbers` once and the value `target`, else 0.0.
+    """1.0 if the final answer is an expression with each of `numbers` once and the value `target`.
 
-    "(2 + 3) * 4" or "(2 + 3) * 4 = 20", with + - * / ( ) only. The arithmetic is exact.
+    Else 0.0. "(2 + 3) * 4" or "(2 + 3) * 4 = 20", with + - * / ( ) only. The arithmetic is exact.
     """
     answer = final_answer(text) or ""
     for sign, operator in SIGNS.items():
@@ -263,15 +248,16 @@ def countdown_reward(text, numbers, target):
     if not re.fullmatch(r"[\d+\-*/() ]{1,300}", answer, re.A):
         return 0.0
     if sorted(map(int, re.findall(r"\d+", answer))) != sorted(map(int, numbers)):
-        return 0.0  # checked before parsing: the expression is now no larger than `numbers` allow
+        return 0.0  # before parsing: the expression is now no larger than `numbers` allow
     try:
         return float(_evaluate(ast.parse(answer, mode="eval").body) == Fraction(target))
-    except (SyntaxError, ZeroDivisionError, KeyError, AttributeError, MemoryError, RecursionError):
+    except (SyntaxError, ZeroDivisionError, KeyError, AttributeError, MemoryError,
+            RecursionError):
         return 0.0
 
 
 def _evaluate(node):
-    """The value of an expression as a Fraction. KeyError for // and **, AttributeError for a sign or call."""
+    """The value as a Fraction. KeyError for // and **, AttributeError for a sign or call."""
     if isinstance(node, ast.Constant):
         return Fraction(node.value)
     return OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
@@ -285,16 +271,14 @@ RUNNING_TOTAL = re.compile(r"=[ \t]*(-?\w+(?:\.\d+)?)?", re.A)
 
 @each
 def steps_reward(text, question):
-    """A reward per running total of a sum such as 14+2+9 and for the final answer: [(end, 1.0 or 0.0), ...].
+    """A reward per running total of a sum such as 14+2+9 and for the final answer, 1.0 or 0.0 each.
 
-    What follows "=" in the text before </think> is a running total, and ends a step there. The k-th one is
-    right if it is the sum of the first k + 1 terms; one too many is wrong, so that repeating a total does not
-    pay. Only totals count, not what is left of "=". One at the very end of a text is left out: it may be cut
-    off. The final answer, read by gsm8k's rule, is the last step; it ends with the text, and does not depend
-    on the totals: a guess has only this step. 0.0 for an empty text; None if the question is no sum.
-
-    No gold answer is needed, so the reward can also choose the best of several completions; it is then as
-    good as a gold answer, because it computes the sum. Process supervision: arXiv 2402.03300, section 4.1.3.
+    What follows "=" in the text before </think> is a running total, and ends a step there. The k-th
+    one is right if it is the sum of the first k + 1 terms; one too many is wrong, so that repeating
+    a total does not pay. One at the very end of a text is left out: it may be cut off. The final
+    answer, read by gsm8k's rule, is the last step; it ends with the text, and does not depend on
+    the totals. 0.0 for an empty text; None if the question is no sum. No gold answer is needed.
+    Process supervision: arXiv 2402.03300, section 4.1.3.
 
     >>> steps_reward(["<think>14+2=16\\n16+9=26</think><answer>25</answer>"], question="14+2+9")
     [[(14, 1.0), (22, 0.0), (49, 1.0)]]
@@ -312,18 +296,18 @@ def steps_reward(text, question):
     return [*steps, (len(text), float(final_number(text) == totals[-1]))]
 
 
-# -------------------------------------------------------------------------------- format, programs, judge
+# -------------------------------------------------------------------------- format, programs, judge
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
 
 @each
 def format_reward(text, format_partial=False):
-    """1.0 for <think>...</think><answer>...</answer> and nothing else, else 0.0 (R1, arXiv 2501.12948).
+    """1.0 for <think>...</think><answer>...</answer> and nothing else (R1, arXiv 2501.12948).
 
-    Each tag once, in this order; the answer is not empty; only white space between and around the two blocks.
-    The opening <think> may be missing, because the prompt may end with it. With format_partial=True, 0.2 for
-    each tag that occurs exactly once.
+    Each tag once, in this order; the answer is not empty; only white space between and around the
+    two blocks. The opening <think> may be missing, because the prompt may end with it. Else 0.0, or
+    with format_partial=True 0.2 for each tag that occurs exactly once.
     """
     if "<think>" not in text and "</think>" in text:
         text = "<think>" + text
@@ -340,14 +324,15 @@ FENCE = re.compile(r"```[ \t]{0,9}([\w+-]{0,20})[^\n`]{0,99}\n(.*?)\n?```", re.S
 
 
 def program_of(text):
-    """The Python program of a completion: the last fenced block after </think>, else <answer>, else None.
+    """The Python program of a completion: its last fenced block after </think>, else <answer>.
 
     >>> program_of("<think>```python\\n1\\n```</think> Here:\\n```python\\nprint(2)\\n```")
     'print(2)'
     """
     text = after_thinking(text)
-    fences = FENCE.findall(text)  # of every language: the end of a bash block must not start a Python block
-    programs = [code for language, code in fences if language.lower() in ("", "python", "python3", "py")]
+    # blocks of every language: the end of a bash block must not start a Python block
+    programs = [code for language, code in FENCE.findall(text)
+                if language.lower() in ("", "python", "python3", "py")]
     if programs:
         return programs[-1]
     return final_answer(text) if "<answer>" in text else None
@@ -355,12 +340,13 @@ def program_of(text):
 
 @each
 def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False, code_partial=False):
-    """1.0 if the program passes every test, else 0.0; with code_partial=True the share that it passes.
+    """1.0 if the program passes every test, else 0.0; with code_partial=True the share it passes.
 
-    `tests` is a list, or its JSON text. A test is either {"input": "2 3", "output": "5"}, standard input and
-    output, compared line by line without spaces at line ends, or "assert add(2, 3) == 5", Python that runs
-    after the program. All tests of a completion share 0.9 * timeout seconds; a program that needs longer
-    fails. Programs run in the jail of verify/jail.py. Raises jail.NoIsolation where it cannot be built.
+    `tests` is a list, or its JSON text. A test is either {"input": "2 3", "output": "5"}, standard
+    input and output, compared line by line without spaces at line ends, or "assert add(2, 3) == 5",
+    Python that runs after the program. All tests of a completion share 0.9 * timeout seconds; a
+    program that needs longer fails. Programs run in the jail of verify/jail.py. Raises
+    jail.NoIsolation where it cannot be built.
     """
     end = time.monotonic() + 0.9 * timeout
     tests = json.loads(tests) if isinstance(tests, str) else tests
@@ -372,9 +358,8 @@ def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False, code_partial=
     if asserts:
         passed += jail.run_asserts(program, asserts, 0.9 * timeout, allow_unsafe_code)
     if pairs:
-        inputs = [pair["input"] for pair in pairs]
-        seconds = end - time.monotonic()
-        outputs = jail.run_program(program, inputs, seconds, allow_unsafe_code=allow_unsafe_code)
+        outputs = jail.run_program(program, [pair["input"] for pair in pairs],
+                                   end - time.monotonic(), allow_unsafe_code=allow_unsafe_code)
         for output, pair in zip(outputs, pairs):
             passed.append(output is not None and _lines(output) == _lines(pair["output"]))
     return _score_checks(passed, code_partial)
@@ -384,7 +369,7 @@ code_reward.check = lambda allow_unsafe_code, **_: jail.jail(allow_unsafe_code)
 
 
 def _score_checks(passed, partial):
-    """1.0 if every check passed, else 0.0; with `partial` the share that passed. None without checks."""
+    """1.0 if every check passed, else 0.0; with `partial` the share. None without checks."""
     if not passed:
         return None
     return sum(passed) / len(passed) if partial else float(all(passed))
@@ -395,14 +380,13 @@ def _lines(text):
 
 
 @each
-def instruction_reward(text, instruction_id_list, kwargs, instruction_loose=False, instruction_partial=False):
-    """1.0 if the text after </think> follows every instruction, else 0.0; with instruction_partial=True the
-    share.
+def instruction_reward(text, instruction_id_list, kwargs, instruction_loose=False,
+                       instruction_partial=False):
+    """1.0 if the text after </think> follows every instruction, else 0.0.
 
-    The two columns are IFEval's: a list of ids (verify/instructions.py has the known ones) and a list of
-    their arguments. An empty answer follows no instruction. instruction_loose=True is IFEval's loose rule: it
-    is enough to follow the instruction without the first line, the last line, both, or Markdown's asterisks.
-    Raises ValueError for an unknown id.
+    With instruction_partial=True the share. The two columns are IFEval's: a list of ids and a list
+    of their arguments. instruction_loose: see `follows` in verify/instructions.py, which has the
+    known ids. An empty answer follows no instruction. Raises ValueError for an unknown id.
     """
     text = after_thinking(text).strip()
     passed = [follows(text, name, arguments, instruction_loose)
@@ -413,13 +397,13 @@ def instruction_reward(text, instruction_id_list, kwargs, instruction_loose=Fals
 @each
 def judge_reward(text, question, rubric=None, answer=None,
                  judge_url=None, judge_model=None, judge_cache=None, timeout=5.0):
-    """A language model's score of the text after </think>, 0.0 to 1.0; None if its reply has no valid score.
+    """A language model's score of the text after </think>, 0.0 to 1.0, or None.
 
-    In Verifier a time-out and an error of the endpoint are counted; called directly they give None. judge_url
-    is an OpenAI-compatible endpoint such as http://localhost:8001/v1 (`vllm serve` is one), judge_model its
-    model, OPENAI_API_KEY its key if it needs one. Scores are cached in the SQLite file judge_cache (default
-    ~/.cache/nano_rlvr/judge.sqlite), so that a resumed run gets the scores it had. Optional columns: rubric,
-    and answer (a reference answer). A judge is not a verifier: check what kind of text it comes to prefer.
+    In Verifier a time-out and an error of the endpoint are counted; called directly they give None.
+    judge_url is an OpenAI-compatible endpoint such as http://localhost:8001/v1 (`vllm serve` is
+    one), judge_model its model, OPENAI_API_KEY its key if it needs one. Scores are cached in the
+    SQLite file judge_cache (default ~/.cache/nano_rlvr/judge.sqlite). Optional columns: rubric, and
+    answer (a reference answer). A judge is not a verifier: check what text it comes to prefer.
     """
     if not judge_url or not judge_model:
         raise ValueError("judge needs judge_url and judge_model")
@@ -427,7 +411,8 @@ def judge_reward(text, question, rubric=None, answer=None,
     if not text:
         return 0.0
     try:
-        return judge.ask(text, question, rubric, answer, judge_url, judge_model, judge_cache, 0.9 * timeout)
+        return judge.ask(text, question, rubric, answer, judge_url, judge_model, judge_cache,
+                         0.9 * timeout)
     except judge.ERRORS:
         if pool.in_pool:
             raise
@@ -438,15 +423,15 @@ judge_reward.check = judge.check
 judge_reward.waits = True
 
 
-# -------------------------------------------------------------------------------- shaping and control
+# ------------------------------------------------------------------------------ shaping and control
 
 
 @each
 def language_reward(text, question=None, prompts=None, language=None):
-    """The share of the reasoning's words in the language of the question, 0.0 to 1.0 (arXiv 2501.12948).
+    """The share of the reasoning's words in the question's language, 0.0 to 1.0 (arXiv 2501.12948).
 
-    The reasoning is the text before the last </think>, or all of it. `language` (a code such as "en")
-    overrides what py3langid finds in question or prompts. None if there are no words or no language.
+    The reasoning is the text before the last </think>, or all of it. `language` (a code such as
+    "en") overrides what py3langid finds in question or prompts. None without words or language.
     """
     wanted = language or language_of(question if question is not None else text_of(prompts))
     reasoning = text.rpartition("</think>")[0] if "</think>" in text else text
@@ -461,8 +446,8 @@ language_reward.warm = identifier
 def overlong_reward(text, completion_ids, max_tokens, overlong_buffer=None, overlong="soft"):
     """A penalty for a completion of more than max_tokens - buffer tokens; 0 for a shorter one.
 
-    overlong="soft": from 0 linearly to -1 at max_tokens (DAPO, arXiv 2503.14476, eq. 13). "hard": -1 at once.
-    The buffer is a fifth of max_tokens unless given (4,096 of 20,480 in the paper).
+    overlong="soft": from 0 linearly to -1 at max_tokens (DAPO, arXiv 2503.14476, eq. 13). "hard":
+    -1 at once. The buffer is a fifth of max_tokens unless given (4,096 of 20,480 in the paper).
 
     >>> ids = [[0] * 80, [0] * 90, [0] * 101]
     >>> overlong_reward(["", "", ""], completion_ids=ids, max_tokens=100, overlong_buffer=20)
@@ -478,8 +463,7 @@ def overlong_reward(text, completion_ids, max_tokens, overlong_buffer=None, over
 
 @each
 def repetition_reward(text, completion_ids=None, repetition_ngram=4):
-    """Minus the share of n-grams that occurred before, 0.0 to -1.0 (Yeo et al., arXiv 2502.03373, appendix
-    C.2).
+    """Minus the share of n-grams that occurred before, 0.0 to -1.0 (arXiv 2502.03373, C.2).
 
     >>> repetition_reward(["a b c d e", "go go go go go go"])
     [0.0, -0.6666666666666667]
@@ -490,11 +474,12 @@ def repetition_reward(text, completion_ids=None, repetition_ngram=4):
 
 
 def length_kimi_reward(completions, prompts, correct=None, completion_ids=None, **columns):
-    """Kimi k1.5's length reward within a prompt's completions, -0.5 to 0.5 (arXiv 2501.12599, 2.3.3).
+    """Kimi k1.5's length reward of a prompt's samples, -0.5 to 0.5 (arXiv 2501.12599, 2.3.3).
 
-    0.5 - (length - shortest) / (longest - shortest) for a correct answer, the same but at most 0 for a wrong
-    one, and 0 if all lengths are equal. `correct` is the first reward of the spec (passed by Verifier; 1 is
-    correct); without it `math` decides. Lengths are in tokens if completion_ids is given, else in characters.
+    0.5 - (length - shortest) / (longest - shortest) for a correct answer, the same but at most 0
+    for a wrong one, and 0 if all lengths are equal. `correct` is the first reward of the spec
+    (passed by Verifier; 1 is correct); without it `math` decides. Lengths are in tokens if
+    completion_ids is given, else in characters.
 
     >>> length_kimi_reward(["a", "ab", "abc"], prompts=["q"] * 3, correct=[1, 0, 0])
     [0.5, 0.0, -0.5]
@@ -509,7 +494,8 @@ def length_kimi_reward(completions, prompts, correct=None, completion_ids=None, 
     for prompt, length, score in zip(prompts, lengths, correct, strict=True):
         shortest, longest = min(lengths_of[prompt]), max(lengths_of[prompt])
         value = 0.5 - (length - shortest) / (longest - shortest) if longest > shortest else 0.0
-        rewards.append(None if score is None else value if score == 1 else min(0.0, value))
+        value = value if score == 1 else min(0.0, value)
+        rewards.append(None if score is None else value)
     return rewards
 
 
@@ -517,79 +503,47 @@ length_kimi_reward.whole_batch = True  # it compares with the other completions 
 
 
 def random_reward(completions, prompts=None, sample_index=None, step=None, random_seed=0, **_):
-    """A fair coin that ignores the answer: the control of Shao et al. (Spurious Rewards, arXiv 2506.10947).
+    """A fair coin that ignores the answer: the control of Spurious Rewards (arXiv 2506.10947).
 
-    0.0 or 1.0 from a hash of (random_seed, step, sample_index, prompt, completion): a resumed run, and a run
-    on another number of ranks, get the same values. `sample_index`, the number of a completion among those of
-    its prompt, keeps equal texts from always getting equal values, which could be learned. `step`, a number,
-    changes the values of the same text from step to step.
+    0.0 or 1.0 from a hash of (random_seed, step, sample_index, prompt, completion): a resumed run,
+    and a run on another number of ranks, get the same values. `sample_index`, the number of a
+    completion among those of its prompt, keeps equal texts from always getting equal values, which
+    could be learned. `step`, a number, changes the values of the same text from step to step.
     """
     n = len(completions)
     rewards = []
-    for row in zip(sample_index or range(n), prompts or [None] * n, map(text_of, completions), strict=True):
-        digest = hashlib.blake2b(repr((random_seed, step, *row)).encode(), digest_size=1).digest()
-        rewards.append(float(digest[0] & 1))
+    for row in zip(sample_index or range(n), prompts or [None] * n, map(text_of, completions),
+                   strict=True):
+        key = repr((random_seed, step, *row)).encode()
+        rewards.append(float(hashlib.blake2b(key, digest_size=1).digest()[0] & 1))
     return rewards
 
 
-# -------------------------------------------------------------------------------- specs: names and weights
-
-REWARDS = {
-    "gsm8k": gsm8k_reward,
-    "math": math_reward,
-    "countdown": countdown_reward,
-    "steps": steps_reward,
-    "format": format_reward,
-    "code": code_reward,
-    "instruction": instruction_reward,
-    "judge": judge_reward,
-    "overlong": overlong_reward,
-    "length_kimi": length_kimi_reward,
-    "language": language_reward,
-    "repetition": repetition_reward,
-    "random": random_reward,
+REWARDS = {  # name: function  # the columns it reads; what 1.0 means
+    "gsm8k": gsm8k_reward,  # answer; the final answer is this number
+    "math": math_reward,  # answer (LaTeX); the final answer is equal to it (math-verify)
+    "countdown": countdown_reward,  # numbers, target; an expression with these gives the target
+    "steps": steps_reward,  # question (a sum); per step: the running total or the answer is right
+    "format": format_reward,  # <think>...</think><answer>...</answer> and nothing else
+    "code": code_reward,  # tests; the program passes every test, in a jail
+    "instruction": instruction_reward,  # instruction_id_list, kwargs; all followed (IFEval's ids)
+    "judge": judge_reward,  # question, [rubric], [answer]; a language model gives it 10 of 10
+    "language": language_reward,  # question or prompts; all reasoning is in the prompt's language
+    "overlong": overlong_reward,  # completion_ids, max_tokens; 0 if short, -1 at max_tokens
+    "length_kimi": length_kimi_reward,  # prompts, [completion_ids]; 0.5: the shortest, if correct
+    "repetition": repetition_reward,  # [completion_ids]; 0 without repeated n-grams, down to -1
+    "random": random_reward,  # [prompts], [step]; a coin came up heads: a control experiment
 }
-
-
-def parse_spec(spec):
-    """Parse "name:weight,..." into [(name, weight, module), ...]. The weight is optional, by default 1.
-
-    A name is one of REWARDS (its module is None), "my_file.py:function" or "installed.module:function".
-    Imports nothing. Raises a one-line ValueError for anything else.
-
-    >>> parse_spec("gsm8k,format:0.2,my_file.py:brief:0.1")
-    [('gsm8k', 1.0, None), ('format', 0.2, None), ('brief', 0.1, 'my_file.py')]
-    """
-    parts = []
-    for item in map(str.strip, spec.split(",")):
-        name, *rest = item.split(":")
-        module = None
-        if name not in REWARDS:
-            if not rest:
-                known = ", ".join(REWARDS) + "; or my_file.py:function, module:function"
-                raise ValueError(f"unknown reward {name!r}; known: {known}")
-            module, name = name, rest.pop(0)
-        try:
-            weight = float(":".join(rest)) if rest else 1.0
-        except ValueError:
-            weight = math.nan
-        if not math.isfinite(weight):
-            raise ValueError(f"reward {item!r}: {':'.join(rest)!r} is not a weight, which must be finite")
-        if name in [other for other, *_ in parts]:
-            raise ValueError(f"reward {name!r} is named twice")
-        parts.append((name, weight, module))
-    return parts
+KNOWN = {name: f"rewards:{function.__name__}" for name, function in REWARDS.items()}
+# only processes that can be killed import a user's file: Verifier gets names, not functions
+Verifier = functools.partial(verifier.Verifier, known=KNOWN)
+parse_spec = functools.partial(verifier.parse_spec, known=KNOWN)
 
 
 def parse_rewards(spec):
     """Like parse_spec, with the functions: [(name, weight, function), ...]. Imports the modules.
 
-    >>> [name for name, weight, function in parse_rewards("gsm8k,trl.rewards:think_format_reward:0.1")]
+    >>> [name for name, weight, function in parse_rewards("gsm8k,trl.rewards:think_format_reward")]
     ['gsm8k', 'think_format_reward']
     """
-    return [(name, weight, load(module, name) if module else REWARDS[name])
-            for name, weight, module in parse_spec(spec)]
-
-
-# See verify/verifier.py. It gets the parser by name: only its processes import the functions.
-Verifier = functools.partial(verifier.Verifier, parser="rewards:parse_rewards")
+    return [(name, weight, load(*where.rsplit(":", 1))) for name, weight, where in parse_spec(spec)]

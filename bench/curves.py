@@ -1,27 +1,25 @@
 """Two figures of papers in miniature, on the bundled model: 3 seeds per curve.
 
-    python bench/curves.py methods    12 runs: DeepSeekMath's figure 5 (arXiv:2402.03300): RFT, online RFT,
-                                      GRPO with outcome and with process rewards
-    python bench/curves.py dapo       15 runs: DAPO's ablation (arXiv:2503.14476, table 1): its four changes
-                                      to GRPO, added one after the other
+    python bench/curves.py methods    12 runs: DeepSeekMath's figure 5 (arXiv:2402.03300): RFT,
+                                      online RFT, GRPO with outcome and with process rewards
+    python bench/curves.py dapo       15 runs: DAPO's ablation (arXiv:2503.14476, table 1): its four
+                                      changes to GRPO, added one after the other
 
-Write bench/results/curves.* and dapo.*: a table, the numbers, a picture. A run takes 2 minutes on one
-core. An interrupted command continues. In a figure all runs have the same learning rate, number of samples
-and questions, and no KL term: its rows differ only in what their names say.
+Write bench/results/curves.* and dapo.*: a table, the numbers, a picture. A run takes 2 minutes on
+one core. An interrupted command continues. Rows of a figure differ only in what their names say.
 
-Offline RFT trains on samples of the starting model: vLLM reads the starting checkpoint again before it
-samples them. The evaluation comes after a sync, and is therefore that of the trained model.
+Offline RFT trains on samples of the starting model: vLLM reads the starting checkpoint again before
+it samples them. The evaluation comes after a sync, and is therefore that of the trained model.
 """
 import itertools
 import sys
 from pathlib import Path
 from statistics import fmean
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path = [p for p in sys.path if Path(p).resolve() != ROOT / "bench"] + [str(ROOT)]
-
-from bench import seeds  # noqa: E402
-from bench.seeds import number, share  # noqa: E402
+import common  # puts the repository on sys.path
+import seeds
+from common import series
+from seeds import at, number, share
 
 SEEDS, BATCH = range(3), 16 * 16  # rollouts per draw
 COMMON = "--prompts 16 --samples 16 --kl_coef 0 --eval_size 256 --eval_n 4 --save_every 0".split()
@@ -31,8 +29,8 @@ METHODS = {
     "GRPO, outcome": "",
     "GRPO, process": "--rewards gsm8k:0,steps:1",
 }
-# Several optimizer steps per batch, or no ratio would reach the clip. 48 tokens, or no completion would be
-# truncated: a sum of six terms takes 35 to 50 tokens to work out.
+# Several optimizer steps per batch, or no ratio would reach the clip. 48 tokens, or no completion
+# would be truncated: a sum of six terms takes 35 to 50 tokens to work out.
 ABLATION = {
     "GRPO": "--steps 20 --eval_every 5 --minibatches 4 --max_tokens 48",
     "+ clip-higher": "--clip_high 0.28",
@@ -56,17 +54,9 @@ def offline(argv):
     nr.main(argv)
 
 
-def at(key, step):
-    """The value of a metric at a step (-1: at its last one), of the rows of a run."""
-    def value(rows):
-        values = seeds.series(rows, key)
-        return values[step if step >= 0 else max(values)]
-    return value
-
-
 def mean(key, last=0):
     """The mean of a metric over the last steps of a run (0: over all)."""
-    return lambda rows: fmean(list(seeds.series(rows, key).values())[-last:])
+    return lambda rows: fmean(list(series(rows, key).values())[-last:])
 
 
 def rollouts(row):
@@ -75,49 +65,52 @@ def rollouts(row):
 
 
 def methods():
-    """DeepSeekMath's figure."""
+    """DeepSeekMath's figure: name, {label: command}, columns, panels."""
     steps = "--steps 30 --eval_every 6".split()
-    settings = {label: [*seeds.SCRIPT, *COMMON, *steps, *flags.split()] for label, flags in METHODS.items()}
+    settings = {label: [*common.SCRIPT, *COMMON, *steps, *flags.split()]
+                for label, flags in METHODS.items()}
     settings["RFT"][1:2] = [str(Path(__file__).resolve()), "offline"]
     columns = {
         "greedy after": (at("eval/accuracy", -1), share),
-        "mean@4 before": (at("eval/mean@4", 0), share), "at step 6": (at("eval/mean@4", 6), share),
-        "at step 12": (at("eval/mean@4", 12), share), "at step 30": (at("eval/mean@4", 30), share),
+        "mean@4 before": (at("eval/mean@4", 0), share),
+        "at step 6": (at("eval/mean@4", 6), share),
+        "at step 12": (at("eval/mean@4", 12), share),
+        "at step 30": (at("eval/mean@4", 30), share),
         "tokens after": (at("eval/length", -1), number)}
-    panels = {"mean@4 on held-out questions": "eval/mean@4", "greedy held-out accuracy": "eval/accuracy",
+    panels = {"mean@4 on held-out questions": "eval/mean@4",
+              "greedy held-out accuracy": "eval/accuracy",
               "reward of the training samples": "reward/gsm8k"}
     return "curves", settings, columns, panels
 
 
 def dapo():
-    """DAPO's ablation."""
+    """DAPO's ablation: the same."""
     flags = itertools.accumulate(ABLATION.values(), lambda before, new: f"{before} {new}")
-    settings = {label: [*seeds.SCRIPT, *COMMON, *f.split()] for label, f in zip(ABLATION, flags)}
+    settings = {label: [*common.SCRIPT, *COMMON, *f.split()] for label, f in zip(ABLATION, flags)}
     columns = {
-        "greedy after": (at("eval/accuracy", -1), share), "mean@4 after": (at("eval/mean@4", -1), share),
-        "entropy": (mean("entropy", 5), "{:.3f}".format), "tokens": (mean("completion/length", 5), number),
-        "truncated": (mean("completion/truncated", 5), share), "clipped": (mean("clipped"), "{:.2%}".format),
-        "rollouts": (lambda rows: sum(seeds.series(rows, rollouts).values()), "{:,.0f}".format)}
+        "greedy after": (at("eval/accuracy", -1), share),
+        "mean@4 after": (at("eval/mean@4", -1), share),
+        "entropy": (mean("entropy", 5), "{:.3f}".format),
+        "tokens": (mean("completion/length", 5), number),
+        "truncated": (mean("completion/truncated", 5), share),
+        "clipped": (mean("clipped"), "{:.2%}".format),
+        "rollouts": (lambda rows: sum(series(rows, rollouts).values()), "{:,.0f}".format)}
     panels = {"mean@4 on held-out questions": "eval/mean@4", "entropy": "entropy",
               "tokens per completion": "completion/length", "rollouts per step": rollouts,
               "truncated": "completion/truncated", "clipped tokens": "clipped"}
     return "dapo", settings, columns, panels
 
 
-def main(argv):
-    if argv[:1] == ["offline"]:
-        return offline(argv[1:])
-    figure = {"methods": methods, "dapo": dapo}.get(" ".join(argv))
-    if not figure:
-        raise ValueError(f"choose one of methods, dapo\n\n{__doc__}")
-    name, settings, columns, panels = figure()
-    folders = seeds.run_all(settings, SEEDS, ROOT / "runs" / name)
-    command = f"python bench/curves.py {figure.__name__}"
-    seeds.report(folders, ROOT / "bench/results" / name, command, columns, panels)
+def main(name):
+    name, settings, columns, panels = {"methods": methods, "dapo": dapo}[name]()
+    folders = seeds.run_all(settings, SEEDS, common.ROOT / "runs" / name)
+    seeds.report(folders, common.RESULTS / name, columns, panels)
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as e:
-        sys.exit(f"curves: {e}")
+    if sys.argv[1:2] == ["offline"]:
+        offline(sys.argv[2:])
+    elif sys.argv[1:] in (["methods"], ["dapo"]):
+        main(sys.argv[1])
+    else:
+        sys.exit(__doc__)

@@ -1,34 +1,35 @@
 """The memory plan of the default flags for GPUs that are not here: python bench/plan.py
 
-Prints the tables of docs/memory.md for the shapes of Qwen2.5-1.5B and, with --lora_rank 32, Qwen2.5-7B; then
-plans for several GPUs of one machine, with ZeRO-3 and --tp.
+Prints the tables of docs/memory.md: for the shapes of Qwen2.5-1.5B and, with --lora_rank 32,
+Qwen2.5-7B; then for several GPUs of one machine, with ZeRO-3 and --tp.
 """
 import dataclasses
 import os
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import nano_rlvr as nr  # noqa: E402
-from runtime import memory  # noqa: E402
-from runtime.flops import ModelShape  # noqa: E402
+import common  # noqa: F401  puts the repository on sys.path
+import nano_rlvr as nr
+from runtime import memory
+from runtime.shape import ModelShape
 
 SHAPES = {  # of Qwen's config.json files
-    "Qwen2.5-1.5B": ModelShape(parameters=1_543_714_304, hidden=1536, layers=28, attention=1536, mlp=8960,
-                               vocab=151936, kv_cache=2 * 28 * 2 * 128, kv_heads=2, qk_norms=False),
-    "Qwen2.5-7B": ModelShape(parameters=7_615_616_512, hidden=3584, layers=28, attention=3584, mlp=18944,
-                             vocab=152064, kv_cache=2 * 28 * 4 * 128, kv_heads=4, qk_norms=False),
-    "Qwen2.5-32B": ModelShape(parameters=32_763_876_352, hidden=5120, layers=64, attention=5120, mlp=27648,
-                              vocab=152064, kv_cache=2 * 64 * 8 * 128, kv_heads=8, qk_norms=False),
+    "Qwen2.5-1.5B": ModelShape(
+        parameters=1_543_714_304, hidden=1536, layers=28, attention=1536, mlp=8960, vocab=151936,
+        kv_cache=2 * 28 * 2 * 128, kv_heads=2, qk_norms=False),
+    "Qwen2.5-7B": ModelShape(
+        parameters=7_615_616_512, hidden=3584, layers=28, attention=3584, mlp=18944, vocab=152064,
+        kv_cache=2 * 28 * 4 * 128, kv_heads=4, qk_norms=False),
+    "Qwen2.5-32B": ModelShape(
+        parameters=32_763_876_352, hidden=5120, layers=64, attention=5120, mlp=27648, vocab=152064,
+        kv_cache=2 * 64 * 8 * 128, kv_heads=8, qk_norms=False),
 }
 
 
 def plan(model, gib, host=64, gpus=1, **flags):
-    """Prints and returns the plan for a model on GPUs of `gib` GiB in a machine with `host` GiB of memory."""
+    """Prints the plan for GPUs of `gib` GiB in a machine with `host` GiB of memory."""
     os.environ.update(WORLD_SIZE=str(gpus), LOCAL_WORLD_SIZE=str(gpus))
     cfg = dataclasses.replace(nr.Config(), model=model, dtype="bfloat16", **flags)
-    device = memory.Device(True, gib * memory.GIB, gib * memory.GIB, host * memory.GIB)
-    return memory.plan(cfg, device, SHAPES[model])
+    gib, host = gib * memory.GIB, host * memory.GIB
+    memory.plan(cfg, memory.Device(True, gib, gib, host), SHAPES[model])
 
 
 if __name__ == "__main__":

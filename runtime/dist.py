@@ -1,5 +1,4 @@
-"""Which process this is, and sums and lists over all processes. A single process is a world of size 1."""
-import contextlib
+"""Which process this is, and sums and lists over all processes: a world of size 1 or more."""
 import datetime
 import os
 import socket
@@ -8,12 +7,16 @@ import time
 import torch
 
 
+class RunError(RuntimeError):
+    """Ends a run. Its text is the line that main() prints: what happened and what to do."""
+
+
 def local_world_size():
     """Number of processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-# CPU cores for this process: an equal part for each process of the machine. Read before vLLM pins threads.
+# The cores of the machine, divided by its processes. Read here, before vLLM pins threads.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 CORES = max(1, CORES // local_world_size())
 
@@ -36,9 +39,9 @@ def device():
 
 
 def init_process_group(timeout=10.0):
-    """Joins torchrun's process group, or creates a group of one. DeepSpeed and vLLM both reuse it.
+    """Joins torchrun's process group, or creates a group of one. DeepSpeed and vLLM reuse it.
 
-    timeout: minutes after which a collective call raises an error if a rank does not answer.
+    A collective call raises an error if a rank does not answer for `timeout` minutes.
     """
     if "RANK" not in os.environ:  # without these variables DeepSpeed looks for MPI
         with socket.socket() as s:
@@ -49,7 +52,7 @@ def init_process_group(timeout=10.0):
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
     timeout = datetime.timedelta(minutes=timeout)
-    c10d = torch.distributed.distributed_c10d  # groups that DeepSpeed and vLLM make would wait for 30 minutes
+    c10d = torch.distributed.distributed_c10d  # else DeepSpeed's and vLLM's groups wait 30 minutes
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     if not torch.distributed.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -67,7 +70,7 @@ def share_engine(ranks):
 
 
 def engine_ranks():
-    """Number of ranks that share this rank's vLLM engine, itself included; vLLM's tensor_parallel_size."""
+    """Number of ranks that share this rank's vLLM engine, itself included."""
     return _engine_group.size() if _engine_group else 1
 
 
@@ -77,46 +80,32 @@ def engine_rank():
 
 
 def engine_gather(item):
-    """The items of the ranks that share this rank's vLLM engine, in their order. Collective among them."""
+    """The items of the ranks that share this rank's vLLM engine. Collective among them."""
     return all_gather([item], _engine_group) if _engine_group else [item]
+
+
+_waited = 0.0  # seconds in all_gather
+
+
+def all_gather(items, group=None):
+    """The lists of all ranks, or of those of a process group, concatenated in rank order."""
+    global _waited
+    if world_size() == 1:
+        return list(items)
+    lists = [None] * torch.distributed.get_world_size(group)
+    start = time.perf_counter()  # until the slowest rank is here, and all have the items
+    torch.distributed.all_gather_object(lists, items, group)
+    _waited += time.perf_counter() - start
+    return [item for part in lists for item in part]
 
 
 def all_sum(*values):
     """Sums of numbers over all ranks, in double precision: a list with one float per argument."""
-    total = torch.tensor(values, dtype=torch.float64)
-    if world_size() > 1:
-        with _waiting():
-            torch.distributed.all_reduce(total)
-    return total.tolist()
-
-
-def all_gather(items, group=None):
-    """The lists of all ranks, or of those of a process group, concatenated in the order of the ranks."""
-    lists = [items]
-    if world_size() > 1:
-        lists = [None] * torch.distributed.get_world_size(group)
-        with _waiting():
-            torch.distributed.all_gather_object(lists, items, group)
-    return [item for part in lists for item in part]
-
-
-_waited = 0.0  # seconds in all_sum and all_gather
-
-
-@contextlib.contextmanager
-def _waiting():
-    """Adds the seconds of a with-block to _waited."""
-    global _waited
-    start = time.perf_counter()
-    yield
-    _waited += time.perf_counter() - start
+    return [float(sum(column)) for column in zip(*all_gather([values]))]
 
 
 def mean_wait():
-    """Seconds in all_sum and all_gather since the last call, mean over the ranks. Collective.
-
-    It is the time that ranks wait for the slowest, and the transfer. DeepSpeed's reductions are not included.
-    """
+    """Seconds in all_gather and all_sum since the last call, mean over the ranks. Collective."""
     global _waited
     [total], _waited = all_sum(_waited), 0.0
     return total / world_size()
@@ -126,7 +115,3 @@ def print_once(text, file=None):
     """print() on rank 0 only."""
     if rank() == 0:
         print(text, file=file)
-
-
-class RunError(RuntimeError):
-    """Ends a run. Its text is the line that main() prints: what happened and what to do."""

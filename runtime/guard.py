@@ -1,4 +1,5 @@
 """Checks of a run: rehearsal before step 0, verdicts, optimizer steps, a user's rollouts."""
+import dataclasses
 import inspect
 import json
 import math
@@ -136,7 +137,8 @@ def largest_pack(cfg):
 def rehearse(policy, ref, cfg):
     """Two steps on the largest pack at learning rate 0: too little memory shows before step 0.
 
-    Weights and optimizer are then as before. Collective. Raises RunError: see check_packing.
+    Weights and optimizer are then as before. Collective. Raises RunError if log-probs depend on the
+    pack (see check_packing), or if policy and reference differ already.
 
     Twice, because the first step creates AdamW's moments and the second needs memory beside them.
     """
@@ -145,12 +147,19 @@ def rehearse(policy, ref, cfg):
     rollouts = [Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0)
                 for i, (prompt, n) in enumerate(largest_pack(cfg))]  # hardly two equal prompts
     largest = collate(rollouts, dist.device())
-    set_lr(policy, 0.0)
+    set_lr(policy, 0, dataclasses.replace(cfg, lr=0.0))
     if ref is not None:
         with torch.no_grad(), on_device(ref):
-            ref(largest)
+            largest.ref, _ = ref(largest)  # (R,)
     for _ in range(2):
         logp, _ = policy(largest)  # (R,)
+        if ref is not None:
+            mean = (logp.detach() - largest.ref).abs().mean().item()
+            if not mean <= NOISE.get(cfg.dtype, NOISE["float32"]):  # also when it is NaN
+                raise RunError(
+                    f"policy and reference differ before the first step (mean |difference| of "
+                    f"log-probs {mean:.2g}): the model was loaded twice with different weights; is "
+                    "its checkpoint complete?")
         policy.backward(-logp.mean())
         policy.step()
     for state in adamw_states(policy):

@@ -1,4 +1,4 @@
-"""The trainer's model: loading it, LoRA, its LM head, and the reference's way to the GPU and back."""
+"""The trainer's model: loading it, LoRA, its LM head, the reference's way to the GPU and back."""
 import contextlib
 
 import torch
@@ -7,40 +7,65 @@ import torch.nn.functional as F
 from runtime import dist
 from runtime.batch import packed_attention
 from runtime.dist import RunError
-from runtime.memory import CHUNK  # noqa: F401
-
 
 
 def load_model(cfg):
     """The causal language model in cfg.dtype with packed attention, on the CPU.
 
-    With lora_rank its weights are frozen and adapters are added. Raises RunError for NaN or infinite weights:
-    they are looked for here, where they are read anyway.
+    With lora_rank its weights are frozen and adapters are added. Raises RunError for NaN or
+    infinite weights: they are looked for here, where they are read anyway.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging
     logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
     model = AutoModelForCausalLM.from_pretrained(
-        cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation="packed", use_safetensors=True,
-        trust_remote_code=cfg.trust_remote_code)
+        cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation="packed",
+        use_safetensors=True, trust_remote_code=cfg.trust_remote_code)
     for name, weight in model.named_parameters():
         # the sum first: it takes a hundredth of the time
         if not weight.sum().isfinite() and not weight.isfinite().all():
-            raise RunError(f"--model {cfg.model}: its weights have NaN or infinite values, first in "
-                           f"{name}: the file is damaged, or its training diverged")
+            raise RunError(f"--model {cfg.model}: its weights have NaN or infinite values, first "
+                           f"in {name}: the file is damaged, or its training diverged")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):  # GPT-2: log-probs must not be random
             module.p = 0.0
     if cfg.lora_rank:
         add_adapters(model, cfg.lora_rank)
+    if cfg.checkpointing == "on":  # of activations, while the model trains
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+@contextlib.contextmanager
+def on_device(model):
+    """Moves a module to the GPU: for this block or, if it has stays_on_gpu, for good.
+
+    For a block, its weights stay in host memory too, pinned: the GPU reads pinned memory several
+    times as fast.
+    """
+    if getattr(model, "stays_on_gpu", False):
+        model.to(dist.device())
+        yield
+        return
+    for p in model.parameters():
+        if torch.cuda.is_available() and not p.is_pinned():
+            p.data = p.data.pin_memory()
+    in_host_memory = [(p, p.data) for p in model.parameters()]
+    model.to(dist.device())
+    yield
+    for p, data in in_host_memory:
+        p.data = data
+
+
+# ---- low-rank adapters (LoRA, arXiv:2106.09685) with peft: r * (a + b) numbers per matrix (a, b)
 
 
 def add_adapters(model, rank):
     """Freezes the model and adds adapters of this rank to every linear layer except the LM head.
 
-    Their product is scaled by 2 (alpha = 2 * rank) and is 0 at the start."""
+    Their product is scaled by 2 (alpha = 2 * rank) and is 0 at the start.
+    """
     from peft import LoraConfig, inject_adapter_in_model
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     inject_adapter_in_model(config, model.requires_grad_(False))
@@ -73,10 +98,10 @@ class WithoutAdapters:
 
 
 def merge_adapter(model, name, tensor):
-    """Yields (name, tensor) of one state-dict entry as a checkpoint has it: renamed, with its adapter added.
+    """Yields (name, tensor) of a state-dict entry as a checkpoint has it: renamed, adapter added.
 
-    Yields nothing for the adapter's own tensors. The sum is a new tensor: merging in place and subtracting
-    again would leave rounding errors in the frozen bf16 weights.
+    Yields nothing for the adapter's own tensors. The sum is a new tensor: merging in place and
+    subtracting again would leave rounding errors in the frozen bf16 weights.
     """
     layer, base_layer, suffix = name.partition(".base_layer")
     if base_layer and suffix == ".weight":
@@ -87,8 +112,11 @@ def merge_adapter(model, name, tensor):
         yield layer + suffix, tensor
 
 
+# ---- log-probs straight from hidden states: the (R, V) matrix of logits never exists
+
+
 def chunk_logits(hidden, weight, targets, temperature):
-    """-> logits (R, C) of one chunk, column of the target (R, 1), is the target in this chunk (R, 1)."""
+    """-> logits (R, C) of one chunk, column of the target (R, 1), is it in this chunk (R, 1)."""
     logits = F.linear(hidden, weight).float()  # (R, C)
     if temperature != 1:  # every pass over the logits costs time
         logits.div_(temperature)
@@ -97,7 +125,7 @@ def chunk_logits(hidden, weight, targets, temperature):
 
 
 def chunk_forward(hidden, weight, targets, temperature):
-    """-> log sum exp of the logits of one chunk (R,), their entropy (R,), the target's logit or 0 (R, 1)."""
+    """-> log sum exp of a chunk's logits (R,), their entropy (R,), the target's or 0 (R, 1)."""
     logits, column, in_chunk = chunk_logits(hidden, weight, targets, temperature)
     logp = logits.log_softmax(-1)  # (R, C) as if this chunk were the whole vocabulary
     norm = logits.amax(-1) - logp.amax(-1)  # (R,) log sum exp(logits), as logp = logits - it
@@ -107,33 +135,38 @@ def chunk_forward(hidden, weight, targets, temperature):
 
 
 def chunk_backward(hidden, weight, targets, temperature, norm, grad):
-    """-> gradient of the logits of one chunk (R, C), before the division by the temperature.
-
-    norm (R, 1): log sum exp over the whole vocabulary. grad (R, 1): that of logp, divided by the temperature.
-    """
+    """-> gradient of the logits of one chunk (R, C), before the division by the temperature."""
     logits, column, in_chunk = chunk_logits(hidden, weight, targets, temperature)
     p = logits.sub_(norm).exp_()  # (R, C)
     return p.mul_(-grad).scatter_add_(-1, column, grad * in_chunk).to(weight.dtype)  # (R, C)
 
 
 class HeadLogps(torch.autograd.Function):
-    """The LM head and log_softmax in one operation that works on one chunk of the vocabulary at a time.
+    """The LM head and log_softmax as one operation, on one chunk of the vocabulary at a time.
 
-    apply(hidden (R, H), weight (V, H), targets (R,), temperature, chunk) -> logp (R,), entropy (R,) in fp32:
+    apply(hidden (R, H), weight (V, H), targets (R,), temperature, chunk) -> logp (R,), entropy (R,)
+    in fp32:
 
         logp[i] = log_softmax(hidden[i] @ weight.T / temperature)[targets[i]]
 
-    The entropy is a metric and has no gradient. At most two fp32 arrays of (R, chunk) exist at a time. The
-    forward pass keeps log sum exp(logits) and the entropy of each chunk, and combines them at the end. The
-    backward pass computes the logits again and turns them, in place, into softmax(logits) and then into their
-    gradient: grad_logits = grad_logp * (onehot(target) - softmax(logits)).     """
+    The entropy is a metric and has no gradient. At most two fp32 arrays of (R, chunk) exist at a
+    time. The forward pass keeps log sum exp(logits) and the entropy of each chunk, and combines
+    them at the end. The backward pass computes the logits again and turns them, in place, into
+    softmax(logits) and then into their gradient:
+    grad_logits = grad_logp * (onehot(target) - softmax(logits)).
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk):
-        starts = range(0, len(weight), chunk)
-        norms, entropies, target_logits = zip(*(
-            chunk_forward(hidden, weight[i:i + chunk], targets - i, temperature) for i in starts))
-        norms, entropies = torch.stack(norms, -1), torch.stack(entropies, -1)  # (R, chunks), (R, chunks)
+        norms, entropies, target_logit = [], [], 0
+        for i in range(0, len(weight), chunk):
+            norm, entropy, logit = chunk_forward(
+                hidden, weight[i:i + chunk], targets - i, temperature)
+            norms.append(norm)
+            entropies.append(entropy)
+            target_logit = target_logit + logit  # (R, 1) in one of the chunks it is not 0
+        norms = torch.stack(norms, -1)  # (R, chunks)
+        entropies = torch.stack(entropies, -1)  # (R, chunks)
         norm = norms.logsumexp(-1, keepdim=True)  # (R, 1) log sum exp over the whole vocabulary
         chunk_logp = norms - norm  # (R, chunks) log-prob that the token is in this chunk
         # chain rule: entropy between the chunks plus the mean entropy within them
@@ -141,38 +174,19 @@ class HeadLogps(torch.autograd.Function):
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.save_for_backward(hidden, weight, targets, norm)
         ctx.mark_non_differentiable(entropy)
-        return (sum(target_logits) - norm)[:, 0], entropy  # (R,), (R,)
+        return (target_logit - norm)[:, 0], entropy  # (R,), (R,)
 
     @staticmethod
     def backward(ctx, grad_logp, _):
         hidden, weight, targets, norm = ctx.saved_tensors  # (R, H), (V, H), (R,), (R, 1)
-        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # (R, H) summed over the chunks in fp32
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # (R, H) sum of chunks in fp32
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # (V, H)
         grad = grad_logp[:, None] / ctx.temperature  # (R, 1)
         for i in range(0, len(weight), ctx.chunk):
             w = weight[i:i + ctx.chunk]  # (C, H)
-            grad_logits = chunk_backward(
-                hidden, w, targets - i, ctx.temperature, norm, grad)  # (R, C)
+            grad_logits = chunk_backward(hidden, w, targets - i, ctx.temperature, norm, grad)
             grad_hidden += grad_logits @ w  # (R, H)
             if grad_weight is not None:
                 torch.mm(grad_logits.T, hidden, out=grad_weight[i:i + ctx.chunk])  # (C, H)
-            del grad_logits  # before the next chunk is computed
+            del grad_logits  # (R, C) before the next chunk is computed
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
-
-
-@contextlib.contextmanager
-def on_device(model):
-    """Moves a module to the GPU, for this block or, if the memory plan has room, for good. For a block, its
-    weights stay in host memory too, pinned: the GPU reads pinned memory several times as fast."""
-    if getattr(model, "stays_on_gpu", False):
-        model.to(dist.device())
-        yield
-        return
-    for p in model.parameters():
-        if torch.cuda.is_available() and not p.is_pinned():
-            p.data = p.data.pin_memory()
-    in_host_memory = [(p, p.data) for p in model.parameters()]
-    model.to(dist.device())
-    yield
-    for p, data in in_host_memory:
-        p.data = data

@@ -1,9 +1,10 @@
-"""Sizes of a model from its config.json, the FLOPs of its forward pass, and the peak speed of this device."""
+"""Sizes of a model from its config.json, its FLOPs, and the peak speed of this device."""
+import contextlib
 import functools
 import os
 import re
 import threading
-import time
+import timeit
 from dataclasses import dataclass
 
 import torch
@@ -15,22 +16,18 @@ DATA_SHEET = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e1
 
 @functools.cache
 def hub_answers():
-    """Whether the Hugging Face hub can be reached; if not, its libraries use their local cache from now on.
-
-    Without this, each of them would try again and again, for half a minute and a dozen lines.
-    """
+    """Whether the Hugging Face hub answers within 3 s. If not, its libraries use their local cache
+    from now on: each of them would try again and again, for half a minute and a dozen lines."""
     from huggingface_hub import constants, get_session
     if constants.HF_HUB_OFFLINE:
         return False
     answers = []
 
     def ask():
-        try:
+        with contextlib.suppress(Exception):  # any of them means "not reached"
             answers.append(get_session().head(constants.ENDPOINT, timeout=3))
-        except Exception:  # of httpx, of requests or of a proxy's client: all mean "not reached"
-            return
 
-    thread = threading.Thread(target=ask, daemon=True)  # a look-up of the name has no time limit of its own
+    thread = threading.Thread(target=ask, daemon=True)  # looking up the name has no time limit
     thread.start()
     thread.join(3)
     if not answers:
@@ -39,28 +36,25 @@ def hub_answers():
 
 
 def first_line(error, name=""):
-    """What failed in a library, in one line. `name`: the model or data set that the hub was asked for."""
+    """An error in one line. `name`: the model or data set that the hub was asked for."""
     if name and not hub_answers():
-        from huggingface_hub import constants
-        return (f"{constants.ENDPOINT} is not reachable or HF_HUB_OFFLINE is set, and {name} is not in the "
-                "local cache")
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+        return f"the hub is offline or not reachable, and {name} is not in the local cache"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0].strip()}"
+
 
 _empty_models = {}
 
 
 def empty_model(model, trust_remote_code=False):
-    """The causal language model of a folder or hub id on the meta device: modules and shapes, no weights.
-
-    The first call, in preflight, decides whether code that comes with the model may run.
-    """
+    """The model of a folder or hub id on the meta device: modules and shapes, no weights. The first
+    call, in flags.py, decides whether code that comes with the model may run."""
     from transformers import AutoConfig, AutoModelForCausalLM
     if model not in _empty_models:
+        code = {"trust_remote_code": trust_remote_code}
         with torch.device("meta"):
-            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-            _empty_models[model] = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(model, **code)
+            _empty_models[model] = AutoModelForCausalLM.from_config(config, **code)
     return _empty_models[model]
 
 
@@ -80,47 +74,42 @@ class ModelShape:
     @classmethod
     @functools.cache
     def of(cls, model):
-        """The shape of a model folder or hub id.
-
-        Raises ValueError if the LM head is not a plain matrix without bias: HeadLogps uses its weight only.
-        """
+        """The shape of a model folder or hub id. Raises ValueError if the LM head is not a plain
+        matrix without bias: HeadLogps uses its weight only."""
         built = empty_model(model)
         head = built.get_output_embeddings()
         if type(head) is not torch.nn.Linear or head.bias is not None:
-            raise ValueError(f"--model {model}: an LM head with a bias (or no plain matrix) is not supported")
-        parameters = dict(built.named_parameters())
+            raise ValueError(f"--model {model}: an LM head with a bias (or no plain matrix) is not "
+                             "supported")
         config = built.config.get_text_config()
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
-            parameters=sum(p.numel() for p in parameters.values()),
+            parameters=sum(p.numel() for p in built.parameters()),
             hidden=config.hidden_size,
             layers=config.num_hidden_layers,
             attention=heads * head_size,
-            mlp=getattr(config, "intermediate_size", 4 * config.hidden_size),  # GPT-2 has no such field
+            mlp=getattr(config, "intermediate_size", 4 * config.hidden_size),  # GPT-2 has none
             vocab=config.vocab_size,
             kv_cache=2 * config.num_hidden_layers * kv_heads * head_size,
             kv_heads=kv_heads,
-            qk_norms=any("q_norm" in name for name in parameters))
+            qk_norms=any("q_norm" in name for name, _ in built.named_parameters()))
 
     def forward_flops(self, rollouts):
         """FLOPs of one forward pass over the completions and, once each, their prompts.
 
-        The LM head runs on completion tokens only. Attention is causal: a query has half of the sequence's
-        keys on average. The queries of a completion read the keys of its prompt, too.
+        A query has half of the sequence's keys on average; those of completions read the prompt.
         """
         prompts = {tuple(r.prompt) for r in rollouts}
-        prompt_tokens = sum(map(len, prompts))
         completion_tokens = sum(len(r.completion) for r in rollouts)
-        # The embedding is a look-up, without FLOPs. An untied head is counted as body too: slightly too much.
-        body = self.parameters - self.vocab * self.hidden
-        body_flops = 2 * body * (prompt_tokens + completion_tokens)
-        head_flops = 2 * self.vocab * self.hidden * completion_tokens
-        pairs = sum(len(prompt) ** 2 for prompt in prompts)  # twice the number of (query, key) pairs
+        tokens = sum(map(len, prompts)) + completion_tokens
+        pairs = sum(len(prompt) ** 2 for prompt in prompts)  # twice the (query, key) pairs
         pairs += sum(len(r) ** 2 - len(r.prompt) ** 2 for r in rollouts)
-        attention_flops = 2 * self.layers * self.attention * pairs
-        return body_flops + head_flops + attention_flops
+        # the embedding is a look-up; an untied head is counted as body too: slightly too much
+        body = self.parameters - self.vocab * self.hidden
+        return (2 * body * tokens + 2 * self.vocab * self.hidden * completion_tokens
+                + 2 * self.layers * self.attention * pairs)
 
 
 @functools.cache
@@ -131,11 +120,7 @@ def peak_flops(dtype):
         for name, flops in DATA_SHEET.items():
             if re.search(rf"\b{name}\b", torch.cuda.get_device_name()):
                 return flops
-    n = 8192 if cuda else 2048
-    a = torch.randn(n, n, dtype=getattr(torch, dtype), device="cuda" if cuda else "cpu")
-    seconds = []
-    for _ in range(4):  # the first one is a warm-up
-        start = time.perf_counter()
-        (a @ a).view(-1)[0].item()  # item() waits for the GPU
-        seconds.append(time.perf_counter() - start)
-    return 2 * n**3 / min(seconds)
+    n, device = (8192, "cuda") if cuda else (2048, "cpu")
+    a = torch.randn(n, n, dtype=getattr(torch, dtype), device=device)
+    # item() waits for a GPU
+    return 2 * n**3 / min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=4))

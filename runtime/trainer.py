@@ -1,26 +1,38 @@
-"""DeepSpeed's engine: how it starts, its learning rate, its weights, and AdamW's state by parameter name."""
+"""DeepSpeed's engine: its start, learning rate and weights, and AdamW's state by parameter name."""
 import functools
 import os
 
 import torch
 
-from runtime import dist
+from runtime import dist, memory
 from runtime.batch import collate, pack_evenly
 from runtime.model import merge_adapter, on_device
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")  # per trained parameter: weights, first and second moment
 
 
-def start_deepspeed(module, adamw, config):
-    """The DeepSpeed engine of a module. adamw: arguments of AdamW, which config may offload to the CPU."""
+def start_deepspeed(module, cfg):
+    """DeepSpeed's engine: ZeRO, AdamW on fp32 master weights, gradients of packs summed in fp32.
+
+    bf16 weights alone would not learn: at lr 1e-6 an update is below the last bit of most weights.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed
-    if "offload_optimizer" in config["zero_optimization"]:
-        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam
-    else:
-        optimizer = functools.partial(torch.optim.AdamW, fused=torch.cuda.is_available())
+    adamw = functools.partial(torch.optim.AdamW, fused=torch.cuda.is_available())
+    zero = {"stage": cfg.zero_stage, "reduce_bucket_size": memory.BUCKET}
+    if cfg.offload == "optimizer":
+        adamw = deepspeed.ops.adam.DeepSpeedCPUAdam
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     trained = [p for p in module.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=module, optimizer=optimizer(trained, **adamw), config=config)[0]
+    optimizer = adamw(trained, lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
+    return deepspeed.initialize(model=module, optimizer=optimizer, config={
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,  # backward() may be called any number of times
+        "gradient_clipping": cfg.max_grad_norm,
+        "bf16": {"enabled": cfg.dtype == "bfloat16"}, "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,  # torch's AdamW is not on DeepSpeed's list
+    })[0]
 
 
 def adamw_states(engine):
@@ -28,22 +40,34 @@ def adamw_states(engine):
     return engine.optimizer.optimizer.state.values()
 
 
-def set_lr(engine, lr):
-    """Sets the learning rate of the next step()."""
+def lr_at(step, cfg):
+    """Linear decay from lr at step 0 to lr * lr_end at step `steps`, times a linear warm-up."""
+    warmup = min(1.0, (step + 1) / max(1, cfg.warmup))
+    return cfg.lr * warmup * (1 - (1 - cfg.lr_end) * step / max(1, cfg.steps))
+
+
+def set_lr(engine, step, cfg):
+    """Sets the learning rate of a step, and returns it."""
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr_at(step, cfg)
+    return lr_at(step, cfg)
 
 
 def named_weights(engine):
-    """Yields (name, tensor) of every weight under the checkpoint's names, LoRA adapters merged. Collective.
+    """Yields (name, tensor) of every weight under the checkpoint's names. Collective.
 
-    ZeRO-3 shards are gathered one tensor at a time.
+    LoRA adapters are merged. ZeRO-3 shards are gathered one tensor at a time.
     """
     import deepspeed
-    # keep_vars: with their ZeRO-3 attributes. Unlike named_parameters(), it lists a tied lm_head.weight.
+    # keep_vars: with ZeRO-3's attributes. named_parameters() would leave out a tied lm_head.weight.
     for name, tensor in engine.module.model.state_dict(keep_vars=True).items():
         with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
             yield from merge_adapter(engine.module.model, name, tensor.detach())
+
+
+def count_weights(engine):
+    """Number of the pairs that named_weights yields."""
+    return sum(".lora_" not in name for name in engine.module.model.state_dict())
 
 
 def trained_parameters(engine):
@@ -69,42 +93,43 @@ def set_tensor(p, kind, value):
         size = p.ds_tensor.numel()
         part = value.flatten()[dist.rank() * size:][:size]
         part = torch.nn.functional.pad(part, (0, size - len(part)))
+    place = "local" if sharded else "full"
     if kind != "fp32":
-        set_moment = utils.safe_set_local_optimizer_state if sharded else utils.safe_set_full_optimizer_state
-        set_moment(p, part, kind)
+        getattr(utils, f"safe_set_{place}_optimizer_state")(p, part, kind)
         return
-    (utils.safe_set_local_fp32_param if sharded else utils.safe_set_full_fp32_param)(p, part)
+    getattr(utils, f"safe_set_{place}_fp32_param")(p, part)
     # DeepSpeed updates the weights of the forward pass only in a step
     with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=sharded):
         p.copy_(value)
 
 
 def place_frozen_weights(engine, device):
-    """With --lora_rank and --offload optimizer: moves the frozen weights to `device`. Else does nothing.
+    """With --lora_rank and --offload optimizer, moves the frozen weights to `device`.
 
-    They are in host memory while vLLM, which has its own copy of them, generates. The first call makes that
-    copy, pinned, and it stays: nothing changes it, so nothing is copied back from the GPU. It is one tensor,
-    because PyTorch rounds the size of each pinned tensor up to a power of two.
+    They are in host memory while vLLM, which has its own copy of them, generates. The first call
+    makes the copy in host memory, which stays: nothing changes it, so nothing is copied back. It is
+    one tensor, because PyTorch rounds the size of each pinned tensor up to a power of two.
     """
     frozen = [p for p in engine.module.parameters() if not p.requires_grad]
     if not frozen or not getattr(engine.optimizer, "cpu_offload", False):
         return
     if not hasattr(engine, "frozen_weights"):
-        sizes = [p.numel() for p in frozen]
-        pinned = torch.empty(sum(sizes), dtype=frozen[0].dtype, pin_memory=torch.cuda.is_available())
-        engine.frozen_weights = [x.view_as(p).copy_(p.data) for x, p in zip(pinned.split(sizes), frozen)]
+        sizes, dtype = [p.numel() for p in frozen], frozen[0].dtype
+        pinned = torch.empty(sum(sizes), dtype=dtype, pin_memory=torch.cuda.is_available())
+        engine.frozen_weights = [x.view_as(p).copy_(p.data)
+                                 for x, p in zip(pinned.split(sizes), frozen)]
     for p, in_host_memory in zip(frozen, engine.frozen_weights):
         p.data = in_host_memory.to(device)  # itself, if it is there already
 
 
 @torch.no_grad()
 def token_logps(model, rollouts, filler, cfg):
-    """The log-probs of a model for each rollout: a list per rollout, one number per sampled token. Collective.
+    """-> per rollout, a list with the log-prob of each sampled token under a model. Collective.
 
-    They come from packs of their own, so that rollouts that are not trained, or on another rank, have them
+    They come from packs of their own: rollouts that are not trained, or on another rank, have them
     too. filler: a rollout for ranks with fewer packs.
     """
-    found = {}
+    found = {}  # id of the rollout -> its list
     for packed in pack_evenly(rollouts, filler, cfg.pack_tokens):
         batch = collate(packed, dist.device())
         logp, _ = model(batch)  # (R,)
@@ -114,17 +139,17 @@ def token_logps(model, rollouts, filler, cfg):
 
 
 def store_kl(policy, ref, groups, filler, cfg):
-    """--kl_in reward: fills r.kl, the sum of k1 = log pi - log ref over the sequence, as in TRL's RLOO.
+    """--kl_in reward: fills r.kl, the sum of k1 = log pi - log ref over the sequence. Collective.
 
-    Both log-probs come from the trainer, so k1 is exactly 0 while the two models are equal. vLLM's log-probs
-    would add the difference of its kernels, up to 0.05 per token in bf16, and a group whose other rewards are
-    equal would be normalised by the deviation of this noise. Returns the mean per token as a metric.
-    Collective.
+    Both log-probs come from the trainer, so k1 is exactly 0 while the two models are equal. vLLM's
+    would add the difference of its kernels, up to 0.05 per token in bf16, and a group whose other
+    rewards are equal would be normalised by the deviation of this noise. Returns its mean.
     """
     rollouts = [r for group in groups for r in group]
     with on_device(ref):
         ref_logps = token_logps(ref, rollouts, filler, cfg)
-    for r, own, old in zip(rollouts, token_logps(policy, rollouts, filler, cfg), ref_logps):
+    policy_logps = token_logps(policy, rollouts, filler, cfg)
+    for r, own, old in zip(rollouts, policy_logps, ref_logps):
         r.kl = sum(a - b for a, b in zip(own, old))
     total, tokens = dist.all_sum(sum(r.kl for r in rollouts), sum(r.length for r in rollouts))
     return {"kl": total / tokens} if tokens else {}

@@ -1,7 +1,7 @@
 """Bad inputs, and a part of the line that each must give. tests/test_config.py runs them all.
 
+
 Each is given to the first function of main() that must refuse it; some go through main() itself.
-`python bench/faults.py inputs` also measures their seconds.
 """
 import contextlib
 import dataclasses

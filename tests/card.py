@@ -9,6 +9,7 @@ FakeTensorMode would find the same mixes, but without a GPU PyTorch refuses a ba
 its tensors, and DeepSpeed reads values.
 """
 import contextlib
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -16,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+import runtime.batch
 
 CARD, HOST = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
@@ -83,19 +86,17 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        special = SPECIAL.get(func)
-        if special:
-            return special(self, func, *args, **kwargs)
-        if kwargs.pop("pin_memory", False):
-            out = self.__torch_function__(func, types, args, kwargs)
-            out.untyped_storage().pinned = True
-            return out
-        wanted = kwargs.get("device")
+        if func in SPECIAL:
+            return SPECIAL[func](self, *args, **kwargs)
+        pinned, wanted = kwargs.pop("pin_memory", False), kwargs.get("device")
         if wanted is None or torch.device(wanted).type == "meta":
-            return func(*args, **kwargs)
-        out = func(*args, **kwargs | {"device": HOST})
-        if isinstance(out, torch.Tensor):
-            put(out, CARD if torch.device(wanted).type == "cuda" else HOST)
+            out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs | {"device": HOST})
+            if isinstance(out, torch.Tensor):
+                put(out, CARD if torch.device(wanted).type == "cuda" else HOST)
+        if pinned:
+            out.untyped_storage().pinned = True
         return out
 
     def move(self, x, device, **options):
@@ -104,55 +105,37 @@ class Functions(TorchFunctionMode):
             return x.to(**options)
         self.dispatch.to = device
         try:
-            options.pop("copy", None), options.pop("non_blocking", None)
+            options.pop("copy", None)
             return aten._to_copy(x, **options)
         finally:
             self.dispatch.to = None
 
 
-def get_device(mode, func, x, *_):
-    return device_of(x)
-
-
-def get_is_cuda(mode, func, x, *_):
-    return device_of(x) == CARD
-
-
-def get_is_cpu(mode, func, x, *_):
-    return device_of(x) == HOST
-
-
-def to(mode, func, x, *args, **kwargs):
-    copy = {"copy": True} if kwargs.pop("copy", False) else {}
+def to(mode, x, *args, copy=False, **kwargs):
+    copy = {"copy": True} if copy else {}
     if other := tensors_in((args, kwargs)):
         return mode.move(x, device_of(other[0]), dtype=other[0].dtype, **copy)
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     if x.is_meta or device is not None and device.type == "meta":
-        return func(x, *args, **kwargs)
+        return x.to(*args, **kwargs)
     device = device_of(x) if device is None else CARD if device.type == "cuda" else HOST
     return mode.move(x, device, dtype=dtype or x.dtype, **copy)
 
 
-def to_host(mode, func, x, *_, **__):
-    return mode.move(x, HOST)
-
-
-def to_card(mode, func, x, *_, **__):
-    return mode.move(x, CARD)
-
-
-def type_name(mode, func, x, *args, **kwargs):
-    name = func(x, *args, **kwargs)
+def type_name(mode, x, *args, **kwargs):
+    name = x.type(*args, **kwargs)
     return name.replace("torch.", "torch.cuda.") if not args and device_of(x) == CARD else name
 
 
-def numpy(mode, func, x, *args, **kwargs):
-    if device_of(x) == CARD:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
-    return func(x, *args, **kwargs)
+def on_host(function):
+    def call(mode, x, *args, **kwargs):
+        if device_of(x) == CARD:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        return function(x, *args, **kwargs)
+    return call
 
 
-def pin_memory(mode, func, x, *_):
+def pin_memory(mode, x, *_):
     if device_of(x) == CARD:
         raise RuntimeError("cannot pin 'torch.cuda.Tensor' only dense CPU tensors can be pinned")
     pinned = x.clone()
@@ -160,16 +143,16 @@ def pin_memory(mode, func, x, *_):
     return pinned
 
 
-def is_pinned(mode, func, x, *_):
-    return getattr(x.untyped_storage(), "pinned", False)
-
-
 SPECIAL = {
-    torch.Tensor.device.__get__: get_device, torch.Tensor.is_cuda.__get__: get_is_cuda,
-    torch.Tensor.is_cpu.__get__: get_is_cpu, torch.Tensor.to: to, torch.Tensor.cpu: to_host,
-    torch.Tensor.cuda: to_card, torch.Tensor.type: type_name, torch.Tensor.numpy: numpy,
-    torch.Tensor.__array__: numpy, PIN_MEMORY: pin_memory,
-    torch.Tensor.is_pinned: is_pinned,
+    torch.Tensor.device.__get__: lambda mode, x, *_: device_of(x),
+    torch.Tensor.is_cuda.__get__: lambda mode, x, *_: device_of(x) == CARD,
+    torch.Tensor.is_cpu.__get__: lambda mode, x, *_: device_of(x) == HOST,
+    torch.Tensor.is_pinned: lambda mode, x, *_: getattr(x.untyped_storage(), "pinned", False),
+    torch.Tensor.cpu: lambda mode, x, *_, **__: mode.move(x, HOST),
+    torch.Tensor.cuda: lambda mode, x, *_, **__: mode.move(x, CARD),
+    torch.Tensor.numpy: on_host(torch.Tensor.numpy),
+    torch.Tensor.__array__: on_host(torch.Tensor.__array__),
+    torch.Tensor.to: to, torch.Tensor.type: type_name, PIN_MEMORY: pin_memory,
 }
 
 
@@ -189,3 +172,27 @@ def simulated_card():
               mock.patch.object(torch.Tensor, "pin_memory", PIN_MEMORY),
               mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, same)):
             yield
+
+
+def stub_cuda(monkeypatch, gib=80):
+    """torch.cuda, which this build of PyTorch does not have, of one H100 with `gib` GiB."""
+    size = gib * 2**30
+    values = dict(
+        is_available=True, device_count=1, get_device_capability=(9, 0),
+        get_device_name="NVIDIA H100 80GB HBM3", mem_get_info=(size, size), memory_reserved=0,
+        max_memory_reserved=2**30, empty_cache=None, synchronize=None, reset_peak_memory_stats=None)
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+def attention_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size,
+                     enable_gqa):
+    """Flash attention: what the kernel demands of its arguments, then PyTorch's dense attention."""
+    assert {x.device for x in (query, key, value, cu_seq_q, cu_seq_k)} == {CARD}
+    assert {x.dtype for x in (query, key, value)} == {torch.bfloat16}
+    assert {x.dtype for x in (cu_seq_q, cu_seq_k)} == {torch.int32}
+    assert (cu_seq_q[-1], cu_seq_k[-1]) == (len(query), len(key)) and len(cu_seq_q) == len(cu_seq_k)
+    assert max_q >= cu_seq_q.diff().max() and max_k >= cu_seq_k.diff().max()
+    assert window_size == (-1, 0) and enable_gqa
+    batch = SimpleNamespace(cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k)
+    return runtime.batch.attend_in_groups(query, key, value, batch, scale)

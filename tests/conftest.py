@@ -4,11 +4,12 @@ import dataclasses
 import os
 import random
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-# pytest -n 2: each worker gets its own cores. On shared ones, the threads of two vLLM engines are slow.
+# pytest -n 2: each worker gets its own cores. On shared ones, two vLLM engines are slow.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     cores = sorted(os.sched_getaffinity(0))
     own = cores[int(worker.removeprefix("gw"))::int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
@@ -36,9 +37,9 @@ SHARED = ROOT.parent / "shared" / "data"  # GSM8K, MATH-500 ... as jsonl, on mac
 
 # ---- numeric comparisons: every bound follows from the arithmetic, so that it holds on any machine
 #
-# float64 rounds at 2e-16. The error of a formula is 1e-16 to 1e-15, that of a whole model or of a run of ten
-# steps 1e-15 to 1e-12; another order of summation (threads, vector width, BLAS) does not change this. A wrong
-# formula shows at 1e-6 or more. 1e-9 is far from both.
+# float64 rounds at 2e-16. The error of a formula is 1e-16 to 1e-15, that of a whole model or of a
+# run of ten steps 1e-15 to 1e-12; another order of summation (threads, vector width, BLAS) does not
+# change this. A wrong formula shows at 1e-6 or more. 1e-9 is far from both.
 EXACT = 1e-9
 EPS = 2**-23  # of float32; bounds for results in float32 are multiples of it
 
@@ -53,7 +54,7 @@ def within(measured, bound):
 
 
 def close(ours, wanted, bound=EXACT):
-    """Asserts that numbers, lists or tensors of the same shape differ by at most bound * max |wanted|."""
+    """Asserts that numbers, lists or tensors of one shape differ by at most bound * max |wanted|."""
     ours, wanted = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (ours, wanted))
     assert ours.shape == wanted.shape and ours.numel() and wanted.isfinite().all()
     within((ours - wanted).abs().max(), bound * (wanted.abs().max().item() or 1.0))
@@ -72,7 +73,8 @@ def pytest_testnodedown(node, error):
 def pytest_terminal_summary(terminalreporter):
     """One line per test file: the test that used the largest fraction of its bound."""
     for file in sorted({test.split("::")[0] for test in RATIOS}):
-        ratio, test = max((ratio, test) for test, ratio in RATIOS.items() if test.startswith(file + "::"))
+        ratio, test = max((ratio, test) for test, ratio in RATIOS.items()
+                          if test.startswith(file + "::"))
         terminalreporter.write_line(f"at most {ratio:.1g} of a numeric bound used: {test}")
 
 
@@ -80,7 +82,8 @@ class Double(TorchDispatchMode):
     """Every operator that is told to make a float32 tensor makes a float64 one."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        kwargs = {name: torch.float64 if x is torch.float32 else x
+                  for name, x in (kwargs or {}).items()}
         return func(*args, **kwargs)
 
 
@@ -88,8 +91,8 @@ class Double(TorchDispatchMode):
 def float64():
     """Runs our code, TRL, DeepSpeed and transformers in float64, also where they ask for float32.
 
-    Exception: a tensor made from Python numbers with dtype=torch.float32 stays float32. Use numbers that
-    float32 holds exactly (see `exactly`) there.
+    Exception: a tensor made from Python numbers with dtype=torch.float32 stays float32. Use numbers
+    that float32 holds exactly (see `exactly`) there.
     """
     torch.set_default_dtype(torch.float64)
     try:
@@ -105,15 +108,18 @@ def exactly(x):
 
 
 def make_config(**changes):
-    """A checked Config of the bundled model with small sizes; its dtype is float64 inside float64()."""
-    base = dataclasses.replace(nr.Config(), model=str(ROOT / "models/tiny"), **nr.MODELS["models/tiny"])
-    small = dict(prompts=4, samples=4, steps=2, max_prompt=64, eval_size=32, kl_coef=0.001, pack_tokens=4096)
-    cfg = runtime.flags.check(dataclasses.replace(base, **small | changes))
-    return dataclasses.replace(cfg, dtype="float64") if torch.get_default_dtype() is torch.float64 else cfg
+    """A checked Config of the bundled model with small sizes; its dtype is float64 in float64()."""
+    tiny = dict(model=str(ROOT / "models/tiny"), **nr.MODELS["models/tiny"])
+    small = dict(prompts=4, samples=4, steps=2, max_prompt=64, eval_size=32, kl_coef=0.001,
+                 pack_tokens=4096)
+    cfg = runtime.flags.check(nr.Config(**tiny | small | changes))
+    if torch.get_default_dtype() is torch.float64:
+        cfg = dataclasses.replace(cfg, dtype="float64")
+    return cfg
 
 
 def judged_by(*names):
-    """Decorator: lets a function stand in for a Verifier with these reward functions, each with weight 1."""
+    """Decorator: lets a function stand in for a Verifier with these rewards, each with weight 1."""
     def decorate(function):
         function.weights_of = lambda spec=None: dict.fromkeys(names, 1.0)
         return function
@@ -121,7 +127,7 @@ def judged_by(*names):
 
 
 def make_checkpoints(policy, **changes):
-    """Checkpoints of a new run, or with resume=... of an old one, ready to save. out and name: its folder."""
+    """Checkpoints of a new run, or with resume=... an old one, ready to save. out, name: folder."""
     cfg = make_config(**changes)
     checkpoints = Checkpoints(cfg, Log(cfg, AutoTokenizer.from_pretrained(ROOT / "models/tiny")))
     checkpoints.restore(policy)
@@ -129,7 +135,7 @@ def make_checkpoints(policy, **changes):
 
 
 def fixed_rollouts(tokenizer, groups=4, n=4, seed=0):
-    """Random completions of different lengths with random rewards, advantages, log-probs and weights."""
+    """Random completions of different lengths; random rewards, advantages, log-probs, weights."""
     rng, rollouts = random.Random(seed), []
     for _ in range(groups):
         question = f"<|user|>{rng.randint(1, 20)}+{rng.randint(1, 20)}<|assistant|>"
@@ -142,6 +148,40 @@ def fixed_rollouts(tokenizer, groups=4, n=4, seed=0):
                 prompt, completion, "", False, logps, reward=float(rng.random() < 0.5),
                 advantages=[rng.gauss(0, 1)] * length, weight=rng.random() / 100))
     return rollouts
+
+
+# ---- processes
+
+
+def descendants(pids):
+    """Process ids of these processes and of all that they started."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = set(pids)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def gone(pids):
+    """Whether these processes end."""
+    for _ in range(600):
+        stats = [Path(f"/proc/{pid}/stat") for pid in pids]
+        if not any(stat.exists() and " Z " not in stat.read_text() for stat in stats):  # Z: zombie
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def processes_with(mark):
+    """Command lines on this machine that contain a mark."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            lines.append(path.read_bytes())
+    return [line for line in lines if mark.encode() in line]
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +202,7 @@ def group():
 
 @pytest.fixture(scope="session")
 def llm(group):
-    """One vLLM engine with the bundled weights. A test that changes its weights must use fresh_llm."""
+    """A vLLM engine with the bundled weights. A test that changes them must use fresh_llm."""
     return nr.Sampler(make_config(max_prompt=256, prompts=16, samples=8, eval_size=64))
 
 

@@ -1,77 +1,158 @@
-"""Plants faults in copies of the repository, one at a time, and reports which test notices each.
+"""Changes the code, one place at a time, and reports which test notices each change.
 
-    python tests/mutations.py                all faults; make mutations does the same
-    python tests/mutations.py leave-one-out  only those whose description contains these words
-    python tests/mutations.py --dry          no tests: only checks that every fault can be planted
+    make mutations                              coverage of the suite, then all planted faults
+    make mutants                                coverage of the suite, then 300 random mutants
+    python tests/mutations.py leave-one-out     the faults whose description has these words
+    python tests/mutations.py --random 300      mutants drawn by Cosmic Ray, with --seed
+    python tests/mutations.py --dry             no tests: can every fault be planted?
 
-The faults are in faults.txt. Each copy is tested in a forked child (torch, TRL and vLLM are imported once, here), which stops at
-the first test that fails; the quickest tests run first. Prints a Markdown table. Exits with 1 if no test
-notices a fault, or if a test fails without a fault.
+The planted faults are in faults.txt: kinds of mistakes that were made or are easily made. A mutant
+changes an operator, a number, a comparison or a condition. A copy of the repository with the change
+is tested in a forked child (torch, TRL and vLLM are imported once, here). It runs the tests that
+reach the changed lines, the quickest files first, up to --seconds of them; coverage.db and
+durations.xml in .pytest_cache tell which they are. Prints a line per change and the diff of those
+that no test noticed: a gap, or the same program (say why). Exits with 1 if a planted fault is not
+noticed, or if a test fails without a change.
 """
+import argparse
+import ast
 import contextlib
-import math
+import difflib
 import os
+import random
 import shutil
 import signal
 import sys
 import tempfile
 import time
+import xml.etree.ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("pytest.ini", "*.py", "runtime/*.py", "verify/*.py", "tests/*.py", "bench/faults.py",
-          "examples/*.py", "models/tiny/*", "runtime/*.html", "bench/screenshots.py",
-          "bench/results/ranks_reduce.json", "docs/data_and_rewards.md")
-STAGES = (  # each runs if the one before it passed
-    ["tests/test_by_hand.py"],
-    ["tests/test_precision.py"],
-    ["tests/test_wiring.py"],
-    ["tests/test_credit.py", "tests/test_variants.py", "tests/test_math.py", "tests/test_guard.py"],
-    ["tests/test_process_rewards.py"],
-    ["tests/test_trl.py", "-k", "not gradients_equal"],
-    ["tests/test_trl.py", "-k", "gradients_equal"],
-    ["tests/test_families.py", "-k", "one_sequence_at_a_time"],
-    ["tests/test_checksum.py", "-k", "not damaged"],
-    ["tests/test_tensor_parallel.py", "-k", "not sample_as_single_ranks"],
-    ["tests/test_memory.py", "-k", "planned_state or keys_and_values"],
-    ["tests/test_evaluation.py", "-k", "not vllm"],
-    ["tests/test_tools.py", "-k", "not program and not example"],
-    ["tests/test_report.py", "-k", "numbers_per_token_are or differ_only"],
-    ["tests/test_ppo.py", "-k", "gae"],
-    ["tests/test_resume.py", "-k", "not killed and not two_ranks and not does_not_answer"])
-FAULTS = ROOT / "tests/faults.txt"
+COVERAGE, DURATIONS = ROOT / ".pytest_cache/coverage.db", ROOT / ".pytest_cache/durations.xml"
 PRODUCT = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/*.py", "runtime/*.html", "verify/*.py",
-           "examples/*.py")
+           "examples/*.py")  # where faults are planted
+DRAWN = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/batch.py", "runtime/evaluation.py",
+         "runtime/guard.py", "runtime/model.py", "runtime/shape.py", "runtime/stats.py")
+COPIED = ("*.md", "*.py", "*.ini", "*.toml", "*.txt", "runtime/*", "verify/*", "tests/**/*",
+          "bench/**/*", "examples/*", "learn/**/*", "docs/*", "models/tiny/*", "notebooks/*.ipynb")
 
 
-def faults():
-    """(description, file, text, what replaces it) of each fault in FAULTS.
+def planted():
+    """(description, file, its text with the fault) of each fault in faults.txt.
 
-    A fault is a line "# description", lines "- text" and lines "+ replacement". The text must occur exactly
-    once in the PRODUCT files, or, after a line "@ file", in that file.
+    A fault there is a line "# description", lines "- text" and lines "+ replacement". The text must
+    occur once in all PRODUCT files or, after a line "@ file", in that file.
     """
-    texts = {str(path.relative_to(ROOT)): path.read_text() for pattern in PRODUCT for path in ROOT.glob(pattern)}
-    for block in FAULTS.read_text().rstrip("\n").split("\n\n"):
-        lines = {mark: "\n".join(line[2:] for line in block.split("\n") if line[0] == mark) for mark in "#@-+"}
-        files = [lines["@"]] if lines["@"] else [file for file, text in texts.items() if lines["-"] in text]
-        if len(files) != 1 or texts[files[0]].count(lines["-"]) != 1:
-            sys.exit(f"{lines['#']}: its text must occur once, it is in {files}:\n{lines['-']}")
-        yield lines["#"], files[0], lines["-"], lines["+"]
+    texts = {str(path.relative_to(ROOT)): path.read_text()
+             for pattern in PRODUCT for path in ROOT.glob(pattern)}
+    for block in (ROOT / "tests/faults.txt").read_text().rstrip("\n").split("\n\n"):
+        lines = block.split("\n")
+        what, where, old, new = (
+            "\n".join(line[2:] for line in lines if line[0] == mark) for mark in "#@-+")
+        files = [file for file, text in texts.items() if old in text and where in ("", file)]
+        if len(files) != 1 or texts[files[0]].count(old) != 1:
+            sys.exit(f"{what}: its text must occur once, it is in {files}:\n{old}")
+        yield what, files[0], texts[files[0]].replace(old, new)
 
 
-def copy(folder, patterns=COPIED):
+def mutants(n, seed):
+    """n random mutants: (description, file, changed text). Annotations and docstrings stay."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator, operator_names
+    places = {}  # (file, position, kind) -> [(operator, occurrence)]
+    for file in DRAWN:
+        tree = get_ast((ROOT / file).read_text())
+        for name in sorted(operator_names()):
+            with contextlib.suppress(TypeError):  # an operator that needs arguments of its own
+                operator, occurrence = get_operator(name)(), 0
+                for node in ast_nodes(tree):
+                    for start, _ in operator.mutation_positions(node):
+                        key = file, start, name.rsplit("_", 1)[0]
+                        places.setdefault(key, []).append((operator, occurrence))
+                        occurrence += 1
+    rng = random.Random(seed)
+    for key in rng.sample(sorted(places), len(places)):
+        file, (line, _), _ = key
+        source = (ROOT / file).read_text()
+        changed = mutate_code(source, *rng.choice(places[key]))
+        with contextlib.suppress(SyntaxError):
+            if n and without_annotations(changed) != without_annotations(source):
+                n -= 1
+                yield f"{file}:{line}", file, changed
+
+
+def without_annotations(source):
+    """The syntax tree of a source text, as text, without annotations."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        for name in ("annotation", "returns"):
+            if getattr(node, name, None) is not None:
+                setattr(node, name, ast.Constant(None))
+    return ast.dump(tree)
+
+
+def changed_lines(file, changed):
+    """Numbers, in the file as it is, of the lines that differ or after which some are new."""
+    before = (ROOT / file).read_text().splitlines()
+    blocks = difflib.SequenceMatcher(None, before, changed.splitlines(), False).get_opcodes()
+    return {i + 1 for kind, start, end, *_ in blocks if kind != "equal"
+            for i in range(start if end > start else start - 1, max(start, end))}
+
+
+class Coverage:
+    """Which tests reach a line, and how long they take: of the last run of the suite."""
+
+    def __init__(self):
+        import coverage
+        self.data, self.seconds = coverage.CoverageData(str(COVERAGE)), {}
+        self.data.read()
+        for case in xml.etree.ElementTree.parse(DURATIONS).iter("testcase"):
+            if all(case.find(outcome) is None for outcome in ("failure", "error", "skipped")):
+                path = case.get("classname").replace(".", "/") + ".py"
+                self.seconds[f"{path}::{case.get('name')}"] = float(case.get("time"))
+
+    def tests(self, file, lines, most):
+        """Tests that reach one of the lines, by file, the quickest file first: `most` seconds."""
+        contexts = self.data.contexts_by_lineno(str(ROOT / file))
+        by_line = {line: {c.split("|")[0] for c in found} & self.seconds.keys()
+                   for line, found in contexts.items()}
+        found = set().union(*(by_line.get(line, ()) for line in lines))
+        if not found and file.endswith(".py"):  # lines that run at import: the function around them
+            for node in ast.walk(ast.parse((ROOT / file).read_text())):
+                if not isinstance(node, ast.FunctionDef):
+                    continue
+                own = range(node.lineno - 1, node.end_lineno + 1)
+                if min(lines) in own:
+                    found = set().union(*(by_line.get(line, ()) for line in own))
+        if not found:  # a page, or a table that everything reads
+            stem = Path(file).stem
+            found = set().union(*by_line.values()) | {
+                test for test in self.seconds if f"test_{stem}.py" in test}
+        by_file = {}
+        for test in self.seconds:  # in the order of their files
+            if test in found:
+                by_file.setdefault(test.split("::")[0], []).append(test)
+        cheapest = sorted(by_file.values(), key=lambda tests: sum(map(self.seconds.get, tests)))
+        chosen, total = [], 0.0
+        for test in sum(cheapest, []):
+            total += self.seconds[test]
+            if chosen and total > most:
+                break
+            chosen.append(test)
+        return chosen
+
+
+def copy(folder):
     """Copies what the tests need into a folder."""
-    for pattern in patterns:
+    for pattern in COPIED:
         for path in ROOT.glob(pattern):
-            target = folder / path.relative_to(ROOT)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, target)
-
-
-def plant(folder, file, old, new):
-    """A copy, in a folder, of what the tests need, with one fault."""
-    copy(folder)
-    (folder / file).write_text((ROOT / file).read_text().replace(old, new))
+            if path.is_file() and "__pycache__" not in path.parts:
+                target = folder / path.relative_to(ROOT)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, target)
 
 
 def import_libraries():
@@ -103,24 +184,13 @@ class FirstFailure:
             self.name = "cannot be collected"
 
 
-def caught_by(folder, topic="", stages=STAGES):
-    """The first failing test of a copy, "" if all pass. The output of the last stage is <folder>/log.
-
-    A stage with a test file named after the topic runs first. Each has a process of its own: DeepSpeed makes
-    its groups once per process.
-    """
-    stages = sorted(stages, key=lambda stage: f"tests/test_{topic}.py" not in stage)
-    return next(filter(None, (first_failure(folder, stage) for stage in stages)), "")
-
-
-def first_failure(folder, arguments, cores=None, limit=math.inf):
-    """The first failing test of a copy, "" if all pass. Runs pytest with these arguments in a forked child,
-    on these cores if they are given, for at most `limit` seconds."""
+def first_failure(folder, tests, core, limit):
+    """The first test that fails in a copy, "" if all pass. In a forked child; limit: seconds."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.setsid()
-        os.sched_setaffinity(0, cores or os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {core})
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -129,48 +199,75 @@ def first_failure(folder, arguments, cores=None, limit=math.inf):
         sys.path[:] = [str(folder / "tests"), str(folder), *libraries]
         import pytest
         first = FirstFailure()
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov"]
-        code = pytest.main([*options, *arguments], plugins=[first])
-        os.write(writing, (first.name or ("" if code == 0 else f"pytest ended with {int(code)}")).encode())
+        code = pytest.main(
+            ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov", *tests], plugins=[first])
+        name = first.name or ("" if code == 0 else f"pytest ended with {int(code)}")
+        os.write(writing, name.encode())
         os._exit(0)
     os.close(writing)
-    begin = time.monotonic()
+    begin, name = time.monotonic(), ""
     while not os.waitpid(child, os.WNOHANG)[0]:
         if time.monotonic() - begin > limit:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return "does not end"
+            name = "does not end"
+            break
         time.sleep(0.05)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # what the tests left
     with os.fdopen(reading) as pipe:
-        return pipe.read()
+        return name or pipe.read()
 
 
-def main(words):
-    planned = [fault for fault in faults() if words in (fault[0], "--dry") or words in fault[0]]
-    if words == "--dry":
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--random", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--dry", action="store_true")
+    args = parser.parse_args()
+    changes = list(mutants(args.random, args.seed) if args.random else planted())
+    changes = [change for change in changes if " ".join(args.words) in change[0]]
+    if args.dry:
         sys.exit()
+    coverage, begin = Coverage(), time.time()
     import_libraries()
-    begin, missed = time.time(), 0
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        for i, (_, *fault) in enumerate(planned):
-            plant(folder / str(i), *fault)
-        if not words:
-            plant(folder / "plain", "nano_rlvr.py", "import torch\n", "import torch\n")
-            if name := caught_by(folder / "plain"):
-                sys.exit(f"without any fault: {name}\n" + (folder / "plain/log").read_text()[-3000:])
-        print("| fault | caught by |\n|---|---|")
-        for i, (what, *_) in enumerate(planned):
-            name = caught_by(folder / str(i), topic=what.partition(":")[0])
-            missed += "::" not in name
-            print(f"| {what} | {f'`{name}`' if name else '**nothing**'} |", flush=True)
-            if words or name and "::" not in name:
-                print((folder / f"{i}/log").read_text()[-3000:], file=sys.stderr)
-    print(f"\n{len(planned) - missed} of {len(planned)} caught, {time.time() - begin:.0f} s")
-    sys.exit(missed > 0)
+    cores = sorted(os.sched_getaffinity(0))
+    free, missed = list(cores), []
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(len(cores)) as threads:
+        def run(number, file, changed, tests):
+            folder = Path(temporary) / str(number)
+            core = free.pop()
+            copy(folder)
+            (folder / file).write_text(changed)
+            name = first_failure(folder, tests, core, limit=120 + 5 * args.seconds)
+            shutil.rmtree(folder)
+            free.append(core)
+            return name
+
+        chosen = [coverage.tests(file, changed_lines(file, changed), args.seconds)
+                  for _, file, changed in changes]
+        every = sorted(set().union(*chosen), key=list(coverage.seconds).index)
+        unchanged = (ROOT / "data.py").read_text()
+        if not args.words and (name := run("plain", "data.py", unchanged, every)):
+            sys.exit(f"without any change: {name}")
+        names = threads.map(
+            lambda i: run(i, *changes[i][1:], chosen[i]) if chosen[i] else "", range(len(changes)))
+        print("| change | caught by |\n|---|---|")
+        for (what, file, changed), tests, name in zip(changes, chosen, names):
+            by = f"`{name}`" if name else f"**nothing** of {len(tests)}"
+            print(f"| {what} | {by} |", flush=True)
+            if not name:
+                missed.append((what, file, changed))
+    for what, file, changed in missed:
+        lines = difflib.unified_diff(
+            (ROOT / file).read_text().splitlines(), changed.splitlines(), lineterm="", n=0)
+        print(f"\n{what}\n" + "\n".join(list(lines)[2:]))
+    print(f"\n{len(changes) - len(missed)} of {len(changes)} caught, {time.time() - begin:.0f} s")
+    sys.exit(bool(missed) and not args.random)
 
 
 if __name__ == "__main__":
-    main(" ".join(sys.argv[1:]))
+    main()

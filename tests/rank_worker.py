@@ -1,61 +1,114 @@
-"""Run by test_ranks.py, with and without torchrun: optimizer steps on fixed rollouts, in float64.
+"""Run by test_ranks.py on 2, then 1, then 3 ranks: updates on fixed rollouts, in float64.
 
-Of two ranks, the first one gets `first` of the 16 rollouts; with `balanced` 1 they are then redistributed.
-Rank 0 saves the final weights and the metrics of the last step.
-With a folder, the steps continue from the checkpoint there and end with a new one.
+    rank_worker.py FOLDER
+
+Rank 0 saves {setting: (weights, metrics of the last step)} to FOLDER/<number of ranks>.
 """
 import functools
+import math
 import sys
+from pathlib import Path
 
-import deepspeed
 import torch
 from transformers import AutoTokenizer
 
 import nano_rlvr as nr
-from conftest import fixed_rollouts, float64, make_checkpoints, make_config
-import runtime.trainer
-from runtime import dist
+from conftest import ROOT, fixed_rollouts, float64, make_checkpoints, make_config
+from runtime import dist, guard, stats, trainer
 
-out, model, aggregate, stage, steps, folder, first, balanced = sys.argv[1:]
-initialize = deepspeed.initialize
+SETTINGS = {  # differences from Config
+    "stage 1": dict(zero_stage=1),
+    "stage 2": dict(zero_stage=2),
+    "stage 3": dict(zero_stage=3),
+    "untied": dict(zero_stage=3, aggregate="token"),
+    "all on rank 0": dict(zero_stage=1, aggregate="constant"),
+    "all on rank 0, balanced": dict(zero_stage=3),
+    "one group left": dict(zero_stage=3, drop_flat_groups=True),
+    "one group left, balanced": dict(zero_stage=2, drop_flat_groups=True),
+    "correction": dict(zero_stage=1, correction="token_mask", correction_cap=3.0),
+    "process rewards": dict(zero_stage=2, aggregate="token"),
+}
+STAGE = {2: 2, 1: 1, 3: 3}  # ranks -> ZeRO stage of the run that continues
+FOLDER = Path(sys.argv[-1])
 
 
-def without_threshold(config, **others):
-    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # ZeRO-3 shards small weights too
-    return initialize(config=config, **others)
+def config(model="tied", **changes):
+    return make_config(model=str(FOLDER / model), prompts=6, samples=3, lr=1e-3, pack_tokens=150,
+                       kl_coef=0.0, mismatch_bound=1e9, **changes)
 
 
-deepspeed.initialize = without_threshold
-nr.TokenLogps = functools.partial(nr.TokenLogps, chunk=100)  # three chunks of the vocabulary
-dist.init_process_group()
-with float64():
-    cfg = make_config(model=model, aggregate=aggregate, zero_stage=int(stage), lr=1e-3, pack_tokens=120,
-                      kl_coef=0.0, mismatch_bound=1e9)
-    engine = nr.make_policy(cfg)
-    rollouts = fixed_rollouts(AutoTokenizer.from_pretrained(make_config().model), groups=4)
-    mine, filler = rollouts, rollouts[0]
-    if dist.world_size() == 2:
-        mine = mine[int(first):] if dist.rank() else mine[:int(first)]
-    trained = nr.assign_token_weights(mine, cfg)
-    if int(balanced):
-        trained = nr.balance(trained, model)
-        assert dist.world_size() > 1 or trained == mine
-        assert 0.4 < sum(map(len, trained)) * dist.world_size() / sum(map(len, rollouts)) < 1.6
-    packs = nr.pack_evenly(trained, filler, budget=cfg.pack_tokens)
-    batches = [nr.collate(p) for p in packs]
-    if folder:
-        runtime.guard.rehearse(engine, None, cfg)  # creates AdamW's moments
-        checkpoints = make_checkpoints(engine, out=folder, name="run", resume=folder + "/run")
-        runtime.trainer.set_lr(engine, cfg.lr)
-    for _ in range(int(steps)):
-        metrics = nr.update(engine, batches, cfg)
-    sharded = [hasattr(p, "ds_status") and p.ds_status.name == "NOT_AVAILABLE"
-               for p in engine.module.parameters()]
-    assert all(sharded) if stage == "3" else not any(sharded)
-    if folder:
-        checkpoints.progress.step += int(steps)
-        checkpoints.save()
-        checkpoints.wait()
-    weights = {name: w.clone() for name, w in runtime.trainer.named_weights(engine)}
-if dist.rank() == 0:
-    torch.save((weights, metrics), out)
+def batches_of(name, cfg, tokenizer):
+    """The packs of this rank. With "one group left", the rewards of all other groups are flat."""
+    rollouts = fixed_rollouts(tokenizer, groups=6, n=3)
+    groups = [rollouts[i:i + 3] for i in range(0, 18, 3)]
+    for i, group in enumerate(groups):
+        for j, r in enumerate(group):
+            r.reward = float(j < 2) if i == 0 or "one group" not in name else 1.0
+            if name == "process rewards":
+                ends = (max(1, len(r.completion) // 2), len(r.completion))
+                r.steps = list(zip(ends, (j / 4, r.reward)))[:1 + j % 2]
+                r.reward = sum(value for _, value in r.steps)
+    groups = groups[dist.rank()::dist.world_size()]
+    filler = groups[0][0]
+    nr.assign_advantages(groups, cfg, math.nan)
+    kept = [g for g in groups if not (cfg.drop_flat_groups and stats.is_flat(g))]
+    trained = nr.assign_token_weights([r for g in kept for r in g], cfg)
+    if "all on rank 0" in name:
+        trained = dist.all_gather(trained)[:None if dist.rank() == 0 else 0]
+    if "balanced" in name:
+        trained = nr.balance(trained, cfg.model)
+    elif dist.rank() and "left" in name:
+        assert not trained  # a rank without anything to train on takes part nevertheless
+    return [nr.collate(p) for p in nr.pack_evenly(trained, filler, cfg.pack_tokens)]
+
+
+def result(policy, batches, steps, cfg):
+    for _ in range(steps):
+        metrics = nr.update(policy, batches, cfg)
+    return {key: w.clone() for key, w in trainer.named_weights(policy)}, metrics
+
+
+def train(name, tokenizer):
+    cfg = config(model="untied" if name == "untied" else "tied", **SETTINGS[name])
+    policy = nr.make_policy(cfg)
+    for p in policy.module.parameters():
+        sharded = hasattr(p, "ds_status") and p.ds_status.name == "NOT_AVAILABLE"
+        assert sharded == (cfg.zero_stage == 3)
+    return result(policy, batches_of(name, cfg, tokenizer), 2, cfg)
+
+
+def train_one_more_step(tokenizer):
+    """Continues the run in FOLDER/run, which another number of ranks has left."""
+    cfg = config(zero_stage=STAGE[dist.world_size()])
+    policy = nr.make_policy(cfg)
+    guard.rehearse(policy, None, cfg)  # makes AdamW's moments
+    checkpoints = make_checkpoints(policy, model=cfg.model, prompts=6, out=str(FOLDER), name="run",
+                                   resume=str(FOLDER / "run"))
+    trainer.set_lr(policy, 0, cfg)
+    found = result(policy, batches_of("", cfg, tokenizer), 1, cfg)
+    checkpoints.progress.step += 1
+    checkpoints.save()
+    return found
+
+
+if __name__ == "__main__":
+    import deepspeed
+    initialize = deepspeed.initialize
+
+    def without_threshold(config, **others):
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # shards all weights
+        return initialize(config=config, **others)
+
+    deepspeed.initialize = without_threshold
+    nr.TokenLogps = functools.partial(nr.TokenLogps, chunk=100)  # three chunks of the vocabulary
+    dist.init_process_group()
+    with float64():
+        tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/tiny")
+        found = {name: train(name, tokenizer) for name in SETTINGS}
+        found["continued"] = train_one_more_step(tokenizer)
+        if dist.world_size() == 1:
+            cfg = config(zero_stage=2)
+            batches = batches_of("", cfg, tokenizer)
+            found["three steps"] = result(nr.make_policy(cfg), batches, 3, cfg)
+    if dist.rank() == 0:
+        torch.save(found, FOLDER / str(dist.world_size()))

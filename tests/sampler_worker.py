@@ -37,7 +37,7 @@ from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
 buffer_utils.is_uva_available = lambda: False  # memory that CPU and GPU share
 gpu_sampler.apply_top_k_top_p = apply_top_k_top_p_pytorch  # the interpreter cannot run that kernel
-V, H, SLOTS, LENGTH = 3000, 16, 512, 1024
+V, H, SLOTS, LENGTH = 1500, 16, 64, 1024  # V: two blocks of the kernels
 
 
 def draw(mode, logits, params, positions, first_slot=0):
@@ -70,25 +70,22 @@ def main(file):
     torch.manual_seed(0)
     hidden, head = 2 * torch.randn(12, H), torch.randn(V, H)
     logits = hidden @ head.T  # (12, V)
-    found = {"hidden": hidden, "head": head}
-    for temperature in (0.0, 0.6, 1.0, 1.5):
-        rows = [params(temperature, seed) for seed in range(12)]
-        found["processed", temperature] = draw(
-            "processed_logprobs", logits.clone(), rows, range(12))
-    rows = [params(1.0, seed, top_p=0.5) for seed in range(12)]
-    found["raw", "top_p"] = draw("raw_logprobs", logits.clone(), rows, range(12))
+    temperatures = [0.0] * 4 + [0.6] * 4 + [1.5] * 4
+    rows = [params(t, seed) for seed, t in enumerate(temperatures)]
+    tokens, logps = draw("processed_logprobs", logits.clone(), rows, range(12))
+    found = {temperatures[i]: (hidden[i:i + 4], head, tokens[i:i + 4], logps[i:i + 4])
+             for i in (0, 4, 8)}
+    rows = [params(1.0, seed, top_p=0.5) for seed in range(4)]
+    found["top_p"] = (hidden[:4], head, *draw("raw_logprobs", logits[:4].clone(), rows, range(4)))
 
-    flat, rows = torch.zeros(13, V), [params(1.0, 5)] * 12
-    found["drawn"], _ = draw("processed_logprobs", flat[:12], rows, range(12))
-    # the same seed and positions in other slots, in the other order, beside another request
-    rows, positions = [params(1.0, 6), *rows], [0, *reversed(range(12))]
-    turned, _ = draw("processed_logprobs", flat, rows, positions, first_slot=40)
-    found["drawn again"], found["another seed"] = turned[1:].flip(0), turned[0]
+    # rows 11 to 4 again, beside row 0, in other slots
+    order = [0, *range(11, 3, -1)]
+    divided = logits[order] / torch.tensor([temperatures[i] or 1.0 for i in order])[:, None]
+    rows = [params(1.0, seed) for seed in order]
+    found["divided"] = draw("processed_logprobs", divided, rows, order, first_slot=40)[0][1:]
 
-    found["few"] = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    few, rows = found["few"].repeat(400, 1), [params(0.7, seed) for seed in range(400)]
-    tokens, _ = draw("processed_logprobs", few, rows, [3] * 400)
-    found["counts"] = tokens.bincount(minlength=4)
+    rows = [params(1.0, 5)] * 11 + [params(1.0, 6)]
+    found["flat"], _ = draw("processed_logprobs", torch.zeros(12, V), rows, [*range(11), 0])
     torch.save(found, file)
 
 

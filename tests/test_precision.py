@@ -1,19 +1,12 @@
-"""Precision: what is computed in float32 or float64 while weights and hidden states are in bfloat16.
+"""Precision: what is in float32 or float64 while weights and hidden states are in bfloat16.
 
 u below is the unit roundoff: a result that is rounded once has a relative error of at most u.
 """
-import dataclasses
-import itertools
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-import nano_rlvr as nr
-from conftest import EPS, close, fixed_rollouts, make_config, within
-import runtime.batch
-import runtime.model
+from conftest import EPS, close, within
 from runtime import dist, stats
 from runtime.model import HeadLogps
 
@@ -25,7 +18,8 @@ R, H, V, CHUNK, TEMPERATURE = 24, 64, 320, 32, 0.75
 def head_inputs(dtype):
     torch.manual_seed(0)
     hidden, weight = torch.randn(R, H).to(dtype), torch.randn(V, H).to(dtype)
-    return hidden, weight, torch.randint(V, (R,)), torch.randn(R)  # the last: the gradient of the log-probs
+    grad = torch.randn(R)  # of the log-probs
+    return hidden, weight, torch.randint(V, (R,)), grad
 
 
 def reference(hidden, weight, targets, grad):
@@ -55,9 +49,11 @@ def largest(hidden, weight, targets, grad):
     return absolute.max().item(), grads @ weight.double().abs(), grads.T @ hidden.double().abs()
 
 
+@pytest.mark.exercise_9
 def test_in_float32_the_head_is_exact_up_to_the_rounding_of_its_sums():
-    """A dot product of H terms is off by at most H u sum |h w|, in any order. The log-prob is a difference of
-    two logits, over the temperature; exp, log and the sums over V add a few u. Factor 10 in hand."""
+    """A dot product of H terms is off by at most H u sum |h w|, in any order. The log-prob is a
+    difference of two logits, over the temperature; exp, log and the sums over V add a few u. The
+    bounds have a factor of 10 in hand."""
     inputs = head_inputs(torch.float32)
     logp, entropy, grad_hidden, grad_weight = ours(*inputs)
     wanted = reference(*inputs)
@@ -72,8 +68,8 @@ def test_in_float32_the_head_is_exact_up_to_the_rounding_of_its_sums():
 
 
 def test_in_bfloat16_nothing_but_the_logits_is_rounded_to_bfloat16():
-    """The matrix product gives bfloat16 logits, off by u16 of their size. From these logits on, log-probs and
-    entropies are as exact as in float32: a few u32 per term of the sums over V."""
+    """The matrix product gives bfloat16 logits, off by u16 of their size. From these logits on,
+    log-probs and entropies are as exact as in float32: a few u32 per term of the sums over V."""
     hidden, weight, targets, grad = head_inputs(torch.bfloat16)
     logp, entropy, *_ = ours(hidden, weight, targets, grad)
     assert logp.dtype is entropy.dtype is torch.float32
@@ -84,20 +80,15 @@ def test_in_bfloat16_nothing_but_the_logits_is_rounded_to_bfloat16():
     within((logp - chosen).abs().max(), 10 * U32 * size)
     within((entropy + (wanted.exp() * wanted).sum(-1)).abs().max(), 10 * U32 * size * 10)
     exact = reference(hidden, weight, targets, grad)[0]
-    within((logp - exact).abs().max(), 2 * U16 * size + 10 * U32 * size)  # of the target and of the maximum
+    # of the target and of the maximum
+    within((logp - exact).abs().max(), 2 * U16 * size + 10 * U32 * size)
 
 
-def test_log_probs_and_entropies_do_not_depend_on_the_number_of_chunks_in_bfloat16_either():
-    """Sums over ten chunks in bfloat16 would differ by several u16; in float32 by some V u32."""
-    inputs = head_inputs(torch.bfloat16)
-    whole, chunked = ours(*inputs, chunk=V), ours(*inputs, chunk=CHUNK)
-    for a, b in zip(whole[:2], chunked):
-        within((a - b).abs().max(), 10 * V * U32 * b.abs().max().item())
-
-
-def test_the_gradient_of_the_hidden_states_is_summed_over_the_chunks_in_float32_and_rounded_once():
-    """Against the same products of the chunks, summed exactly: n float32 additions are off by at most n u32
-    of the sum of the sizes, and one rounding by u16 of the sum. A sum in bfloat16 rounds n times."""
+@pytest.mark.exercise_9
+def test_the_gradient_of_hidden_states_is_summed_over_chunks_in_float32_and_rounded_once():
+    """Against the same products of the chunks, summed exactly: n float32 additions are off by at
+    most n u32 of the sum of the sizes, and one rounding by u16 of the sum. A sum in bfloat16 rounds
+    n times."""
     hidden, weight, targets, grad = head_inputs(torch.bfloat16)
     products, mm = [], torch.Tensor.__matmul__
 
@@ -116,92 +107,12 @@ def test_the_gradient_of_the_hidden_states_is_summed_over_the_chunks_in_float32_
     within(((grad_hidden - exact).abs() / bound).max(), 1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_policy_gives_float32_log_probs_near_those_of_float64_logits(group, tokenizer, dtype):
-
-    cfg = make_config(dtype=dtype)
-    model, batch = runtime.model.load_model(cfg), nr.collate(fixed_rollouts(tokenizer))
-    with torch.no_grad():
-        logp, entropy = nr.TokenLogps(model)(batch)
-        output = model.get_decoder()(input_ids=batch.input_ids, position_ids=batch.position_ids,
-                                     use_cache=False, batch=batch)
-    hidden = output.last_hidden_state[0, batch.predictors].double()
-    weight = model.get_output_embeddings().weight.double()
-    logits = hidden @ weight.T
-    wanted = logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
-    terms = (hidden.abs() @ weight.abs().T).max().item()
-    assert logp.dtype is entropy.dtype is torch.float32
-    rounding = {"float32": 0.0, "bfloat16": U16}[dtype] * logits.abs().max().item()
-    within((logp - wanted).abs().max(), 2 * rounding + 10 * hidden.shape[1] * U32 * terms)
+# ---- counts
 
 
-# ---- rewards, advantages, weights, counts
-
-
-def test_rewards_and_advantages_keep_seven_digits(group):
-    """A reward of 100.001 is 100 in half precision and in bfloat16."""
-    cfg = make_config(samples=4, scale="none")
-    values = [100.001, 100.0, 100.0, 100.0]
-    groups = [[nr.Rollout([0], [1, 1], "", False, [0.0] * 2, reward=r) for r in values]]
-    nr.assign_advantages(groups, cfg, 0.0)
-    mean = sum(values) / 4
-    close([r.advantages[0] for r in groups[0]], [r - mean for r in values],
-          2 * 4 * U32 * 100 / 0.00075)  # four sums of size 100, relative to the largest advantage
-    step_rewards = runtime.batch.step_rewards(groups, lambda r: runtime.batch.step_rewards(r, 0.0), cfg)
-    assert step_rewards.dtype in (torch.float32, torch.float64)
-
-
-def test_collate_keeps_log_probs_advantages_and_weights_in_float32():
-    numbers = [1 / 3, -2.0001, 1e-7]
-    logps = [-abs(x) for x in numbers]
-    r = nr.Rollout([0], [1, 2, 3], "", False, logps, advantages=numbers, weight=1 / 300001)
-    batch = nr.collate([r])
-    for got, wanted in (
-            (batch.vllm_logps, logps), (batch.advantage, numbers), (batch.weight, [r.weight] * 3)):
-        assert got.dtype is torch.float32
-        error = got.double() / torch.tensor(wanted, dtype=torch.float64) - 1
-        within(error.abs().max(), 2 * U32)
-
-
-def test_counts_of_tokens_above_2_to_the_24_are_exact(monkeypatch):
+def test_numbers_of_tokens_above_2_to_the_24_are_exact():
     """float32 has no odd numbers above 2**24: a batch of 16 million tokens is possible."""
-    monkeypatch.setattr(dist, "world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total.mul_(2))
-    assert dist.all_sum(2**24 + 1, 0.5) == [2**25 + 2, 1.0]
-
-
-def test_the_number_of_tokens_of_many_packs_is_not_rounded_to_float32():
-    """Three packs of 2**24 + 1 tokens, which float32 cannot hold."""
-    sums = [{"tokens": 2**24 + 1, "ratio": torch.tensor(2.0**24), "mismatch/max": torch.tensor(0.0),
-             "loss": torch.tensor(0.5)} for _ in range(3)]
-    metrics = stats.token_means([{k: torch.as_tensor(x) for k, x in s.items()} for s in sums])
-    close(metrics["ratio"], 2**24 / (2**24 + 1), 1e-9)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_loss_of_a_policy_in_any_dtype_is_a_float32_sum(dtype):
-    """10,000 tokens of weight 1e-4 and advantage 1: the loss is -1. A running sum in bfloat16 stops at 1/32.
-    """
-    n = 10_000
-    batch = SimpleNamespace(lengths=torch.tensor([n]), sequence_ids=torch.zeros(n, dtype=torch.long),
-                            weight=torch.full((n,), 1e-4), advantage=torch.ones(n),
-                            vllm_logps=torch.zeros(n))
-    logp = torch.zeros(n).requires_grad_()  # what HeadLogps returns, also for a bfloat16 model
-    cfg = dataclasses.replace(make_config(dtype=dtype), correction="none")
-    loss, sums = nr.policy_loss(logp, None, None, batch, cfg)
-    assert loss.dtype is torch.float32
-    within(abs(loss.item() + 1), 20 * U32)  # pairwise sums: log2(n) roundings and that of 1e-4
-    assert float(sums["ratio"]) == n
-
-
-def test_what_is_summed_for_loss_and_metrics_is_in_no_half_precision():
-    """Also for a policy in bfloat16."""
-    r = [nr.Rollout([0], [1] * n, "", False, [-1.0] * n, advantages=[1.0] * n, weight=0.1) for n in (2, 3)]
-    batch = nr.collate(r)
-    logp = torch.full((5,), -1.0).requires_grad_()
-    for gate, correction in itertools.product(("clip", "detach", "soft", "squared"),
-                                              ("none", "token_truncate", "token_mask", "sequence_mask")):
-        cfg = dataclasses.replace(make_config(dtype="bfloat16"), gate=gate, correction=correction)
-        _, sums = nr.policy_loss(logp, logp.detach(), logp.detach(), batch, cfg)
-        assert {x.dtype for x in sums.values() if torch.is_tensor(x)} <= {
-            torch.float32, torch.float64, torch.int64, torch.bool}
+    sums = [{"tokens": torch.tensor(2**24 + 1), "ratio": torch.tensor(2.0**24),
+             "mismatch/max": torch.tensor(0.0), "loss": torch.tensor(0.5)} for _ in range(3)]
+    close(stats.token_means(sums)["ratio"], 2**24 / (2**24 + 1), 1e-9)
+    assert dist.all_sum(2**24 + 1, 0.5) == [2**24 + 1, 0.5]

@@ -1,7 +1,4 @@
-"""What README.md and docs/ say about the code is looked up in the code.
-
-`PYTHONPATH=. python tests/test_readme.py` updates the line numbers and line counts in both READMEs.
-"""
+"""What README.md and docs/ say about the code is looked up in the code."""
 import re
 import shlex
 
@@ -13,52 +10,35 @@ from conftest import ROOT
 from runtime import __version__
 
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
-README = READMES[0].read_text()
-PAGES = {path: path.read_text() for folder in (ROOT, ROOT / "docs") for path in sorted(folder.glob("*.md"))}
+PAGES = {path: path.read_text() for folder in (ROOT, ROOT / "docs", ROOT / "learn")
+         for path in sorted(folder.glob("*.md"))}
 
 
-def definitions():
-    """{name: line} of the functions and classes of the script."""
-    lines = (ROOT / "nano_rlvr.py").read_text().splitlines()
-    return {m[1]: n for n, line in enumerate(lines, 1) if (m := re.match(r"(?:def|class) (\w+)", line))}
+def test_the_tree_in_the_readme_names_every_file_and_folder():
+    files = [f"{folder}{path.name}" for folder in ("", "runtime/")
+             for path in (ROOT / folder).glob("[a-z]*.py")]
+    folders = [f"{path.name}/" for path in ROOT.iterdir()
+               if path.is_dir() and path.name not in ("runs", "exercises")
+               and path.name[0] not in "._"]
+    for path in READMES:
+        tree = re.search(r"```\n(nano_rlvr.py .*?)```", PAGES[path], re.S)[1]
+        for name in ["runtime/", *files, *folders]:
+            assert name.removeprefix("runtime/") in tree, (path.name, name)
 
 
-def line_count(name):
-    """Lines of a Python file, or of all Python files of a folder."""
-    paths = [ROOT / name] if name.endswith(".py") else (ROOT / name).glob("*.py")
-    return sum(len(path.read_text().splitlines()) for path in paths)
-
-
-def updated(text):
-    """README with the present line of each linked definition and the present size of each listed file."""
-    where = definitions()
-
-    def link(m):
-        return f"[{m[1]}](nano_rlvr.py#L{where[m[1]]})"
-
-    def row(m):
-        return f"| `{m[1]}` | {line_count(m[1]):,} |"
-
-    text = re.sub(r"\[(\w+)\]\(nano_rlvr\.py#L\d+\)", link, text)
-    return re.sub(r"^\| `([\w.]+/?)` \| [\d,]+ \|", row, text, flags=re.M)
-
-
-def test_line_links_and_line_counts_are_those_of_the_files():
-    for readme in (PAGES[path] for path in READMES):
-        assert len(re.findall(r"nano_rlvr\.py#L\d+", readme)) >= 10 and readme.count("| `") >= 7
-        assert updated(readme) == readme, "run PYTHONPATH=. python tests/test_readme.py"
-
-
-def test_every_link_to_a_file_or_a_heading_leads_somewhere():
+def test_every_link_leads_to_a_file_a_heading_or_a_function():
     for path, text in PAGES.items():
-        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        for label, target in re.findall(r"\[([^]]*)\]\((?!https?:)([^)]+)\)", text):
             file, _, anchor = target.partition("#")
             found = (path.parent / file).resolve() if file else path
             assert found.exists(), (path.name, target)
-            if anchor and found.suffix == ".md":
+            if anchor:
                 headings = re.findall(r"^#+ (.+)$", found.read_text(), re.M)
-                anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+                anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+                           for heading in headings]
                 assert anchor in anchors, (path.name, target)
+            if found.name == "nano_rlvr.py" and label.isidentifier():
+                assert hasattr(nr, label), (path.name, label)
 
 
 def test_every_preset_task_template_and_reward_is_named():
@@ -68,22 +48,12 @@ def test_every_preset_task_template_and_reward_is_named():
 
 
 def test_every_flag_in_the_pages_exists():
-    fields = set(nr.Config.__dataclass_fields__)
     text = "\n".join(PAGES.values())
     commands = [line for line in text.splitlines() if "nano_rlvr.py" in line]
     commands += re.findall(r"`(--\w+[^`]*)`", text)
     flags = {flag for command in commands for flag in re.findall(r"--([\w-]+)", command)}
     launchers = {"nproc_per_node", "signals-to-handle", "shutdown-timeout", "kill-on-bad-exit"}
-    assert flags - fields <= {"help"} | launchers and len(flags & fields) > 20
-
-
-def test_the_reward_of_the_readme_runs(tmp_path):
-    code = re.search(r"```python\n(.*?)```", README, re.S)[1]
-    (tmp_path / "my_rewards.py").write_text(code)
-    with nr.rewards.Verifier(f"{tmp_path}/my_rewards.py:brief") as verifier:
-        texts = ["<answer>7</answer>", "<answer>8</answer>", "<answer>7</answer>" + 400 * "!"]
-        rewards, *_ = verifier(texts, answer=["7"] * 3)
-    assert rewards == [1.0, 0.0, 0.0]
+    assert flags <= nr.Config.__dataclass_fields__.keys() | {"help"} | launchers
 
 
 def commands(text):
@@ -100,12 +70,13 @@ def commands(text):
     return found
 
 
-COMMANDS = sorted({(path.name, *words) for path, text in PAGES.items() for words in commands(text)})
+COMMANDS = sorted({tuple(words) for text in PAGES.values() for words in commands(text)})
 
 
-@pytest.mark.parametrize("page, words", [(page, words) for page, *words in COMMANDS])
-def test_every_command_in_the_pages_has_known_flags_and_legal_values(page, words, tmp_path, monkeypatch):
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_in_the_pages_has_known_flags_and_legal_values(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    words = [word for word in words if word not in ("...", "…")]
     if "--template" in words:
         i = words.index("--template") + 1
         if words[i].startswith("$"):  # the variable of a loop
@@ -114,29 +85,23 @@ def test_every_command_in_the_pages_has_known_flags_and_legal_values(page, words
             (tmp_path / words[i]).write_text("{question}")
     if "--resume" in words:  # needs a run
         del words[words.index("--resume"):words.index("--resume") + 2]
-    nr.parse_config([word for word in words if word not in ("...", "…")])
+    nr.parse_config(words)
 
 
-def test_the_commands_of_all_pages_are_found():
-    assert len(COMMANDS) >= 20 and {"README.md", "recipe_cs336.md", "recipe_qwen_math_1.5b.md"} <= {
-        page for page, *_ in COMMANDS}
-
-
-def test_the_reward_of_the_cs336_recipe_needs_the_format_and_the_right_answer(tmp_path):
-    code = re.search(r"```python\n(.*?)```", PAGES[ROOT / "docs/recipe_cs336.md"], re.S)[1]
-    (tmp_path / "cs336.py").write_text(code)
-    with nr.rewards.Verifier(f"{tmp_path}/cs336.py:r1_zero") as verifier:
-        texts = ["6*12=72 </think> <answer> 72 </answer>", "so 71 </think> <answer>71</answer>", "It is 72",
-                 "</think> <answer>72"]
-        rewards, *_ = verifier(texts, answer=["#### 72"] * 4)
-    assert rewards == [1.0, 0.0, 0.0, 0.0]
-    assert callable(nr.rewards.load(f"{tmp_path}/cs336.py", "rollout_to_answer", kind="rollout"))
+@pytest.mark.parametrize("page, function, texts", [
+    ("README.md", "brief",
+     ["<answer>7</answer>", "<answer>8</answer>", "<answer>7</answer>" + 400 * "!"]),
+    ("docs/recipe_cs336.md", "r1_zero",
+     ["3+4=7 </think> <answer> 7 </answer>", "so 8 </think> <answer>8</answer>", "It is 7"])])
+def test_a_reward_in_the_pages_runs_and_only_the_first_text_is_right(
+        page, function, texts, tmp_path):
+    code = re.search(r"```python\n(.*?)```", PAGES[ROOT / page], re.S)[1]
+    (tmp_path / "mine.py").write_text(code)
+    with nr.rewards.Verifier(f"{tmp_path}/mine.py:{function}") as verifier:
+        assert verifier(texts, answer=["7"] * 3)[0] == [1.0, 0.0, 0.0]
+    if "rollout" in code:
+        assert nr.rewards.load(f"{tmp_path}/mine.py", "rollout_to_answer", kind="rollout")
 
 
 def test_the_changelog_begins_with_the_version():
     assert re.search(r"^## (.*)$", PAGES[ROOT / "CHANGELOG.md"], re.M)[1] == __version__
-
-
-if __name__ == "__main__":
-    for path in READMES:
-        path.write_text(updated(path.read_text()))

@@ -1,15 +1,61 @@
-"""Instructions that a text can be checked against, with IFEval's ids and arguments (Zhou et al., arXiv
-2311.07911).
+"""The language of a text (py3langid), and instructions that a text can be checked against, with
+IFEval's ids and arguments (Zhou et al., arXiv 2311.07911).
 
-Why not a library: the checks in lm-eval need NLTK's data, downloaded at run time, and the separate package is
-a git fork that needs NLTK too.
+Why not a library: the checks in lm-eval need NLTK's data, downloaded at run time, and the separate
+package is a git fork that needs NLTK too.
 """
+import functools
 import json
 import re
+from collections import Counter
 
-from verify.language import language_of
+EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 
-RELATIONS = {"at least": int.__ge__, "less than": int.__lt__, "at most": int.__le__, "exactly": int.__eq__}
+
+@functools.cache
+def identifier():
+    """py3langid's identifier; its model is read once per process."""
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_pickled_model(MODEL_FILE)
+
+
+def language_of(text):
+    """The ISO 639-1 code of the language of a text's first 5,000 characters; None without letters.
+
+    >>> language_of("Wie viele Eier legen die Enten?"), language_of("3 + 4 = 7")
+    ('de', None)
+    """
+    letters = " ".join("".join(c if c.isalpha() else " " for c in text[:5000]).split())
+    return identifier().classify(letters)[0] if letters else None
+
+
+def words_by_language(text):
+    """{language: number of words} of a text's first 100,000 characters.
+
+    Each run of sentences with at least 40 letters is classified as a whole, because langid is
+    unreliable on less. Chinese, Japanese and Korean are counted by character.
+
+    >>> words_by_language("Die Enten legen jeden Tag sechzehn Eier. Sie isst drei. 鸭子每天下蛋。")
+    {'de': 10, 'zh': 6}
+    """
+    count = Counter()
+    for run in re.findall(rf"[{EAST_ASIAN}]+|[^{EAST_ASIAN}]+", text[:100_000]):
+        if re.match(f"[{EAST_ASIAN}]", run):
+            count[language_of(run)] += len(run)
+            continue
+        start = words = letters = 0
+        for m in re.finditer(r"[^.!?\n]*(?:[.!?\n]|\Z)", run):
+            words += len(re.findall(r"[^\W\d_]{2,}", m[0]))
+            letters += sum(map(str.isalpha, m[0]))
+            if words and (letters >= 40 or m.end() == len(run)):
+                count[language_of(run[start:m.end()])] += words
+                start, words, letters = m.end(), 0, 0
+    return dict(count)
+
+
+RELATIONS = {"at least": int.__ge__, "less than": int.__lt__, "at most": int.__le__,
+             "exactly": int.__eq__}
 WORD = re.compile(r"\w+(?:['’-]\w+)*")
 BULLET = re.compile(r"^[ \t]{0,9}(?:\*(?!\*)|-(?!-))[ \t]{0,9}\S", re.M)
 
@@ -69,13 +115,15 @@ INSTRUCTIONS = {  # id: f(text, **arguments) -> whether the text follows it
     "keywords:letter_frequency": lambda t, letter, let_frequency, **relation: _compare(
         t.lower().count(letter.lower()), let_frequency, **relation),
     "detectable_format:json_format": _json,
-    "detectable_format:number_bullet_lists": lambda t, num_bullets: len(BULLET.findall(t)) == num_bullets,
+    "detectable_format:number_bullet_lists": lambda t, num_bullets:
+        len(BULLET.findall(t)) == num_bullets,
     "detectable_format:number_highlighted_sections": lambda t, num_highlights:
         _count_filled(re.findall(r"\*{1,2}([^\n*]++)\*{1,2}", t)) >= num_highlights,
     "detectable_format:title": lambda t: _count_filled(re.findall(r"<<([^\n<>]++)>>", t)) > 0,
     "detectable_content:number_placeholders": lambda t, num_placeholders:
         len(re.findall(r"\[[^\[\]]++\]", t)) >= num_placeholders,
-    "detectable_content:postscript": lambda t, postscript_marker: postscript_marker.lower() in t.lower(),
+    "detectable_content:postscript": lambda t, postscript_marker:
+        postscript_marker.lower() in t.lower(),
     "punctuation:no_comma": lambda t: "," not in t,
     "startend:end_checker": lambda t, end_phrase:
         t.strip().strip('"').lower().endswith(end_phrase.strip().lower()),
@@ -85,21 +133,21 @@ INSTRUCTIONS = {  # id: f(text, **arguments) -> whether the text follows it
 
 
 def follows(text, name, arguments=None, loose=False):
-    """Whether a text follows one instruction. An empty text follows none. Raises ValueError for an unknown
-    name.
+    """Whether a text follows one instruction. An empty text follows none.
 
-    With loose=True (IFEval's loose rule) it is enough that the text follows it without its first line, its
-    last line, both, or Markdown's asterisks.
+    With loose=True (IFEval's loose rule) it is enough that the text follows it without its first
+    line, its last line, both, or Markdown's asterisks. Raises ValueError for an unknown name.
 
     >>> [follows('Sure:\\n"Yes"', "startend:quotation", loose=loose) for loose in (False, True)]
     [False, True]
     """
     if name not in INSTRUCTIONS:
         raise ValueError(f"unknown instruction {name!r}; known: {', '.join(INSTRUCTIONS)}")
-    arguments = {k: v for k, v in (arguments or {}).items() if v is not None}  # as IFEval's table has them
+    # IFEval's table has all arguments in every row
+    arguments = {key: value for key, value in (arguments or {}).items() if value is not None}
     variants = {text}
     if loose:
         lines = text.split("\n")
         variants = {"\n".join(lines[a:b]).strip() for a in (0, 1) for b in (None, -1)}
         variants |= {variant.replace("*", "") for variant in variants}
-    return any(variant.strip() != "" and INSTRUCTIONS[name](variant, **arguments) for variant in variants)
+    return any(INSTRUCTIONS[name](variant, **arguments) for variant in variants if variant.strip())

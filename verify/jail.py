@@ -1,7 +1,7 @@
 """A jail for the programs that a model writes, built with bubblewrap or with Linux namespaces.
 
-Inside there is no network, no environment variable, process or file of ours, and one small writable folder. A
-program ends together with everything it started.
+Inside there is no network, no environment variable, process or file of ours, and one small writable
+folder. A program ends together with everything it started.
 """
 import contextlib
 import functools
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 
-JAIL_MEMORY = 512 << 20  # bytes: the limit of each process, and of all processes of a program together
+JAIL_MEMORY = 512 << 20  # bytes: the limit of a process, and of all of a program's together
 JAIL_DISK = 64 << 20  # bytes in the scratch folder, the only writable one
 JAIL_PROCESSES = 32
 SCRATCH = "/scratch"
@@ -29,40 +29,41 @@ class NoIsolation(RuntimeError):
 def run_program(program, inputs, seconds=4.0, output=1 << 16, allow_unsafe_code=False):
     r"""Run a Python program in a jail, once for each text of `inputs`, which is its standard input.
 
-    Returns a list with the standard output of each run, cut at `output` bytes; None if the run failed, was
-    killed or did not end within `seconds`, which all runs share. The program can read only /usr and the
-    interpreter's own folder. Raises NoIsolation where no jail can be built, unless allow_unsafe_code.
+    Returns a list with the standard output of each run, cut at `output` bytes; None if the run
+    failed, was killed or did not end within `seconds`, which all runs share. Raises NoIsolation
+    where no jail can be built, unless allow_unsafe_code.
 
     >>> run_program("print(int(input()) + 1)", ["1", "41", "x"])
     ['2\n', '42\n', None]
     """
-    runs = [{"stdin": text, "extra": ""} for text in inputs]
-    job = {"program": program, "runs": runs, "output": output}
-    return [out if status == 0 else None for status, out, _ in _run(job, seconds, jail(allow_unsafe_code))]
+    job = {"program": program, "runs": [[text, ""] for text in inputs], "output": output}
+    results = _run(job, seconds, jail(allow_unsafe_code))
+    return [out if status == 0 else None for status, out, _ in results]
 
 
 def run_asserts(program, tests, seconds=4.0, allow_unsafe_code=False):
-    """Run a Python program, then each of `tests` (source with asserts) in its namespace. Returns a bool per
-    test.
+    """Run a Python program, then each of `tests` (source with asserts) in its namespace.
 
-    A program passes no test by exiting early, by catching AssertionError or by returning objects that are
-    equal to everything. It does share a process with its tests: a program written to attack this harness
-    could report a pass, though not leave the jail. Tests on input and output (run_program) cannot be forged
-    like this.
+    Returns a bool per test. A program passes no test by exiting early, by catching AssertionError
+    or by returning objects that are equal to everything. It does share a process with its tests: a
+    program written to attack this harness could report a pass, though not leave the jail. Tests on
+    input and output (run_program) cannot be forged like this.
 
-    >>> run_asserts("def add(a, b): return a + b", ["assert add(1, 2) == 3", "assert add(1, 1) == 3"])
+    >>> run_asserts("def f(a): return a + 1", ["assert f(2) == 3", "assert f(1) == 3"])
     [True, False]
     """
     secret = secrets.token_hex(16)
-    runs = [{"stdin": "", "extra": json.dumps([secret, tests])}]
-    job = {"program": program, "harness": _source(_run_tests), "runs": runs, "output": 0}
+    job = {"program": program, "harness": _source(_run_tests), "output": 0,
+           "runs": [["", json.dumps([secret, tests])]]}
     (_, _, report), = _run(job, seconds, jail(allow_unsafe_code))
-    return json.loads(report[len(secret):]) if report.startswith(secret) else [False] * len(tests)
+    if not report.startswith(secret):
+        return [False] * len(tests)
+    return json.loads(report[len(secret):])
 
 
 @functools.cache
 def isolation():
-    """The first jail that works here, as a function: command -> command inside the jail. Or None."""
+    """The first jail that works here: a function, command -> command inside the jail. Or None."""
     return next((wrap for wrap in (_bwrap, _unshare) if _isolates(wrap)), None)
 
 
@@ -71,30 +72,33 @@ def jail(allow_unsafe_code=False):
     wrap = isolation()
     if wrap is None and not allow_unsafe_code:
         raise NoIsolation(
-            "no isolation for the model's programs on this machine: install bubblewrap, allow Linux "
-            "namespaces, or accept the risk with --allow_unsafe_code")
+            "no isolation for the model's programs on this machine: install bubblewrap, allow "
+            "Linux namespaces, or accept the risk with --allow_unsafe_code")
     return wrap
 
 
 def _run(job, seconds, wrap):
-    """Returns (exit status, standard output, report) per run. With wrap=None only the limits protect us."""
-    job |= {"jailed": bool(wrap), "seconds": seconds, "memory": JAIL_MEMORY, "processes": JAIL_PROCESSES}
+    """Returns (exit status, standard output, report) per run.
+
+    With wrap=None only the limits protect us.
+    """
+    job |= {"jailed": bool(wrap), "seconds": seconds, "memory": JAIL_MEMORY,
+            "processes": JAIL_PROCESSES}
     command = [_python(bool(wrap)), "-S", "-s", "-B", "-X", "utf8", "-c", _source(_supervise)]
-    env = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": SCRATCH, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
-           "LD_LIBRARY_PATH": "/python/lib"}
-    with contextlib.ExitStack() as stack:
-        folder = "/" if wrap else stack.enter_context(tempfile.TemporaryDirectory())
+    env = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": SCRATCH, "LANG": "C.UTF-8",
+           "PYTHONHASHSEED": "0", "LD_LIBRARY_PATH": "/python/lib"}
+    with contextlib.nullcontext("/") if wrap else tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             wrap(command) if wrap else command, cwd=folder, env=env, start_new_session=not wrap,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
             out, _ = process.communicate(json.dumps(job).encode(), timeout=seconds + 2)
             return json.loads(out)
-        except (subprocess.TimeoutExpired, ValueError):  # ValueError: the jail failed, its output is not JSON
+        except (subprocess.TimeoutExpired, ValueError):  # ValueError: the jail failed
             return [(-1, "", "")] * len(job["runs"])
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL) if wrap else os.killpg(process.pid, signal.SIGKILL)
+                (os.kill if wrap else os.killpg)(process.pid, signal.SIGKILL)
             process.communicate()
 
 
@@ -112,7 +116,7 @@ def _python(jailed):
 
 
 def _isolates(wrap):
-    """Whether this jail works: it hides our processes and files, cannot write to / and has no network."""
+    """Whether this jail hides our processes and files, cannot write to / and has no network."""
     if not all(map(shutil.which, (wrap.__name__[1:], "setpriv"))):
         return False
     probe = f"""if True:
@@ -121,15 +125,15 @@ def _isolates(wrap):
         assert not os.path.exists({os.path.abspath(__file__)!r}) and not os.access('/', os.W_OK)
         try: socket.socket(type=socket.SOCK_DGRAM).connect(('192.0.2.1', 9))
         except OSError: print(os.getcwd())"""
-    (status, out, _), = _run({"program": probe, "runs": [{"stdin": "", "extra": ""}], "output": 99}, 20, wrap)
+    (status, out, _), = _run({"program": probe, "runs": [["", ""]], "output": 99}, 20, wrap)
     return (status, out) == (0, SCRATCH + "\n")
 
 
 def _visible_paths():
-    """{path outside: path inside} of what a program may read: system libraries, the interpreter's folder."""
+    """{path outside: inside} of what a program may read: system libraries and the interpreter."""
     system = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
     paths = {path: path for path in system if os.path.exists(path)}
-    prefix = os.path.realpath(sys.base_prefix)  # may be below /root, which the jail's user cannot enter
+    prefix = os.path.realpath(sys.base_prefix)  # perhaps below /root, closed to the jail's user
     return paths if prefix.startswith("/usr") else paths | {prefix: "/python"}
 
 
@@ -145,9 +149,9 @@ def _drop_privileges():
 
 def _bwrap(command):
     root = os.getuid() == 0
-    args = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--as-pid-1", "--new-session",
-            "--die-with-parent", "--cap-drop", "ALL"]
-    if root:  # no user namespace: inside one, setpriv could not change the user id and we would stay uid 0
+    args = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--as-pid-1",
+            "--new-session", "--die-with-parent", "--cap-drop", "ALL"]
+    if root:  # no user namespace: in one, setpriv could not change the user id and we stay uid 0
         for name in ("SETUID", "SETGID", "SETPCAP"):
             args += ["--cap-add", f"CAP_{name}"]
     for folder in ("/dev", "/etc"):
@@ -169,8 +173,9 @@ def _unshare(command):
     paths = _visible_paths() | {f"/dev/{name}": f"/dev/{name}" for name in ("null", "urandom")}
     show = "; ".join(shlex.join(("show", outside, inside)) for outside, inside in paths.items())
     script = f"""set -e
-        mount -t tmpfs -o size={JAIL_DISK},nosuid,nodev,mode=755 tmpfs /sys; cd /sys; mkdir dev proc old
-        mkdir -m 1777 .{SCRATCH}; mount -t tmpfs -o size={JAIL_DISK},nosuid,nodev,mode=1777 tmpfs .{SCRATCH}
+        options=size={JAIL_DISK},nosuid,nodev
+        mount -t tmpfs -o $options,mode=755 tmpfs /sys; cd /sys; mkdir dev proc old
+        mkdir -m 1777 .{SCRATCH}; mount -t tmpfs -o $options,mode=1777 tmpfs .{SCRATCH}
         show() {{
             mkdir -p ".$(dirname "$2")"
             if [ -L "$1" ]; then cp -P "$1" ".$2"; return; fi
@@ -183,12 +188,12 @@ def _unshare(command):
         pivot_root . old; cd {SCRATCH}; umount -l /old
         exec "$@" """
     user = ["--user", "--map-root-user"] if os.getuid() else []
-    return ["unshare", *user, "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child",
-            "sh", "-c", script, "sh", *_drop_privileges(), *command]
+    return ["unshare", *user, "--mount", "--net", "--pid", "--ipc", "--uts", "--fork",
+            "--kill-child", "sh", "-c", script, "sh", *_drop_privileges(), *command]
 
 
 def _supervise():
-    """Process 1 of the jail: starts the program once per run, in a new interpreter, and prints the results.
+    """Process 1 of the jail: starts the program once per run, in a new interpreter.
 
     Its source is passed to the jail's interpreter as text, hence the imports in here.
     """
@@ -212,14 +217,14 @@ def _supervise():
         """A filter of system calls (seccomp(2)). Those fail that give a program memory which no
         process owns, because memory() below cannot see it, or that leave data for the next program.
         """
-        # memfd_create memfd_secret shmget semget msgget vmsplice bpf, io_uring_setup (its requests pass
-        # the filter), socket setsockopt (buffers), add_key request_key keyctl, unshare clone3
+        # memfd_create memfd_secret shmget semget msgget vmsplice bpf, io_uring_setup (its requests
+        # pass the filter), socket setsockopt (buffers), add_key request_key keyctl, unshare clone3
         arch, clone, mmap, *calls = {
-            "x86_64": (0xC000003E, 56, 9, 319, 447, 29, 64, 68, 278, 321, 425, 41, 54, 248, 249, 250,
-                       272, 435),
-            "aarch64": (0xC00000B7, 220, 222, 279, 447, 194, 190, 186, 75, 280, 425, 198, 208, 217, 218,
-                        219, 97, 435)}[os.uname().machine]
-        load, equal, has, mask = 0x20, 0x15, 0x45, 0x54  # then: lines to skip if true, if false, value
+            "x86_64": (0xC000003E, 56, 9, 319, 447, 29, 64, 68, 278, 321, 425, 41, 54, 248, 249,
+                       250, 272, 435),
+            "aarch64": (0xC00000B7, 220, 222, 279, 447, 194, 190, 186, 75, 280, 425, 198, 208, 217,
+                        218, 219, 97, 435)}[os.uname().machine]
+        load, equal, has, mask = 0x20, 0x15, 0x45, 0x54  # then: lines to skip if true, false; value
         fail, allow = (0x06, 0, 0, 0x50000 | errno.ENOSYS), (0x06, 0, 0, 0x7FFF0000)
         lines = [(load, 0, 0, 4), (equal, 1, 0, arch), fail,
                  (load, 0, 0, 0), (has, 0, 1, 0x40000000), fail,  # x32, other numbers for the calls
@@ -227,24 +232,26 @@ def _supervise():
                  # CLONE_NEWUSER: there the program could mount a tmpfs
                  (equal, 0, 4, clone), (load, 0, 0, 16), (has, 0, 1, 0x10000000), fail, allow,
                  # MAP_SHARED with MAP_ANONYMOUS: after munmap of a part all of it is kept
-                 (equal, 0, 4, mmap), (load, 0, 0, 40), (mask, 0, 0, 0x21), (equal, 0, 1, 0x21), fail,
-                 allow]
+                 (equal, 0, 4, mmap), (load, 0, 0, 40), (mask, 0, 0, 0x21), (equal, 0, 1, 0x21),
+                 fail, allow]
         return b"".join(struct.pack("HBBI", *line) for line in lines)
 
     prctl = ctypes.CDLL(None).prctl
-    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the worker. Set again: a new user id has reset it
-    prctl(4, 0)  # PR_SET_DUMPABLE: no program in the jail may trace this process or write to its files
+    # PR_SET_PDEATHSIG: end with the worker. Set again: a new user id has reset it
+    prctl(1, signal.SIGKILL)
+    prctl(4, 0)  # PR_SET_DUMPABLE: no program in the jail may trace this process or its files
     if jailed:
         code = ctypes.create_string_buffer(refused_calls())
-        if prctl(22, 2, struct.pack("HP", len(code) // 8, ctypes.addressof(code))):  # PR_SET_SECCOMP
+        # PR_SET_SECCOMP
+        if prctl(22, 2, struct.pack("HP", len(code) // 8, ctypes.addressof(code))):
             sys.exit("the kernel has no filter of system calls")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     with open("program.py", "wb") as f:
         f.write(job["program"].encode("utf-8", "surrogatepass"))
     args = [sys.executable, "-S", "-s", "-B", "-X", "utf8"]
     args += ["-c", job["harness"]] if "harness" in job else ["program.py"]
-    limits = {"CORE": 0, "AS": job["memory"], "NPROC": job["processes"], "FSIZE": 1 << 24, "NOFILE": 64,
-              "CPU": int(job["seconds"]) + 2}
+    limits = {"CORE": 0, "AS": job["memory"], "NPROC": job["processes"], "FSIZE": 1 << 24,
+              "NOFILE": 64, "CPU": int(job["seconds"]) + 2}
 
     def file(text=""):
         fd = os.open(".io", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -277,11 +284,10 @@ def _supervise():
             ended[pid] = os.waitstatus_to_exitcode(status)
 
     results = []
-    for run in job["runs"]:
+    for text, tests in job["runs"]:
         ended = {}  # pid: exit status
-        stdin, stdout, stderr = file(run["stdin"]), file(), os.open(os.devnull, os.O_WRONLY)
-        extra, report = file(run["extra"]), file()  # the tests and their result: file descriptors 3 and 4
-        fds = [stdin, stdout, stderr, extra, report]
+        # descriptors 0 to 4: standard input, output, error, the tests and their report
+        fds = [file(text), file(), os.open(os.devnull, os.O_WRONLY), file(tests), file()]
         pid = os.fork()
         if pid == 0:
             try:
@@ -302,7 +308,7 @@ def _supervise():
         with contextlib.suppress(ProcessLookupError):  # no process is left
             os.kill(-1, signal.SIGKILL) if jailed else os.killpg(pid, signal.SIGKILL)
         reap(0)
-        output = os.pread(stdout, job["output"], 0), os.pread(report, 1 << 16, 0)
+        output = os.pread(fds[1], job["output"], 0), os.pread(fds[4], 1 << 16, 0)
         results.append([status, *(data.decode("utf-8", "replace") for data in output)])
         for fd in fds:
             os.close(fd)
@@ -310,7 +316,7 @@ def _supervise():
 
 
 def _run_tests():
-    """Runs in the jail: loads the program, then (not before) reads its tests and runs them one by one."""
+    """Runs in the jail: loads the program, then (not before) reads its tests and runs each."""
     import sys
     import types
     from ast import Call, Compare, Eq, Load, Name, NodeTransformer, fix_missing_locations, parse
@@ -318,10 +324,11 @@ def _run_tests():
     from os import _exit, read, write
 
     # bound here, because the program may rebind these names
-    build, run, kind, sub, every, numbers = compile, exec, type, issubclass, all, (bool, int, float, complex)
+    build, run, kind, sub, every = compile, exec, type, issubclass, all
+    numbers = bool, int, float, complex
 
     def same(got, want):
-        """got == want, but an object of the program's own class equals no number, text, list or dict."""
+        """got == want, but an object of the program's own class equals no number, text or list."""
         k = kind(want)
         if k in numbers:
             return kind(got) in numbers and got == want
@@ -330,8 +337,8 @@ def _run_tests():
                     and every(map(same, k.__iter__(got), want)))
         if k is dict:
             return (sub(kind(got), dict) and dict.__len__(got) == len(want)
-                    and every(dict.__contains__(got, key) and same(dict.__getitem__(got, key), want[key])
-                              for key in want))
+                    and every(dict.__contains__(got, key)
+                              and same(dict.__getitem__(got, key), want[key]) for key in want))
         if k in (str, bytes):
             return sub(kind(got), k) and k.__eq__(got, want)
         return got is None if want is None else got == want
@@ -351,7 +358,8 @@ def _run_tests():
     for test in tests:
         try:
             module._same = lambda a, b: same(a, b) and same(b, a)
-            run(build(fix_missing_locations(Guard().visit(parse(test))), "test", "exec"), module.__dict__)
+            tree = fix_missing_locations(Guard().visit(parse(test)))
+            run(build(tree, "test", "exec"), module.__dict__)
             passed.append(True)
         except BaseException:  # SystemExit too: exiting early is not passing
             passed.append(False)

@@ -1,6 +1,7 @@
-"""A language model as a judge (Zheng et al., arXiv 2306.05685), behind an OpenAI-compatible endpoint.
+"""A language model as a judge (arXiv 2306.05685), behind an OpenAI-compatible endpoint.
 
-Scores are cached in an SQLite file, so that a resumed run gets the scores it had.
+Scores are cached in an SQLite file, so that a resumed run gets the scores it had. Why not the
+openai package: with its retries and a limit over all of them, a failing endpoint is a time-out.
 """
 import contextlib
 import hashlib
@@ -33,28 +34,29 @@ Question:
 Say briefly what is right and wrong. Then end with one line: SCORE: n, \
 where n is a whole number from 0 to 10."""
 
-# what a failing endpoint raises: no connection or an HTTP status, no HTTP, no JSON, JSON of another shape
+# of an endpoint: no connection or an HTTP status; no HTTP; no JSON, or JSON of another shape
 ERRORS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
 
 
 def ask(text, question, rubric, answer, url, model, cache, seconds):
     """The model's score of a text, 0.0 to 1.0; None if its reply does not end with a valid score.
 
-    `cache` is the path of the SQLite file, by default ~/.cache/nano_rlvr/judge.sqlite. Raises TimeoutError
-    if there is no reply within `seconds`, another one of ERRORS if the endpoint fails, sqlite3.Error if the
-    cache cannot be read.
+    `cache` is the path of the SQLite file, by default ~/.cache/nano_rlvr/judge.sqlite. Raises
+    TimeoutError if there is no reply within `seconds`, another one of ERRORS if the endpoint fails,
+    sqlite3.Error if the cache cannot be read.
     """
     fence = "=" * 20 + _digest(text, 8)  # a hash of the text, so the text cannot contain it
     reference = f"Reference answer:\n{answer}\n\n" if answer else ""
     rubric = rubric or "A correct, complete, clear answer."
-    prompt = PROMPT.format(fence=fence, question=question, text=text, rubric=rubric, reference=reference)
+    prompt = PROMPT.format(fence=fence, question=question, text=text, rubric=rubric,
+                           reference=reference)
     key = _digest(f"{url}\n{model}\n{prompt}", 16)
     with _open(cache) as db:
         if row := db.execute("select score from verdicts where key = ?", (key,)).fetchone():
             return row[0]
         score = _score(_chat(url, model, prompt, seconds))
         if score is not None:
-            with contextlib.suppress(sqlite3.OperationalError):  # locked, or a full disk: the score counts
+            with contextlib.suppress(sqlite3.OperationalError):  # locked, or a full disk
                 db.execute("insert or replace into verdicts values (?, ?)", (key, score))
         return score
 
@@ -65,8 +67,8 @@ def check(judge_url=None, judge_model=None, judge_cache=None, timeout=5.0, **_):
         raise ValueError("--rewards judge needs --judge_url, an OpenAI-compatible endpoint")
     parts = urlsplit(judge_url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-        raise ValueError("--judge_url must look like http://localhost:8000/v1, without password or query (a "
-                         "key is read from OPENAI_API_KEY)")
+        raise ValueError("--judge_url must look like http://localhost:8000/v1, without password or "
+                         "query (a key is read from OPENAI_API_KEY)")
     try:
         with _open(judge_cache) as db:
             db.execute("select score from verdicts where key = ''")
@@ -74,21 +76,24 @@ def check(judge_url=None, judge_model=None, judge_cache=None, timeout=5.0, **_):
         raise ValueError(f"the judge's cache {_path(judge_cache)} cannot be read: {e}") from None
     if not judge_model:
         raise ValueError(f"--rewards judge needs --judge_model{_known_models(judge_url)}")
-    prompt = PROMPT.format(fence="=" * 20, question="2 + 2 = ?", text="4", rubric="Be right.", reference="")
+    prompt = PROMPT.format(fence="=" * 20, question="2 + 2 = ?", text="4", rubric="Be right.",
+                           reference="")
     try:
         reply = _chat(judge_url, judge_model, prompt, 0.9 * timeout)
     except ERRORS as e:
         raise ValueError(f"--judge_url {judge_url}: {_reason(e, judge_url)}") from None
     if _score(reply) is None:
-        raise ValueError(f"--judge_model {judge_model} ends its reply with {reply[-100:]!r} and not with "
-                         "'SCORE: n', n from 0 to 10; choose a model that follows instructions")
+        raise ValueError(
+            f"--judge_model {judge_model} ends its reply with {reply[-100:]!r} and not with "
+            "'SCORE: n', n from 0 to 10; choose a model that follows instructions")
 
 
 def _reason(e, url):
     """Why a request failed and what to do, in one line."""
     if isinstance(e, urllib.error.HTTPError):
         if 300 <= e.code < 400:
-            return f"HTTP {e.code} {e.reason}; give the address it leads to, {e.headers['Location']}"
+            place = e.headers["Location"]
+            return f"HTTP {e.code} {e.reason}; give the address it leads to, {place}"
         advice = {401: "; set OPENAI_API_KEY", 403: "; set OPENAI_API_KEY", 404: _known_models(url)}
         return f"HTTP {e.code} {e.reason}{advice.get(e.code, '')}"
     if isinstance(e, TimeoutError):
@@ -126,45 +131,43 @@ def _request(url, body, seconds):
 
     Raises TimeoutError after `seconds`: urllib limits each read, but a reply may come in drops.
     """
-    reply = Future()
-    args = (url, body, time.monotonic() + seconds, reply)
-    thread = threading.Thread(target=_fetch, args=args, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"no reply within {seconds:g} s")
-    return reply.result()
+    future, end = Future(), time.monotonic() + seconds
+
+    def fetch():
+        try:
+            future.set_result(_fetch(url, body, end))
+        except Exception as e:  # URLError hides a TimeoutError, ConnectionRefusedError
+            reason = getattr(e, "reason", None)
+            future.set_exception(reason if isinstance(reason, OSError) else e)
+
+    threading.Thread(target=fetch, daemon=True).start()
+    return future.result(seconds)
 
 
-def _fetch(url, body, end, reply):
-    """Set what the Future `reply` gives or raises."""
-    key = "".join(os.environ.get("OPENAI_API_KEY", "-").split())  # http.client would print one with a newline
+def _fetch(url, body, end):
+    # http.client would print a key that has a line break
+    key, pause = "".join(os.environ.get("OPENAI_API_KEY", "-").split()), 0.25
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    pause = 0.25
-    try:
-        request = urllib.request.Request(url, body, headers)
-        opener = urllib.request.build_opener(_NoRedirect)
-        while True:
-            try:
-                with opener.open(request, timeout=max(0.01, end - time.monotonic())) as response:
-                    return reply.set_result(json.loads(response.read(1 << 20)))
-            except urllib.error.HTTPError as e:
-                if e.code != 429 and e.code < 500 or time.monotonic() + pause >= end:
-                    said = e.read(1000).decode("utf-8", "replace")
-                    e.msg = " ".join(f"{e.msg} {said}".split())[:200]
-                    raise
-            time.sleep(pause)
-            pause *= 2
-    except Exception as e:  # URLError hides a TimeoutError, ConnectionRefusedError
-        reason = getattr(e, "reason", None)
-        reply.set_exception(reason if isinstance(reason, OSError) else e)
+    request = urllib.request.Request(url, body, headers)
+    opener = urllib.request.build_opener(_NoRedirect)
+    while True:
+        try:
+            with opener.open(request, timeout=max(0.01, end - time.monotonic())) as response:
+                return json.loads(response.read(1 << 20))
+        except urllib.error.HTTPError as e:
+            if e.code != 429 and e.code < 500 or time.monotonic() + pause >= end:
+                said = e.read(1000).decode("utf-8", "replace")
+                e.msg = " ".join(f"{e.msg} {said}".split())[:200]
+                raise
+        time.sleep(pause)
+        pause *= 2
 
 
 def _score(reply):
-    """The score at the end of a reply, 0.0 to 1.0, or None. 7, 7.5, 7/10, 10.0 are scores; 7/100 is none."""
+    """The score at the end of a reply, 0.0 to 1.0, or None: 7, 7.5, 7/10 are scores, not 7/100."""
     _, found, last = reply[-200:].rpartition("SCORE:")
-    score = r"[ *]{0,3}(\d+(?:\.\d+)?)(?: ?/ ?10)?(?! ?/|[.,]?[\w%–-])"  # no part of another number
-    number = found and re.match(score, last)
+    # no part of another number
+    number = found and re.match(r"[ *]{0,3}(\d+(?:\.\d+)?)(?: ?/ ?10)?(?! ?/|[.,]?[\w%–-])", last)
     return float(number[1]) / 10 if number and float(number[1]) <= 10 else None
 
 
@@ -176,7 +179,7 @@ def _path(cache):
 def _open(cache):
     _path(cache).parent.mkdir(parents=True, exist_ok=True)
     with contextlib.closing(sqlite3.connect(_path(cache), timeout=10, isolation_level=None)) as db:
-        db.execute("pragma synchronous = off")  # with fsync the processes wait for each other, past the limit
+        db.execute("pragma synchronous = off")  # with fsync the processes wait for each other
         db.execute("create table if not exists verdicts (key primary key, score)")
         yield db
 

@@ -1,17 +1,17 @@
-"""A pool of processes for calls that may hang, crash or use too much memory. It knows nothing of rewards.
+"""A pool of processes for calls that may hang, crash or use too much memory. It knows no rewards.
 
-    trainer (one thread of Pool) -> fork server (has imported the functions) -> workers (3 ms per fork)
+    trainer (one thread of Pool) -> fork server (imports the functions) -> workers (3 ms per fork)
 
 The fork server and each worker have a parent that only waits (_keep) and kills all that they have
 started.
 
-Why not a library (figures of bench/rewards.py, 2 cores): for 20 hung answers among 1,024 at a limit of 5 s
-this pool takes 5.7 s, pebble 5.2 54 s with one worker per core and 6.5 s with 24, where math takes 1.8 s in
-place of 0.9 s. pebble also imports the trainer's __main__ (torch, vLLM) in every worker and does not kill
-what a worker started. loky has no limit per call, and one dead worker fails all pending calls.
+Why not a library (pebble 5.2, bench/verifiers.py on 2 cores): with one worker per core, 20 hung
+answers among 1,024 at a limit of 5 s take 54 s; with 24 workers math takes twice as long. pebble
+also imports the trainer's __main__ (torch, vLLM) in every worker and does not kill what a worker
+started. loky has no limit per call, and one dead worker fails all pending calls.
 
-Why not a fork of the trainer: it would copy CUDA state. Why not signal.alarm: Python's signal handlers never
-run while sympy computes 9**9**9 inside C code.
+Why not a fork of the trainer: it would copy CUDA state. Why not signal.alarm: Python's signal
+handlers never run while sympy computes 9**9**9 inside C code.
 """
 import contextlib
 import ctypes
@@ -33,54 +33,45 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-START_SECONDS = 120.0  # limit of make_handler, which imports the user's files (torch from a network disk: 60)
-in_pool = False  # whether this process is a fork server or a worker of a pool: its calls can be killed
+START_SECONDS = 120.0  # limit of make_handler: importing torch from a network disk takes 60
 FORK_SECONDS = 10.0  # limit of a fork: a fork server that was stopped, or hangs, is replaced
 MAX_SLOW = 32  # slow calls that may run beside the others at one time (see Pool._slow_at)
+WAITING = 64  # calls that wait for a network, at one time
+in_pool = False  # True in the fork server and the workers of a pool: calls there can be killed
 # The CPUs of this process, read before vLLM pins its threads
 CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
 @dataclass
-class Job:
-    """The tasks of one submit()."""
-    tasks: list
-    unfinished: int
-    slow_starts: list = field(default_factory=list)  # when its slow calls began, also those that timed out
-    future: Future = field(default_factory=Future)
-
-
-@dataclass
 class Task:
     payload: bytes
-    steps: int  # how many values the handler yields for it
-    job: Job
-    results: list = field(default_factory=list)
+    waits: bool  # for a network, more than it computes
+    future: Future = field(default_factory=Future)
 
 
 @dataclass
 class Worker:
     pid: int  # of its parent and of their process group
     conn: Connection
-    tasks: deque = field(default_factory=deque)  # the first one is running
-    started: float = 0.0  # when the running step began
-    slow: bool = False  # it keeps its running task, at low priority; another worker takes its place
+    task: Task | None = None
+    started: float = 0.0  # when it got the task
+    slow: bool = False  # it keeps its task, at low priority; another worker takes its place
 
 
 class Pool:
-    """Runs calls in processes that can be killed: `Pool("module:make_handler", args).submit(tasks,
-    steps).result()`.
+    """Runs calls in processes that can be killed.
 
-    `make_handler(*args)` is called once, in the fork server. It returns `handle(task)`, a generator of
-    `steps` values. The result is one list per task: the values that `handle` yielded, and as its last item
-    Pool.TIMEOUT if a step took longer than `timeout` seconds or Pool.DIED if the worker ended. Raises
-    ValueError with make_handler's message, RuntimeError if it takes too long or ends the process. The
-    attribute `about` is that of `handle`, for what the caller must know; None if it has none.
+        pool = Pool("module:make_handler", args)
+        results = [future.result() for future in pool.submit(tasks)]
 
-    A slow call does not delay the others: another worker is forked to go on with them. Slow calls of one job
-    share one time limit, counted from the start of the first (each call gets at least half of it), so 20
-    calls that hang cost as much time as one. A call that allocates more than `memory` bytes gets MemoryError:
-    10^{10^{10}} takes 4 GB, and 20 such calls at once would fill the machine.
+    `make_handler(*args)` is called once, in the fork server, and returns the function `handle`. The
+    result of a task is handle(task), Pool.TIMEOUT after `timeout` seconds, or Pool.DIED if the
+    worker ended. The attribute `about` is that of `handle`, for what the caller must know. Raises
+    ValueError with make_handler's message, RuntimeError if it takes too long or ends the process.
+
+    A slow call does not delay the others: another worker is forked to go on with them, so 20 calls
+    that hang cost little more time than one. A call that allocates more than `memory` bytes gets
+    MemoryError: 10^{10^{10}} takes 4 GB, and 20 such calls at once would fill the machine.
     """
 
     TIMEOUT, DIED = "timeout", "its process died"
@@ -89,32 +80,33 @@ class Pool:
         self.setup = pickle.dumps((list(sys.path), CPUS, memory, handler, args))
         self.timeout = timeout
         self.size = workers or len(CPUS or range(os.cpu_count() or 1))
-        self.pending, self.workers, self.closed = deque(), [], False
-        self.mean_seconds = 0.0  # running mean of the time per step
-        self.wake_reader, self.wake_writer = os.pipe()  # other threads wake the pool's thread with a byte
-        self.lock = threading.Lock()  # no job may be queued after the thread has ended
+        self.pending = {False: deque(), True: deque()}  # tasks that compute; that wait
+        self.workers, self.closed = [], False
+        self.mean_seconds = 0.0  # running mean of the time of a task that computes
+        self.wake_reader, self.wake_writer = os.pipe()  # other threads wake the pool's with a byte
+        self.lock = threading.Lock()  # no task may be queued after the thread has ended
         self._start_fork_server()
         self.thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
         self.thread.start()
 
-    def submit(self, tasks, steps):
-        """Queue tasks, each of which yields `steps` values. Returns a Future of one list of results per task.
+    def submit(self, tasks, waits=False):
+        """Queue tasks. Returns a list of Futures of their results.
 
-        Raises what pickle raises for a task that cannot be pickled, RuntimeError if the pool is closed.
+        As many tasks run at a time as the pool has workers; with waits=True WAITING tasks.
+
+        Raises what pickle raises for a task that cannot be pickled. Raises RuntimeError if the pool
+        is closed, as does a Future that is unfinished when it is closed.
         """
-        job = Job([], len(tasks))
-        job.tasks = [Task(pickle.dumps(payload), steps, job) for payload in tasks]
-        if not tasks:
-            job.future.set_result([])
+        tasks = [Task(pickle.dumps(payload), waits) for payload in tasks]
         with self.lock:
             if self.closed:
                 raise RuntimeError("the verifier pool is closed")
-            self.pending.extend(job.tasks)
+            self.pending[waits].extend(tasks)
             os.write(self.wake_writer, b"!")
-        return job.future
+        return [task.future for task in tasks]
 
     def close(self):
-        """Kill all processes of the pool. result() of unfinished jobs raises RuntimeError."""
+        """Kill all processes of the pool."""
         with self.lock:
             if not self.closed:
                 self.closed = True
@@ -137,16 +129,16 @@ class Pool:
             worker.conn.close()
         os.close(self.wake_reader)
         os.close(self.wake_writer)
-        unfinished = [*self.pending, *(task for worker in self.workers for task in worker.tasks)]
-        for job in {id(task.job): task.job for task in unfinished}.values():
-            job.future.set_exception(error)
+        running = [worker.task for worker in self.workers if worker.task]
+        for task in [*running, *self.pending[False], *self.pending[True]]:
+            task.future.set_exception(error)
 
     def _step(self):
         """Assign tasks, wait for the next event, handle it."""
         self._assign_tasks()
-        busy = [worker for worker in self.workers if worker.tasks]
-        next_event = min((min(self._slow_at(w), self._deadline(w)) for w in busy), default=None)
-        seconds = None if next_event is None else max(0.0, next_event - time.monotonic())
+        busy = [worker for worker in self.workers if worker.task]
+        events = [min(self._slow_at(w), w.started + self.timeout) for w in busy]
+        seconds = max(0.0, min(events) - time.monotonic()) if events else None
         ready = wait([self.wake_reader, *(worker.conn for worker in self.workers)], seconds)
         if self.wake_reader in ready:
             os.read(self.wake_reader, 4096)
@@ -154,84 +146,56 @@ class Pool:
         for worker in self.workers[:]:
             if worker.conn in ready:
                 self._receive(worker)
-            elif worker.tasks and now >= self._deadline(worker):
+            elif worker.task and now >= worker.started + self.timeout:
                 self._remove(worker, Pool.TIMEOUT)
-            elif worker.tasks and now >= self._slow_at(worker):
-                self._mark_slow(worker)
+            elif worker.task and now >= self._slow_at(worker):
+                worker.slow = True
+                with contextlib.suppress(OSError):  # it may have ended meanwhile
+                    os.setpriority(os.PRIO_PGRP, worker.pid, 10)
 
     def _assign_tasks(self):
-        while self.pending:
-            worker = next((w for w in self.workers if not w.tasks), None)
-            if worker is None:
-                if sum(not w.slow for w in self.workers) >= self.size:
-                    return
-                worker = self._fork_worker()
-            n = max(1, min(16, len(self.pending) // (4 * self.size)))  # few at the end: all finish together
-            worker.tasks.extend(self.pending.popleft() for _ in range(n))
-            worker.started = time.monotonic()
-            with contextlib.suppress(OSError):  # it has just died: the next _step reads end of file
-                worker.conn.send([task.payload for task in worker.tasks])
+        for waits, limit in ((False, self.size), (True, WAITING)):
+            busy = sum(w.task is not None and w.task.waits == waits and not w.slow
+                       for w in self.workers)
+            for _ in range(min(limit - busy, len(self.pending[waits]))):
+                idle = [worker for worker in self.workers if not worker.task]
+                worker = idle[0] if idle else self._fork_worker()
+                worker.task, worker.started = self.pending[waits].popleft(), time.monotonic()
+                with contextlib.suppress(OSError):  # it has just died: _step reads end of file
+                    worker.conn.send_bytes(worker.task.payload)
 
     def _receive(self, worker):
         try:
-            while True:
-                result = worker.conn.recv()
-                now, task = time.monotonic(), worker.tasks[0]
-                if worker.slow and worker.started in task.job.slow_starts:
-                    task.job.slow_starts.remove(worker.started)  # slow, but it did not hang
-                self.mean_seconds += (now - worker.started - self.mean_seconds) / 20
-                worker.started = now
-                task.results.append(result)
-                if len(task.results) == task.steps:
-                    self._finish(worker.tasks.popleft())
-                if not worker.tasks or not worker.conn.poll():
-                    break
+            result = worker.conn.recv()
         except (EOFError, OSError):
             return self._remove(worker, Pool.DIED)
-        if worker.slow and not worker.tasks:  # it still holds tasks that others have got
-            self._remove(worker, None)
-
-    def _finish(self, task):
-        task.job.unfinished -= 1
-        if task.job.unfinished == 0:
-            task.job.future.set_result([t.results for t in task.job.tasks])
-
-    def _deadline(self, worker):
-        """When the running step of this worker times out."""
-        first = min([worker.started, *worker.tasks[0].job.slow_starts])
-        return max(first + self.timeout, worker.started + self.timeout / 2)
+        if not worker.task.waits:
+            self.mean_seconds += (time.monotonic() - worker.started - self.mean_seconds) / 20
+        worker.task.future.set_result(result)
+        worker.task = None
+        if worker.slow:  # another worker has its place, and its priority cannot rise again
+            self._remove(worker)
 
     def _slow_at(self, worker):
-        """When the running step of this worker counts as slow; infinity if it may not.
+        """When the task of this worker counts as slow; infinity if it may not.
 
-        Relative to the mean: where every call takes long (programs, a busy machine), replacing every worker
-        would start more processes than there are cores, and each would take longer still.
+        Relative to the mean: where every call takes long (programs, a busy machine), replacing
+        every worker would start more processes than there are cores, and each would take longer.
         """
-        if worker.slow or sum(w.slow for w in self.workers) >= MAX_SLOW:
+        if worker.slow or worker.task.waits or sum(w.slow for w in self.workers) >= MAX_SLOW:
             return float("inf")
         return worker.started + max(self.timeout / 25, 4 * self.mean_seconds)
 
-    def _mark_slow(self, worker):
-        """Let the worker run its present task at low priority and give its other tasks to other workers."""
-        worker.slow, task = True, worker.tasks.popleft()
-        task.job.slow_starts.append(worker.started)
-        self.pending.extendleft(reversed(worker.tasks))
-        worker.tasks = deque([task])
-        with contextlib.suppress(OSError):  # it may have ended meanwhile
-            os.setpriority(os.PRIO_PGRP, worker.pid, 10)
-
-    def _remove(self, worker, result):
-        """Kill the worker. `result` goes to its running task; its other tasks are queued again."""
+    def _remove(self, worker, result=None):
+        """Kill the worker. Its task gets the result."""
         self.workers.remove(worker)
         with socket.socket(fileno=os.dup(worker.conn.fileno())) as line:
             line.shutdown(socket.SHUT_RDWR)  # close() does not end it if the trainer has forked
         worker.conn.close()
         with contextlib.suppress(OSError):  # it has ended
             os.kill(worker.pid, signal.SIGCONT)  # its function may have stopped the parent
-        if worker.tasks:
-            worker.tasks[0].results.append(result)
-            self._finish(worker.tasks.popleft())
-            self.pending.extendleft(reversed(worker.tasks))
+        if worker.task:
+            worker.task.future.set_result(result)
 
     def _fork_worker(self):
         for last_try in False, True:
@@ -260,15 +224,17 @@ class Pool:
     def _start_fork_server(self):
         root = str(Path(__file__).resolve().parents[1])
         self.control, theirs = socket.socketpair()
-        code = (f"import os, sys; sys.path.insert(0, {root!r}); from verify import pool; pool._serve(); "
-                "os._exit(0)")  # does not wait for threads of a user's file
-        # One thread each and no GPU, whatever a user's reward function imports. A session of its own: Ctrl-C
-        # reaches only the trainer, which then closes the pool or exits. -u: os._exit drops buffers.
-        env = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+        # os._exit does not wait for threads of a user's file, but drops buffers, hence -u
+        code = (f"import os, sys; sys.path.insert(0, {root!r}); from verify import pool; "
+                "pool._serve(); os._exit(0)")
+        command = [sys.executable, "-u", "-c", code, str(theirs.fileno())]
+        # One thread each and no GPU, whatever a user's reward function imports. A session of its
+        # own: Ctrl-C reaches only the trainer, which then closes the pool or exits.
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
+                            "OPENBLAS_NUM_THREADS": "1"}
         with theirs:
-            self.fork_server = subprocess.Popen(
-                [sys.executable, "-u", "-c", code, str(theirs.fileno())], stdin=subprocess.PIPE, env=env,
-                pass_fds=[theirs.fileno()], start_new_session=True)
+            self.fork_server = subprocess.Popen(command, stdin=subprocess.PIPE, env=env,
+                                                pass_fds=[theirs.fileno()], start_new_session=True)
         with contextlib.suppress(BrokenPipeError), self.fork_server.stdin as pipe:
             pipe.write(self.setup)
         self.control.settimeout(START_SECONDS)
@@ -276,12 +242,13 @@ class Pool:
             reply = self.control.recv(65536)
         except TimeoutError:
             self._end_fork_server()
-            raise RuntimeError(f"the verifier process was not ready after {START_SECONDS:g} s: does a reward "
-                               "file loop, download or wait when it is imported?") from None
+            raise RuntimeError(
+                f"the verifier process was not ready after {START_SECONDS:g} s: does a reward file "
+                "loop, download or wait when it is imported?") from None
         self.control.settimeout(FORK_SECONDS)
         if not reply:
-            raise RuntimeError(f"the verifier process ended with status {self.fork_server.wait()} when it "
-                               "imported the reward functions")
+            raise RuntimeError(f"the verifier process ended with status {self.fork_server.wait()} "
+                               "when it imported the reward functions")
         error, self.about = pickle.loads(reply)
         if error:
             self.fork_server.wait()
@@ -295,7 +262,7 @@ def _serve():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _keep(control)
     sys.path[:], cpus, memory, handler, args = pickle.load(sys.stdin.buffer)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function that asks for input gets end of file
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a function that asks for input gets end of file
     if cpus:
         os.sched_setaffinity(0, cpus)
     module, _, name = handler.partition(":")
@@ -304,7 +271,8 @@ def _serve():
     except Exception as e:  # it runs code of users: any type
         error = str(e) if isinstance(e, (ValueError, RuntimeError)) else f"{type(e).__name__}: {e}"
         return control.sendall(pickle.dumps((" ".join(error.split())[:2000], None)))
-    gc.freeze()  # otherwise the garbage collector writes to every page, and each worker gets its own copy
+    # otherwise the garbage collector writes to every page, and each worker gets its own copy
+    gc.freeze()
     control.sendall(pickle.dumps((None, getattr(handle, "about", None))))
     forked = []
     while True:
@@ -323,8 +291,8 @@ def _serve():
 def _keep(line):
     """Fork, and return in the child only.
 
-    When the child has ended or the other end of the socket `line` is closed, the parent kills all that
-    the child has started, daemons too, and ends as the child did.
+    When the child has ended or the other end of the socket `line` is closed, the parent kills all
+    that the child has started, daemons too, and ends as the child did.
     """
     prctl, hung_up, status = ctypes.CDLL(None).prctl, select.poll(), None
     hung_up.register(line, 0)
@@ -358,11 +326,10 @@ def _work(fd, handle, memory):
             used = int(next(line for line in f if line.startswith("VmData")).split()[1]) * 1024
         resource.setrlimit(resource.RLIMIT_DATA, (used + memory, used + memory))
         while True:
-            for task in conn.recv():
-                for result in handle(pickle.loads(task)):
-                    if os.getpid() != worker:  # the function has forked, and has returned twice
-                        os._exit(1)
-                    conn.send(result)
+            result = handle(conn.recv())
+            if os.getpid() != worker:  # the function has forked, and has returned twice
+                os._exit(1)
+            conn.send(result)
     except (EOFError, OSError):
         os._exit(0)  # the pool has closed its end
     finally:

@@ -8,16 +8,29 @@ import math
 import operator
 import sys
 import traceback
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 
 from verify.pool import Pool
 
-WAITING = 64  # calls of functions that wait for a network, at a time
-ATTRIBUTES = ("whole_batch", "waits", "reads_gold")
 # by the trainer and by Verifier
 ADDED_COLUMNS = {"prompts", "step", "sample_index", "completion_ids", "index", "correct"}
+
+
+@dataclass
+class Traits:
+    """What Verifier knows of a reward function: the columns without which it fails, and attributes
+    that the function may have, such as my_reward.waits = True.
+
+    It may also have `check`, a function of the settings that raises ValueError with one line if the
+    reward cannot work, and `warm`, a function that imports modules and fills caches. Both are
+    called once, before the workers are forked.
+    """
+    columns: set = None
+    whole_batch: bool = False  # it gets all completions of a spec in one call, after the others
+    waits: bool = False  # for a network, more than it computes: pool.WAITING calls at a time
+    reads_gold: bool = False  # gives None to "" exactly if it cannot read the gold answer
 
 
 class Verifier:
@@ -26,91 +39,65 @@ class Verifier:
         verify = Verifier("math:1,format:0.2", workers=8, timeout=5.0)
         rewards, parts, metrics = verify(completions, answer=answers, prompts=prompts)
 
-    rewards   one value per completion: the weighted sum of its parts that are not None; None if all parts
-              are None, or if one of them timed out or crashed. A list of steps where a function gave steps
-    parts     {name: one unweighted value per completion}; for steps the mean of their values: 1 if every
-              step is right. None also where the row's spec does not name the function
-    metrics   reward/timeouts and reward/crashes: completions of this batch that have no verdict for that
+    rewards   one value per completion: the weighted sum of its parts that are not None; None if all
+              parts are None, or if one of them timed out or crashed
+    parts     {name: one unweighted value per completion}; None where a row does not name it
+    metrics   reward/timeouts and reward/crashes: how many completions have no verdict for that
 
-    A step is (end, value): `end` is the number of characters of the text that it covers, 1..len(text), and
-    rises from step to step. If a function with a weight other than 0 gives steps for a completion, the steps
-    of all functions are weighted, added where they end at the same place, and sorted; a number of another
-    function is a step at the end of the text. Functions with weight 0 add no steps. A completion without
-    steps has no verdict.
+    A reward function may give a list of steps for a completion: (end, value), where `end` is the
+    number of characters of the text that the step covers, 1..len(text), and rises from step to
+    step. If one with a weight other than 0 does, the reward is a list of steps: all are weighted,
+    added where they end at the same place, and sorted; a number of another function is a step at
+    the end of the text. A part is then the mean of the steps' values: 1 if every step is right.
+    Functions with weight 0 add no steps. A completion without steps has no verdict.
 
-    The column `reward` may hold a spec per completion, which then replaces `spec` (None or "": `spec`
-    itself). All of them are given in row_specs, which may contain them more than once.
+    The column `reward` may hold a spec per completion in place of `spec` (None or "": `spec`). All
+    of them are given in row_specs. `known`: see parse_spec; rewards.Verifier fills it in.
 
-    The first crash of each function is printed to stderr; its last line is in the dict `crashes`. A column
-    that is a list holds one value per completion. Any other column and the settings (max_tokens, judge_url,
-    ...) reach every call unchanged. A call gets one completion; it may take `timeout` seconds and memory_mb
-    of memory. One that raises TimeoutError counts as timed out. Two columns are added: index (position in the
-    batch) and, for whole_batch functions, correct (the first part that is not one of them).
+    A column that is a list holds one value per completion. Any other column and the settings
+    (max_tokens, judge_url, ...) reach every call unchanged. A call gets one completion; it may take
+    `timeout` seconds and memory_mb of memory. One that raises TimeoutError has timed out. Two
+    columns are added: index (position in the batch) and, for whole_batch functions, correct (the
+    first part that is not one of them). The first crash of each function is printed to stderr; its
+    last line is in the dict `crashes`.
 
-    A reward function may have these attributes:
-
-    whole_batch   True: it gets all completions of a spec in one call, after the other functions
-    waits         True: it waits for a network more than it computes, so 64 of its calls run at a time
-    warm          a function, called once before the workers are forked, to import modules and fill caches
-    check         a function of the settings, called before `warm`: raises ValueError with one line if the
-                  reward cannot work
-    reads_gold    True: it gives None to an empty completion exactly if it cannot read the gold answer
-
-    `parser` names the function spec -> [(name, weight, function), ...] as "module:function". It is a name
-    because only processes that can be killed import a user's file. rewards.Verifier fills it in.
-
-    Raises ValueError for a bad spec or a reward that cannot be imported or fails its check, RuntimeError if
-    no process starts. Both have one line.
+    Raises ValueError for a bad spec or a reward that cannot be imported or fails its check,
+    RuntimeError if no process starts. Both have one line.
     """
 
     def __init__(self, spec, workers=None, timeout=5.0, messages=False, allow_unsafe_code=False,
-                 memory_mb=512, *, parser, row_specs=(), **settings):
+                 memory_mb=512, *, known, row_specs=(), **settings):
         settings = {"timeout": timeout, "allow_unsafe_code": allow_unsafe_code, **settings}
         specs = [spec, *(other for other in row_specs if other not in (None, ""))]
         for other in specs:
             if not isinstance(other, str):
-                raise ValueError(f"column 'reward': {str(other)[:200]} is no text such as math:1,format:0.1")
+                raise ValueError(f"column 'reward': {str(other)[:200]} is no text such as "
+                                 "math:1,format:0.1")
 
-        def start(workers, check):
-            args = (parser, list(dict.fromkeys(specs)), settings, check)
-            return Pool("verify.verifier:_make_handler", args, workers, timeout, memory_mb << 20)
-
-        self.pool = start(workers, check=True)
-        self.spec = spec
-        self.weights, functions = self.pool.about  # {spec: {name: weight}}, {name: (columns, attributes)}
-        self.needed = {name: columns - settings.keys() for name, (columns, _) in functions.items()}
-        self.batch_names, waiting, self.gold_names = (
-            [name for name, (_, attributes) in functions.items() if attributes[key]] for key in ATTRIBUTES)
-        names = [name for name in functions if name not in self.batch_names]
-        waiting = [name for name in names if name in waiting]
-        self.pools = [(self.pool, [name for name in names if name not in waiting])]
-        if waiting:
-            self.pools.append((start(WAITING, check=False), waiting))
-        self.messages = messages
+        args = (list(dict.fromkeys(specs)), known, settings)
+        self.pool = Pool("verify.verifier:_make_handler", args, workers, timeout, memory_mb << 20)
+        self.spec, self.messages = spec, messages
+        self.weights, self.traits = self.pool.about  # {spec: {name: weight}}, {name: Traits}
+        self.needed = {name: traits.columns - settings.keys()
+                       for name, traits in self.traits.items()}
         self.crashes = {}  # name of a function -> last line of its first crash
 
-    def __call__(self, completions, **columns):
-        """Judge a batch: returns (rewards, parts, metrics), see the class."""
-        return self.submit(completions, **columns).result()
-
     def weights_of(self, spec=None):
-        """{name: weight}, in their order, of the spec of a row; of the Verifier's own one for None and "".
+        """{name: weight}, in their order, of the spec of a row; for None and "" of the Verifier's.
 
         Raises ValueError for a spec that was not in row_specs.
         """
-        return self.weights[self._known(spec)]
-
-    def _known(self, spec):
         spec = self.spec if spec in (None, "") else spec
         if not isinstance(spec, str) or spec not in self.weights:
-            raise ValueError(f"column 'reward': {str(spec)[:200]!r} was not in row_specs at the start")
-        return spec
+            raise ValueError(f"column 'reward': {str(spec)[:200]!r} was not in row_specs at the "
+                             "start")
+        return self.weights[spec]
 
-    def submit(self, completions, **columns):
-        """The same without waiting: returns a handle whose result() waits.
+    def __call__(self, completions, **columns):
+        """Judge a batch: returns (rewards, parts, metrics), see the class.
 
-        Raises ValueError if a column has another number of values than there are completions, or for a spec
-        that was not in row_specs.
+        Raises ValueError if a column has another number of values than there are completions, or
+        for a spec that was not in row_specs.
         """
         n = len(completions)
         columns["index"] = list(range(n))
@@ -122,100 +109,94 @@ class Verifier:
         specs = columns.get("reward")
         rows_of = {}  # spec -> indices of the completions that it judges
         for i, spec in enumerate(specs if isinstance(specs, (list, tuple)) else [specs] * n):
-            rows_of.setdefault(self._known(spec), []).append(i)
-        jobs = []  # a task per completion, for all functions of a pool that judge single completions
+            self.weights_of(spec)  # raises
+            rows_of.setdefault(spec or self.spec, []).append(i)
+        values = {name: [None] * n for name in self.traits}  # or numbers, steps, errors as text
+        whole = [name for name, traits in self.traits.items() if traits.whole_batch]
+        calls = [(name, [i]) for spec, rows in rows_of.items()
+                 for name in self.weights[spec] if name not in whole for i in rows]
+        self._judge(calls, completions, columns, values)
         for spec, rows in rows_of.items():
-            for pool, pool_names in self.pools:
-                names = [name for name in self.weights[spec] if name in pool_names]
-                tasks = [(names, *_select(completions, columns, [i])) for i in rows if names]
-                jobs.append((tasks, pool.submit(tasks, len(names))))
-        collect = functools.partial(self._collect, jobs, completions, columns, rows_of)
-        return SimpleNamespace(result=functools.cache(collect))
+            names = self.weights[spec]
+            first = next((name for name in names if name not in whole), None)
+            correct = {"correct": list(map(_part, values[first]))} if first else {}
+            calls = [(name, rows) for name in names if name in whole]
+            self._judge(calls, completions, columns | correct, values)
+
+        rewards = [None] * n
+        for spec, rows in rows_of.items():
+            for i in rows:
+                given = [(weight, values[name][i]) for name, weight in self.weights[spec].items()
+                         if values[name][i] is not None]
+                if given and not any(isinstance(value, str) for _, value in given):
+                    rewards[i] = _weighted(given, completions[i])
+        errors = [x for column in values.values() for x in column if isinstance(x, str)]
+        timeouts = errors.count(Pool.TIMEOUT)
+        metrics = {"reward/timeouts": float(timeouts),
+                   "reward/crashes": float(len(errors) - timeouts)}
+        return rewards, {name: list(map(_part, column)) for name, column in values.items()}, metrics
+
+    def _judge(self, calls, completions, columns, values):
+        """Make calls (name of a function, indices of completions) and enter what they return."""
+        jobs = []
+        for waits in False, True:
+            mine = [call for call in calls if self.traits[call[0]].waits == waits]
+            tasks = [(name, *_select(completions, columns, rows)) for name, rows in mine]
+            jobs += zip(mine, tasks, self.pool.submit(tasks, waits))
+        for (name, rows), task, future in jobs:
+            result = future.result()
+            if isinstance(result, str) and result != Pool.TIMEOUT and name not in self.crashes:
+                self.crashes[name] = f"{name}: {result.strip().splitlines()[-1]}"
+                print(f"reward {name!r} crashed (printed once, then counted in reward/crashes) on "
+                      f"completion {repr(task[1])[:500]} of {repr(task[2])[:500]}\n{result}",
+                      file=sys.stderr)
+            for i, value in zip(rows, [result] * len(rows) if isinstance(result, str) else result):
+                values[name][i] = value
 
     def _judged_by(self, name, examples):
         return [example for example in examples if name in self.weights_of(example.get("reward"))]
 
     def check_columns(self, examples, source):
-        """Raises ValueError if a reward function needs a column that is None or missing in all of the
-        `examples` (dicts) that it judges. `source` is their name."""
+        """Raises ValueError if a reward function needs a column that is None or missing in all of
+        the `examples` (dicts) that it judges. `source` is their name."""
         for name, needed in self.needed.items():
             judged = self._judged_by(name, examples)
-            columns = dict.fromkeys(  # in their order
-                key for example in judged for key, value in example.items() if value is not None)
-            columns.pop("prompt_ids", None)  # the trainer's
+            columns = dict.fromkeys(  # in their order; prompt_ids is the trainer's
+                key for example in judged for key, value in example.items()
+                if value is not None and key != "prompt_ids")
             flag = "--rewards" if name in self.weights_of() else "column 'reward',"
             rows = "" if len(judged) == len(examples) else " in the rows with this reward"
             for column in sorted(needed - columns.keys() - ADDED_COLUMNS) if judged else ():
-                raise ValueError(f"{flag} {name}: it reads the column '{column}', which {source} does not "
-                                 f"have{rows} (it has {', '.join(map(str, columns))})")
+                raise ValueError(
+                    f"{flag} {name}: it reads the column '{column}', which {source} does not "
+                    f"have{rows} (it has {', '.join(map(str, columns))})")
 
     def count_unreadable(self, examples, notify=print, at_most=256):
-        """Call notify(text) for each reward that cannot read some gold answers of the `examples` (dicts) that
-        it judges. Raises ValueError if it can read none.
+        """Call notify(text) for each reward that cannot read some gold answers of the `examples`
+        (dicts) that it judges. Raises ValueError if it can read none.
 
-        Each reward judges an empty completion of every example; of more than `at_most`, of an even sample.
+        Each reward judges an empty completion of every example; of more than `at_most`, of an even
+        sample.
         """
-        for name in self.gold_names:
+        for name in [name for name, traits in self.traits.items() if traits.reads_gold]:
             judged = self._judged_by(name, examples)
             sample = judged[::math.ceil(len(judged) / at_most) or 1]
             rows = [{key: [value] for key, value in example.items()} for example in sample]
-            results = self.pool.submit([([name], [""], row) for row in rows], 1).result()
-            bad = [example for example, (result,) in zip(sample, results) if result != [0.0]]
-            if bad and len(bad) == len(sample):
-                raise ValueError(f"reward {name}: none of {len(bad)} answers can be read; choose another "
-                                 f"reward or --answer_key; one is {str(bad[0].get('answer'))[:200]!r}")
-            if bad:
-                of = f" (an even sample of {len(judged)})" if len(sample) < len(judged) else ""
-                notify(f"reward {name}: {len(bad)} of {len(sample)} answers cannot be read{of}, and their "
-                       f"completions get no verdict; one is {str(bad[0].get('answer'))[:200]!r}")
-
-    def _collect(self, jobs, completions, columns, rows_of):
-        values = {name: [None] * len(completions) for name in self.needed}  # numbers, None, or lists of steps
-        failed = set()  # indices of completions with a part that timed out or crashed
-        metrics = {"reward/timeouts": 0.0, "reward/crashes": 0.0}
-        for tasks, future in jobs:
-            self._store(tasks, future.result(), values, failed, metrics)
-        parts = {name: [_part(value) for value in column] for name, column in values.items()}
-        for spec, rows in rows_of.items():
-            names = [name for name in self.weights[spec] if name in self.batch_names]
-            judged, row = _select(completions, columns, rows)
-            if first := next((name for name in self.weights[spec] if name not in names), None):
-                row["correct"] = [parts[first][i] for i in rows]
-            tasks = [(names, judged, row)] if names else []
-            self._store(tasks, self.pool.submit(tasks, len(names)).result(), values, failed, metrics)
-        parts |= {name: [_part(value) for value in values[name]] for name in self.batch_names}
-        rewards = [None] * len(completions)
-        for spec, rows in rows_of.items():
-            for i in rows:
-                given = [(weight, values[name][i]) for name, weight in self.weights[spec].items()
-                         if values[name][i] is not None]
-                if given and i not in failed:
-                    rewards[i] = _weighted(given, completions[i])
-        return rewards, parts, metrics
-
-    def _store(self, tasks, all_results, values, failed, metrics):
-        """Enter results into values, failed and metrics. A result is a list of values or an error as text."""
-        for (names, completions, row), results in zip(tasks, all_results):
-            for name, result in zip(names, results):
-                if isinstance(result, list):
-                    for i, value in zip(row["index"], result):
-                        values[name][i] = value
-                    continue
-                failed.update(row["index"])
-                if result == Pool.TIMEOUT:
-                    metrics["reward/timeouts"] += len(completions)
-                    continue
-                metrics["reward/crashes"] += len(completions)
-                if name not in self.crashes:
-                    self.crashes[name] = f"{name}: {result.strip().splitlines()[-1]}"
-                    sample = f"{repr(completions)[:500]} of {repr(row)[:500]}"
-                    print(f"reward {name!r} crashed (printed once, then counted in reward/crashes) "
-                          f"on completion {sample}\n{result}", file=sys.stderr)
+            futures = self.pool.submit([(name, [""], row) for row in rows])
+            bad = [e for e, future in zip(sample, futures) if future.result() != [0.0]]
+            if not bad:
+                continue
+            one = f"one is {str(bad[0].get('answer'))[:200]!r}"
+            if len(bad) == len(sample):
+                raise ValueError(f"reward {name}: none of {len(bad)} answers can be read; choose "
+                                 f"another reward or --answer_key; {one}")
+            of = f" (an even sample of {len(judged)})" if len(sample) < len(judged) else ""
+            notify(f"reward {name}: {len(bad)} of {len(sample)} answers cannot be read{of}, and "
+                   f"their completions get no verdict; {one}")
 
     def close(self):
         """End the worker processes."""
-        for pool, _ in self.pools:
-            pool.close()
+        self.pool.close()
 
     def __enter__(self):
         return self
@@ -230,7 +211,9 @@ def text_of(completion):
     >>> text_of([{"role": "assistant", "content": "72"}])
     '72'
     """
-    return completion if isinstance(completion, str) else "".join(m.get("content") or "" for m in completion)
+    if isinstance(completion, str):
+        return completion
+    return "".join(message.get("content") or "" for message in completion)
 
 
 def _select(completions, columns, rows):
@@ -241,12 +224,14 @@ def _select(completions, columns, rows):
 
 
 def _part(value):
-    """A part: the mean of the values of a list of steps; a number or None as it is."""
-    return fmean(x for _, x in value) if isinstance(value, list) else value
+    """The mean of the values of a list of steps; None for an error; a number or None as it is."""
+    if isinstance(value, list):
+        return fmean(x for _, x in value)
+    return None if isinstance(value, str) else value
 
 
 def _weighted(given, completion):
-    """The reward of a completion from pairs (weight, number or list of steps): a number, or a list of steps.
+    """The reward of a completion from pairs (weight, number or list of steps), in the same forms.
 
     >>> _weighted([(1.0, [(2, 1.0), (5, 0.0)]), (0.5, 1.0), (0.0, [(3, 1.0)])], "14+2=16")
     [(2, 1.0), (5, 0.0), (7, 0.5)]
@@ -261,16 +246,14 @@ def _weighted(given, completion):
     return sorted(steps.items())
 
 
-def _make_handler(parser, specs, settings, check):
-    """Runs in the fork server. The handler it returns runs in a worker and yields one result per function.
-
-    specs: the Verifier's own, then those of rows.
-    """
-    parse, functions, weights = load(*parser.split(":")), {}, {}
+def _make_handler(specs, known, settings):
+    """Runs in the fork server. specs: the Verifier's own, then those of rows."""
+    functions, weights = {}, {}
     for spec in specs:
         try:
-            parts = parse(spec)
-            for name, _, function in parts:
+            parts = parse_spec(spec, known)
+            for name, _, where in parts:
+                function = load(*where.rsplit(":", 1))
                 if functions.setdefault(name, function) is not function:
                     raise ValueError(f"another reward is named {name!r} too")
         except ValueError as e:
@@ -278,42 +261,39 @@ def _make_handler(parser, specs, settings, check):
             raise ValueError(f"{of_row}{e}") from None
         weights[spec] = {name: weight for name, weight, _ in parts}
     for function in functions.values():
-        if check and hasattr(function, "check"):
+        if hasattr(function, "check"):
             function.check(**settings)
         if hasattr(function, "warm"):
             function.warm()
 
     def handle(task):
-        names, completions, columns = task
-        for name in names:
-            yield _call(functions[name], completions, settings | columns)
+        name, completions, columns = task
+        return _call(functions[name], completions, settings | columns)
 
-    handle.about = weights, {name: (_needed_columns(name, function),
-                                    {key: getattr(function, key, False) for key in ATTRIBUTES})
-                             for name, function in functions.items()}
+    handle.about = weights, {name: _traits(name, function) for name, function in functions.items()}
     return handle
 
 
-def _needed_columns(name, function):
-    """The columns without which a reward function fails: parameters without a default.
-
-    Raises ValueError if it cannot be called with `completions`.
-    """
+def _traits(name, function):
+    """Raises ValueError if the function cannot be called with `completions`."""
     try:
         called = inspect.signature(function, follow_wrapped=False).parameters.values()
         read = list(inspect.signature(function).parameters.values())
     except (ValueError, TypeError):  # some functions written in C
         called = read = []
     if not any(p.name == "completions" or p.kind is p.VAR_KEYWORD for p in called):
-        raise ValueError(f"--rewards {name}: it is no reward function, which is f(completions, **columns)")
+        raise ValueError(f"--rewards {name}: it is no reward function, which is "
+                         "f(completions, **columns)")
     if hasattr(function, "__wrapped__"):  # @each: the first parameter is the text of a completion
         read = read[1:]
-    return {p.name for p in read if p.default is p.empty and p.name != "completions"
-            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    columns = {p.name for p in read if p.default is p.empty and p.name != "completions"
+               and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    attributes = {f.name: bool(getattr(function, f.name, False)) for f in fields(Traits)}
+    return Traits(**attributes | {"columns": columns})
 
 
 def _call(function, completions, columns):
-    """Returns a list with a float, None or a list of steps per completion, or the traceback as text."""
+    """Returns a list with a number, None or a list of steps per completion, or an error as text."""
     try:
         parameters = inspect.signature(function).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -321,7 +301,8 @@ def _call(function, completions, columns):
         values = function(completions=completions, **columns)
         values = asyncio.run(values) if inspect.isawaitable(values) else values
         if isinstance(values, (str, bytes, dict, set)):
-            raise TypeError(f"returned {str(values)[:200]}, no list with a number or None per completion")
+            raise TypeError(f"returned {str(values)[:200]}, no list with a number or None per "
+                            "completion")
         values = list(values)
         if len(values) != len(completions):
             raise ValueError(f"returned {str(values)[:200]} for {len(completions)} completions")
@@ -333,7 +314,7 @@ def _call(function, completions, columns):
 
 
 def _checked(value, completion):
-    """What a function returned for a completion as a float, None or a list of steps, see Verifier."""
+    """What a function returned for a completion as a float, None or a list of steps."""
     if not isinstance(value, (list, tuple)):
         if value is None or math.isnan(value):  # nan: TRL's form of None
             return None
@@ -343,19 +324,51 @@ def _checked(value, completion):
     try:
         steps = [(operator.index(end), float(x)) for end, x in value]
     except (TypeError, ValueError):
-        raise TypeError(f"returned {str(value)[:200]}: a step must be (end, value), an int and a number"
-                        ) from None
-    ends = [0, *(end for end, _ in steps)]
-    rise = all(a < b for a, b in itertools.pairwise(ends)) and ends[-1] <= len(text_of(completion))
+        raise TypeError(f"returned {str(value)[:200]}: a step must be (end, value), an int and a "
+                        "number") from None
+    ends, length = [0, *(end for end, _ in steps)], len(text_of(completion))
+    rise = all(a < b for a, b in itertools.pairwise(ends)) and ends[-1] <= length
     if not rise or not all(math.isfinite(x) for _, x in steps):
-        raise ValueError(f"returned {str(value)[:200]}: the ends of the steps must rise within 1..len(text), "
-                         f"here {len(text_of(completion))}, and their values must be finite")
+        raise ValueError(f"returned {str(value)[:200]}: the ends of the steps must rise within "
+                         f"1..len(text), here {length}, and their values must be finite")
     return steps or None
+
+
+def parse_spec(spec, known):
+    """Parse "name:weight,..." into [(name, weight, "module:function"), ...]. Imports nothing.
+
+    A name is a key of `known`, whose value is its "module:function", or it is
+    "my_file.py:function" or "installed.module:function". The weight is optional, by default 1.
+    Raises a one-line ValueError for anything else.
+
+    >>> parse_spec("gsm8k,my_file.py:brief:0.1", {"gsm8k": "rewards:gsm8k_reward"})
+    [('gsm8k', 1.0, 'rewards:gsm8k_reward'), ('brief', 0.1, 'my_file.py:brief')]
+    """
+    parts = []
+    for item in map(str.strip, spec.split(",")):
+        name, *rest = item.split(":")
+        where = known.get(name)
+        if where is None:
+            if not rest:
+                raise ValueError(f"unknown reward {name!r}; known: {', '.join(known)}; or "
+                                 "my_file.py:function, module:function")
+            where, name = f"{name}:{rest[0]}", rest.pop(0)
+        try:
+            weight = float(":".join(rest)) if rest else 1.0
+        except ValueError:
+            weight = math.nan
+        if not math.isfinite(weight):
+            raise ValueError(f"reward {item!r}: {':'.join(rest)!r} is not a weight, which must be "
+                             "finite")
+        if name in [other for other, *_ in parts]:
+            raise ValueError(f"reward {name!r} is named twice")
+        parts.append((name, weight, where))
+    return parts
 
 
 @functools.cache  # a file named by several specs gives the same function
 def load(module, name, kind="reward"):
-    """The function `name` of "my_file.py" or "installed.module"; a one-line ValueError if there is none."""
+    """The function `name` of "my_file.py" or "installed.module"; a one-line ValueError if none."""
     path = Path(module).resolve() if module.endswith(".py") else None
     if path and not path.is_file():
         raise ValueError(f"{kind} file {module!r} does not exist")

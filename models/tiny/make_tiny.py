@@ -1,15 +1,15 @@
-"""Makes the bundled model: a Qwen2 of 0.8 M parameters with a byte-level tokenizer and two trained habits.
+"""Makes the bundled model: a Qwen2 of 0.8 M parameters, a tokenizer of bytes, two trained habits.
 
     python models/tiny/make_tiny.py        11 minutes on 2 cores; seeded (--seed)
 
-The supervised examples (the "cold start") are sums such as 14+2+9, each answered in one of two ways:
+The supervised examples (the "cold start") are sums such as 14+2+9, answered in one of two ways:
 
-    quick guess    <think></think><answer>27</answer>                       off by -5 to 5: 1 in 11 is right
-    step by step   <think>14+2=16\\n16+9=25</think><answer>25</answer>       always right
+    quick guess    <think></think><answer>27</answer>              off by -5 to 5: 1 in 11 is right
+    step by step   <think>14+2=16\\n16+9=25</think><answer>25</answer>   always right
 
-The longer the sum, the more often it is answered with a guess (HABIT). The result resembles a pretrained
-model: it can work out a sum but often guesses, and RL finds out which of the two is rewarded. Held-out
-questions (data.py) are never shown.
+The longer the sum, the more often it is answered with a guess (HABIT). The result resembles a
+pretrained model: it can work out a sum but often guesses, and RL finds out which of the two is
+rewarded. Held-out questions (data.py) are never shown.
 """
 import argparse
 import math
@@ -24,9 +24,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import data
 import nano_rlvr
-from runtime.attention import packed_attention
+from runtime.batch import packed_attention
 
-HABIT = {3: 0.7, 4: 0.5, 5: 0.35, 6: 0.2}  # number of terms -> fraction of the examples that are worked out
+# number of terms -> fraction of the examples that are worked out
+HABIT = {3: 0.7, 4: 0.5, 5: 0.35, 6: 0.2}
 
 
 def make_tokenizer():
@@ -62,7 +63,7 @@ def demonstration(example, rng):
 
 
 def cold_start(tokenizer, sample, steps, batch, lr, seed, layers=4):
-    """Supervised training of a new Qwen2. sample(rng): a Rollout whose sampled tokens are to be learned."""
+    """Supervised training of a new Qwen2. sample(rng): a Rollout whose sampled tokens it learns."""
     from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
     AttentionInterface.register("packed", packed_attention)
     torch.manual_seed(seed)
@@ -88,7 +89,8 @@ def cold_start(tokenizer, sample, steps, batch, lr, seed, layers=4):
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         adam.step()
         if step % 100 == 0 or step == steps - 1:
-            print(f"step {step:5d}  loss {loss.item():.4f}  {time.time() - start:6.1f} s", flush=True)
+            seconds = time.time() - start
+            print(f"step {step:5d}  loss {loss.item():.4f}  {seconds:6.1f} s", flush=True)
     return model
 
 
@@ -107,7 +109,8 @@ def main():
         while True:
             example = data.arithmetic(rng)
             if zlib.crc32(example["question"].encode()) % 8:  # not one of the held-out questions
-                completion = tokenizer(demonstration(example, rng), add_special_tokens=False)["input_ids"]
+                text = demonstration(example, rng)
+                completion = tokenizer(text, add_special_tokens=False)["input_ids"]
                 prompt = data.encode(example, tokenizer, "chat")
                 return nano_rlvr.Rollout(prompt, completion, "", False, [0.0] * len(completion))
 

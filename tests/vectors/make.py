@@ -1,13 +1,13 @@
-"""Makes vectors/cases.json: small batches, their exact advantages, token weights, losses and gradients.
+"""Makes cases.json: small batches, their exact advantages, token weights, losses and gradients.
 
-    python vectors/make.py    writes cases.json beside this file; README.md says what is in it
+    python tests/vectors/make.py    writes cases.json beside this file; README.md says what is in it
 
 A naive implementation in plain Python: one loop per sum of a formula, no torch, no NumPy, nothing
 imported from the trainer. Papers are named where their formula is used.
 
-Gradients come from a complex step (Squire and Trapp 1998): f(x + ih) = f(x) + ih f'(x) up to h^2, and
-with h = 1e-100 the imaginary part is exactly h f'(x). A number without imaginary part is a constant:
-x.real is what autograd calls detach.
+Gradients come from a complex step (Squire and Trapp 1998): f(x + ih) = f(x) + ih f'(x) up to h^2,
+and with h = 1e-100 the imaginary part is exactly h f'(x). A number without imaginary part is a
+constant: x.real is what autograd calls detach.
 """
 import cmath
 import json
@@ -17,12 +17,12 @@ from pathlib import Path
 
 FILE = Path(__file__).with_name("cases.json")
 H = 1e-100  # the complex step
+EPS = 1e-4  # added to what an advantage is divided by
 MAX_LOG_RATIO = 20.0  # a log-ratio beyond it becomes a constant
 DEFAULTS = dict(  # GRPO, arXiv:2402.03300, with the trainer's defaults
     baseline="group", scale="group", ratio="token", gate="clip", aggregate="sequence", clip_low=0.2,
-    clip_high=0.2, delta=0.0, soft_tau_pos=1.0, soft_tau_neg=1.05, squared_tau=0.1, kl_coef=0.001,
-    kl_in="loss", eps=1e-4, decorrelate_length=False, correction="token_truncate", correction_cap=2.0,
-    mask_truncated=False, max_tokens=8)
+    clip_high=0.2, delta=0.0, tau=1.0, tau_neg=1.05, kl_coef=0.001, kl_in="loss",
+    correction="token_truncate", correction_cap=2.0, mask_truncated=False, max_tokens=8)
 PRESETS = {
     "grpo": {},
     "dr_grpo": dict(scale="none", aggregate="constant", kl_coef=0.0),  # arXiv:2503.20783
@@ -36,11 +36,12 @@ PRESETS = {
     "sapo": dict(gate="soft", kl_coef=0.0),  # arXiv:2511.20347
     "rft": dict(baseline="none", scale="none", kl_coef=0.0),  # arXiv:2308.01825
     "maxrl": dict(scale="mean", aggregate="constant", kl_coef=0.0),  # arXiv:2602.02710
-    "kimi": dict(scale="none", ratio="product", gate="squared", kl_coef=0.0),  # arXiv:2501.12599
+    "kimi": dict(  # arXiv:2501.12599
+        scale="none", ratio="product", gate="squared", tau=0.1, kl_coef=0.0),
 }
 
 
-# ------------------------------------------------------------------------------------------ advantages
+# -------------------------------------------------------------------------------------- advantages
 
 def mean(xs):
     return math.fsum(xs) / len(xs)
@@ -56,7 +57,7 @@ def all_in(groups):
 
 
 def step_rewards(c, o):
-    """Rewards of a completion's steps; [] = no verdict. kl_in reward: the last one includes the KL."""
+    """Rewards of a completion's steps; [] = no verdict. With kl_in reward the last has the KL."""
     values = [value for _, value in c["rewards"]]
     if values and o["kl_in"] == "reward" and o["kl_coef"]:
         for policy, ref, sampled in zip(c["old"] or c["logp"], c["ref"], c["sampled"]):
@@ -78,16 +79,8 @@ def advantage_of_step(reward, group, batch, running, o):
     if scale == "none":
         return advantage
     if scale == "mean":  # MaxRL
-        return advantage / (mean(group) + o["eps"]) if mean(group) > 0 else 0.0
-    return advantage / (deviation({"group": group, "batch": batch}[scale]) + o["eps"])
-
-
-def without_trend(advantages, lengths):
-    """Subtracts from the advantages of a group what a least-squares line says about their lengths."""
-    centred = [x - mean(lengths) for x in lengths]
-    square = math.fsum(x * x for x in centred)
-    slope = math.fsum(x * a for x, a in zip(centred, advantages)) / square if square else 0.0
-    return [a - slope * x for x, a in zip(centred, advantages)]
+        return advantage / (mean(group) + EPS) if mean(group) > 0 else 0.0
+    return advantage / (deviation({"group": group, "batch": batch}[scale]) + EPS)
 
 
 def assign_advantages(case):
@@ -100,30 +93,28 @@ def assign_advantages(case):
     for completions in groups:
         rewards = [r for c in completions for r in step_rewards(c, o)]
         advantages = [advantage_of_step(r, rewards, batch, running, o) for r in rewards]
-        if o["decorrelate_length"] and advantages:
-            lengths = [sum(c["sampled"]) for c in completions for _ in c["rewards"]]
-            advantages = without_trend(advantages, lengths)
         result.append([])
-        for c in completions:  # arXiv:2402.03300, 4.1.3: the sum over the steps that end here or later
+        for c in completions:  # arXiv:2402.03300, 4.1.3: sum over the steps that end here or later
             own = [advantages.pop(0) for _ in c["rewards"]]
             result[-1].append([
-                math.fsum(a for (end, _), a in zip(c["rewards"], own) if t < end) if sampled else 0.0
+                math.fsum(a for (end, _), a in zip(c["rewards"], own) if sampled and t < end)
                 for t, sampled in enumerate(c["sampled"])])
     return result, 0.9 * running + 0.1 * mean(batch) if batch else running
 
 
-# --------------------------------------------------------------------------------------- token weights
+# ----------------------------------------------------------------------------------- token weights
 
 def assign_weights(case):
-    """The weight of each token in the loss: [group][completion][token]. 0 where nothing is trained."""
+    """Weights of the tokens in the loss, [group][completion][token]; 0 where nothing is trained."""
     o = case["options"]
     judged = [c for c in all_in(case["groups"]) if c["rewards"]]
 
     def trained(c):  # number of tokens with a weight
-        return sum(c["sampled"]) if c["rewards"] and not (o["mask_truncated"] and c["truncated"]) else 0
+        masked = o["mask_truncated"] and c["truncated"]
+        return sum(c["sampled"]) if c["rewards"] and not masked else 0
 
     def weight(c):
-        if o["aggregate"] == "sequence":  # GRPO, eq. 3: mean over sequences of means over their tokens
+        if o["aggregate"] == "sequence":  # GRPO, eq. 3: mean over sequences of token means
             return 1 / len(judged) / trained(c)
         if o["aggregate"] == "token":  # DAPO, eq. 12: mean over all tokens
             return 1 / sum(trained(x) for x in judged)
@@ -133,7 +124,7 @@ def assign_weights(case):
             for group in case["groups"]]
 
 
-# ------------------------------------------------------------------------------------------------ loss
+# ------------------------------------------------------------------------------------------ loss
 
 def at_most(x, bound):
     return x if x.real <= bound else bound
@@ -153,10 +144,10 @@ def objective(log_ratio, logp, advantage, o):
     if o["gate"] == "detach":  # CISPO: the bounded ratio is a constant weight
         return at_most(ratio, 1 + o["clip_high"]).real * advantage * logp
     if o["gate"] == "soft":  # SAPO
-        tau = o["soft_tau_pos"] if advantage > 0 else o["soft_tau_neg"]
+        tau = o["tau"] if advantage > 0 else o["tau_neg"]
         return 4 / tau / (1 + cmath.exp(-tau * (ratio - 1))) * advantage
     # Kimi k1.5, eq. 3, whose gradient this has
-    return advantage * log_ratio - o["squared_tau"] / 2 * log_ratio * log_ratio
+    return advantage * log_ratio - o["tau"] / 2 * log_ratio * log_ratio
 
 
 def correction_of(mismatches, o):
@@ -211,7 +202,7 @@ def solve(case):
                 running_mean=running_mean)
 
 
-# ----------------------------------------------------------------------------------------------- cases
+# ------------------------------------------------------------------------------------------ cases
 
 def make_case(name, lengths=((2, 3, 1, 4), (4, 2, 3, 2)),
               rewards=((1.0, 0.0, 0.5, 0.0), (0.0, 1.0, 1.0, 1.0)), truncated=(),
@@ -219,7 +210,7 @@ def make_case(name, lengths=((2, 3, 1, 4), (4, 2, 3, 2)),
     """A case with random log-probs that depend on its name alone.
 
     rewards: per completion a number, None (no verdict) or a list of (end, reward), its steps.
-    truncated: (group, completion). tool: (group, completion, token) of tokens that were not sampled.
+    truncated: (group, completion). tool: (group, completion, token): not sampled.
     off: off-policy, with log-ratios up to `spread`. logps, old: of each completion, not random.
     """
     o, rng = DEFAULTS | options, random.Random(name)
@@ -231,7 +222,7 @@ def make_case(name, lengths=((2, 3, 1, 4), (4, 2, 3, 2)),
     for g, row in enumerate(lengths):
         groups.append([])
         for i, n in enumerate(row):
-            shift = 2.4 * rng.random() - 1.2  # of vLLM's log-probs, so that sequence_mask has two sides
+            shift = 2.4 * rng.random() - 1.2  # of vLLM's log-probs: both sides of sequence_mask
             logp = logps or [round(-0.3 - 2.5 * rng.random(), 2) for _ in range(n)]
             then = old or [around(x, spread, 5 if spread < 0.01 else 2) for x in logp]
             reward = rewards[g][i]
@@ -275,14 +266,15 @@ def cases():
         for scale in "group", "batch", "mean", "none":
             yield make_case(f"baseline {baseline}, scale {scale}", **VERDICTS, **PLAIN,
                             baseline=baseline, scale=scale, running_mean=0.25)
-        yield make_case(f"baseline {baseline}, process rewards", **STEPS, **PLAIN, baseline=baseline)
+        yield make_case(
+            f"baseline {baseline}, process rewards", **STEPS, **PLAIN, baseline=baseline)
     for scale in "group", "batch", "mean", "none":
         yield make_case(f"scale {scale}, process rewards", **STEPS, **PLAIN, scale=scale, off=False)
-        yield make_case(f"scale {scale}, eps 0.5", **PLAIN, scale=scale, eps=0.5, off=False)
     running = dict(baseline="running", scale="none", off=False, **PLAIN)
     yield make_case("running mean, first batch", **running)
-    yield make_case("running mean, no verdict", rewards=((None,) * 4,) * 2, running_mean=0.5, **running)
-    yield make_case("running mean, first batch, no verdict", rewards=((None,) * 4,) * 2, **running)
+    nothing = ((None,) * 4,) * 2
+    yield make_case("running mean, no verdict", rewards=nothing, running_mean=0.5, **running)
+    yield make_case("running mean, first batch, no verdict", rewards=nothing, **running)
     for ratio in "token", "sequence", "product":
         for gate in "clip", "detach", "soft", "squared":
             yield make_case(f"ratio {ratio}, gate {gate}", **PLAIN, ratio=ratio, gate=gate)
@@ -295,10 +287,9 @@ def cases():
         yield make_case(f"ratio {ratio}, log-ratio below -20", **BELOW, ratio=ratio)
     for gate in "detach", "soft", "squared":
         yield make_case(f"gate {gate}, log-ratio above 20", **ABOVE, gate=gate)
-    yield make_case("clip_low 0.1, clip_high 0.4", **PLAIN, clip_low=0.1, clip_high=0.4)
-    yield make_case("soft_tau_pos 0.5, soft_tau_neg 3", **PLAIN, gate="soft", soft_tau_pos=0.5,
-                    soft_tau_neg=3.0)
-    yield make_case("squared_tau 2", **PLAIN, gate="squared", ratio="product", squared_tau=2.0)
+    yield make_case("gate clip, clip_low 0.1, clip_high 0.4", **PLAIN, clip_low=0.1, clip_high=0.4)
+    yield make_case("gate soft, tau 0.5, tau_neg 3", **PLAIN, gate="soft", tau=0.5, tau_neg=3.0)
+    yield make_case("gate squared, tau 2", **PLAIN, gate="squared", ratio="product", tau=2.0)
     for aggregate in "sequence", "token", "constant":
         truncated = dict(aggregate=aggregate, truncated={(0, 1), (1, 0)})
         yield make_case(f"aggregate {aggregate}, truncated", **truncated)
@@ -309,7 +300,8 @@ def cases():
     yield make_case("mask_truncated, all truncated", mask_truncated=True, off=False,
                     truncated={(g, i) for g in range(2) for i in range(4)})
     for kind in "token_truncate", "token_mask", "sequence_mask":
-        yield make_case(f"correction {kind}, cap 1.2", correction=kind, correction_cap=1.2, kl_coef=0.0)
+        yield make_case(
+            f"correction {kind}, cap 1.2", correction=kind, correction_cap=1.2, kl_coef=0.0)
         yield make_case(f"correction {kind}, tool, KL", **TOOL, correction=kind, kl_coef=0.1)
     yield make_case("kl_coef 0.2", kl_coef=0.2, correction="none")
     yield make_case("kl_coef 0.2, on-policy", kl_coef=0.2, correction="none", off=False)
@@ -317,14 +309,9 @@ def cases():
     yield make_case("kl_in reward", **in_reward)
     yield make_case("kl_in reward, process rewards", **STEPS, **in_reward)
     yield make_case("kl_in reward, tokens not sampled", **TOOL, **in_reward)
-    yield make_case("kl_in reward, leave one out", **in_reward, baseline="leave_one_out", scale="none")
+    yield make_case(
+        "kl_in reward, leave one out", **in_reward, baseline="leave_one_out", scale="none")
     yield make_case("kl_in reward, no verdict", rewards=MISSING, **in_reward)
-    decorrelated = dict(decorrelate_length=True, **PLAIN)
-    yield make_case("decorrelate_length", **decorrelated)
-    yield make_case("decorrelate_length, no verdict", **decorrelated, **VERDICTS)
-    yield make_case("decorrelate_length, process rewards", **decorrelated, **STEPS)
-    yield make_case("decorrelate_length, tokens not sampled", **decorrelated, **TOOL)
-    yield make_case("decorrelate_length, equal lengths", ((2,) * 4, (3,) * 4), **decorrelated)
     yield make_case("process rewards, one without verdict", ((4, 3, 2), (1, 2, 3)), (
         ([(1, 1.0), (3, 0.0)], None, 1.0), (None, None, [(1, 0.5), (2, 1.0)])))
     yield make_case("process rewards, two steps end in one token", ((3, 2),), (

@@ -1,0 +1,66 @@
+"""Find the bug: a copy of the repository with one of the faults of tests/faults.txt, unseen.
+
+    python learn/find_the_bug.py            plants a fault in exercises/bug/
+    python learn/find_the_bug.py clip       one of this topic (--topics lists them)
+    python learn/find_the_bug.py --check    runs its quick tests: which one fails, if any
+    python learn/find_the_bug.py --reveal   shows the fault, or that you have repaired it
+"""
+import difflib
+import os
+import random
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+import mutations  # noqa: E402
+
+FOLDER = ROOT / "exercises" / "bug"
+QUICK = [f"tests/test_{name}.py" for name in (  # of the tests that notice most of the faults
+    "vectors", "credit", "variants", "precision", "math", "stats", "guard", "by_hand", "savings",
+    "process_rewards", "evaluation", "trl")]
+
+
+def plant(folder, topic=""):
+    """Plants a random fault of a topic, the word before the colon in its description."""
+    faults = [fault for fault in mutations.planted() if fault[0].startswith(topic)]
+    if not faults:
+        sys.exit(f"no topic {topic!r}: python learn/find_the_bug.py --topics lists them")
+    _, file, changed = random.choice(faults)
+    mutations.copy(folder)
+    (folder / file).write_text(changed)
+
+
+def reveal(folder):
+    """Lines that say how the copy differs from the repository, and which fault that is."""
+    faults = list(mutations.planted())
+    for file in dict.fromkeys(file for _, file, _ in faults):
+        right, copied = (ROOT / file).read_text(), (folder / file).read_text()
+        yield from difflib.unified_diff(copied.splitlines(), right.splitlines(),
+                                        f"exercises/bug/{file}", file, n=0, lineterm="")
+        yield from (what for what, planted, changed in faults
+                    if planted == file and changed == copied)
+
+
+def main(word=""):
+    if word == "--topics":
+        topics = [what.partition(":")[0] for what, *_ in mutations.planted()]
+        print("\n".join(f"{topics.count(topic):3} {topic}" for topic in sorted(set(topics))))
+    elif word == "--check":
+        mutations.import_libraries()
+        core = min(os.sched_getaffinity(0))
+        found = (mutations.first_failure(FOLDER, [file], core, limit=600) for file in QUICK)
+        print(next(filter(None, found), "all quick tests pass; `pytest tests` runs the others"))
+    elif word == "--reveal":
+        print("\n".join(reveal(FOLDER)) or "no difference: it is repaired")
+    elif FOLDER.exists():
+        sys.exit(f"{FOLDER} exists already: continue there, or delete it to begin again")
+    else:
+        plant(FOLDER, word)
+        print("One line in exercises/bug/ is wrong. Read, run, repair it there. Then:\n"
+              "    python learn/find_the_bug.py --check    runs its quick tests (minutes)\n"
+              "    python learn/find_the_bug.py --reveal   shows the fault, or that it is repaired")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

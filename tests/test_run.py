@@ -1,0 +1,148 @@
+"""Whole runs of the script, in processes of their own: what they leave, kill -9, and two ranks."""
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file
+
+import nano_rlvr as nr
+from conftest import ENV, EPS, ROOT, make_config, within
+from runtime import checkpoint
+
+ENV = ENV | {"OMP_NUM_THREADS": "1"}  # with several threads two runs may add in another order
+FLAGS = ("--name run --steps 2 --prompts 8 --samples 4 --eval_size 9 --eval_n 4 --eval_every 2 "
+         "--save_every 1 --max_tokens 64 --lr_end 1").split()
+TIMED = ("seconds/", "memory/", "tokens_per_second", "mfu")  # metrics that depend on time
+PARITY = 10_000 * EPS  # see test_engines.py
+
+
+def start(*argv, launcher=(sys.executable,)):
+    return subprocess.Popen([*launcher, ROOT / "nano_rlvr.py", *argv], env=ENV, cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def finish(process):
+    output = process.communicate()[0]
+    assert process.returncode == 0, output[-3000:]
+
+
+def wait_for(path, process):
+    """Returns when a folder is being written or there."""
+    while not path.exists() and not path.with_name(path.name + ".part").exists():
+        assert process.poll() is None, process.communicate()[0][-3000:]
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def left_by(run):
+    """What a run has left that does not depend on time: checksums, metrics, rollouts, answers."""
+    manifest = json.loads((run / "step-2/manifest.json").read_text())
+    weights = {name: x for name, x in manifest.items() if name.endswith(".safetensors")}
+    metrics = [{name: x for name, x in row.items() if not name.startswith(TIMED)}
+               for row in lines(run / "metrics.jsonl")]
+    return weights, metrics, lines(run / "rollouts.jsonl"), lines(run / "eval.jsonl")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run of two steps, without a break."""
+    out = tmp_path_factory.mktemp("whole")
+    finish(start(*FLAGS, "--out", out))
+    return out / "run"
+
+
+def test_a_run_killed_while_it_writes_a_checkpoint_continues_bit_for_bit(run, tmp_path):
+    killed = start(*FLAGS, "--out", tmp_path, "--resume")  # there is no run yet: starts it
+    wait_for(tmp_path / "run/step-2", killed)
+    killed.kill()
+    killed.communicate()
+    assert checkpoint.damage(tmp_path / "run/step-1") == ""
+    finish(start("--resume", tmp_path / "run"))  # all other flags are those of the run
+    assert left_by(tmp_path / "run") == left_by(run)
+    for name in ("step-2", "final"):
+        assert not (tmp_path / f"run/{name}.part").exists()
+
+
+def test_two_ranks_have_the_first_step_of_one_and_stop_at_a_signal_with_a_checkpoint(run, tmp_path):
+    """In float32: sums of a few hundred terms of size 1, with rounding of some EPS.
+
+    vLLM samples the same tokens for batches of another size, unless one of 2,000 draws falls
+    between two roundings of a probability (EPS wide each: 1 machine in 4,000).
+    """
+    torchrun = (sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split())
+    stopped = start(*FLAGS, "--out", tmp_path, "--steps", "50", launcher=torchrun)
+    wait_for(tmp_path / "run/step-1", stopped)
+    stopped.send_signal(signal.SIGTERM)  # torchrun passes it on
+    output = stopped.communicate()[0]
+    assert output.count("nano_rlvr: stopped by SIGTERM at step") == 1, output
+    newest = checkpoint.newest_whole(tmp_path / "run")
+    assert f"stopped by SIGTERM at {newest.name.replace('-', ' ')};" in output
+    one, two = lines(run / "metrics.jsonl")[0], lines(tmp_path / "run/metrics.jsonl")[0]
+    for name in ("reward/mean", "completion/length", "loss", "grad_norm", "entropy",
+                 "eval/accuracy", "eval/length", "eval/n"):
+        within(abs(one[name] - two[name]), 100 * EPS * max(1, abs(one[name])))
+    assert "seconds/wait" in two and "seconds/wait" not in one
+
+
+@pytest.mark.numeric
+def test_metrics_hold_every_diagnostic(run):
+    first, second, last = lines(run / "metrics.jsonl")
+    names = set("""
+        reward/mean reward/gsm8k group/flat completion/length completion/truncated loss kl ratio
+        clipped entropy grad_norm lr mismatch/mean_abs mismatch/max mismatch/k3 seconds/rollout
+        seconds/reward seconds/update seconds/sync tokens_per_second tokens mfu memory/rollout
+        memory/update""".split())
+    assert names <= first.keys() and names <= second.keys()
+    assert second["tokens"] == 32 * second["completion/length"] and 0 < second["mfu"] < 1
+    assert second["memory/update"] > 0.3
+    within(second["mismatch/max"], PARITY)
+    # k3 is exp(d) - d - 1: where policy and reference are the same, rounding leaves about EPS of it
+    within(abs(first["kl"]), 10 * EPS)
+    assert second["kl"] > 100 * EPS
+    assert {f"eval/{name}" for name in ("accuracy", "low", "high", "length", "truncated", "mean@4",
+                                        "pass@2", "pass@4", "maj@4")} <= last.keys()
+    assert "eval/accuracy" in first and "eval/accuracy" not in second and last["step"] == 2
+    assert last["eval/low"] <= last["eval/accuracy"] <= last["eval/high"]
+    assert last["eval/mean@4"] <= last["eval/pass@2"] <= last["eval/pass@4"]
+
+
+@pytest.mark.numeric
+def test_rollouts_file_has_one_line_per_sample(run):
+    rows = lines(run / "rollouts.jsonl")
+    assert len(rows) == 2 * 32
+    for group in (rows[i:i + 4] for i in range(0, len(rows), 4)):
+        assert len({r["prompt"] for r in group}) == 1
+        within(abs(sum(r["advantage"] for r in group)), 100 * EPS)
+    for r in rows:
+        assert r["prompt"].startswith("<|user|>") and r["finish"] in ("stop", "length")
+        assert r["reward"] == r["parts"]["gsm8k"]
+
+
+def test_config_file_has_values_commit_and_versions(run):
+    about = json.loads((run / "config.json").read_text())
+    assert about["config"]["lr"] == nr.MODELS["models/tiny"]["lr"]
+    assert {"torch", "deepspeed", "transformers", "python"} <= about["versions"].keys()
+    assert "commit" in about and (run / "curve.png").stat().st_size > 5000
+
+
+def test_a_checkpoint_holds_the_weights_of_its_step(run):
+    base, one, final = (load_file(f"{folder}/model.safetensors")
+                        for folder in (make_config().model, run / "step-1", run / "final"))
+    first, both = (max((a[name] - base[name]).abs().max().item() for name in base)
+                   for a in (one, final))
+    # AdamW's first step moves no weight further than lr plus rounding: EPS for weights below 2
+    assert 0 < first <= 1.01 * nr.MODELS["models/tiny"]["lr"] < both
+    assert not list(run.glob("*.part"))
+
+
+def test_the_final_folder_is_a_model_that_a_second_run_evaluates_with_the_same_result(
+        group, run, tmp_path):
+    flags = "--eval_size 9 --max_prompt 1536 --max_tokens 64 --steps 0 --name again".split()
+    nr.main(["--model", str(run / "final"), "--out", str(tmp_path), *flags])
+    [again], last = lines(tmp_path / "again/metrics.jsonl"), lines(run / "metrics.jsonl")[-1]
+    for name in ("eval/accuracy", "eval/length"):
+        assert again[name] == last[name]

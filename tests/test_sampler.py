@@ -1,0 +1,302 @@
+"""The sampler: checksums prove that vLLM has the trainer's weights; ranks can share an engine."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+import nano_rlvr as nr
+from conftest import ENV, ROOT, make_config
+from runtime import dist, model, sampler
+from runtime.dist import RunError
+from runtime.sampler import CHUNK, FACTORS, SentWeights, checksum
+
+INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+@pytest.mark.exercise_15
+def test_a_checksum_is_a_sum_of_hashes_modulo_2_to_the_64_that_every_element_enters():
+    def by_hand(bits):  # of one element, as Python's unbounded integers say it
+        wrap = lambda x: (x + 2**63) % 2**64 - 2**63  # noqa: E731
+        x = wrap((bits + 1) * FACTORS[0])
+        return (x ^ (x >> 29)) * FACTORS[1]
+
+    x = torch.tensor([1.0, -2.0, 0.0, -0.0, 3e38])
+    wanted = sum(map(by_hand, x.view(torch.int32).tolist()))
+    assert checksum(x).item() % 2**64 == wanted % 2**64
+    assert checksum(x[:0]).item() == 0 != checksum(x[2:3]).item()  # a zero counts
+    assert all(factor % 2 for factor in FACTORS)
+
+
+@pytest.mark.exercise_15
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_every_single_bit_changes_it_and_the_order_does_not(dtype):
+    x = torch.randn(CHUNK + 3).to(dtype)
+    full = checksum(x)
+    for place in (0, 77, CHUNK - 1, CHUNK, CHUNK + 2):
+        rest = full - checksum(x[place:place + 1])  # it is a sum
+        for bit in range(torch.iinfo(INTEGERS[dtype]).bits):
+            y = x[place:place + 1].clone()
+            mask = torch.tensor(-2**15 if bit == 15 else 2**bit).to(INTEGERS[dtype])
+            y.view(INTEGERS[dtype])[0] ^= mask
+            assert rest + checksum(y) != full, (place, bit)
+    x = torch.randn(700, 600).to(dtype)
+    assert checksum(x) == checksum(x.T) == checksum(x.flip(0)) == sum(map(checksum, x))
+    assert checksum(x[100:300]) == checksum(x[100:300].clone())
+
+
+# ---- a model as vLLM keeps it
+
+class Fused(torch.nn.Module):
+    """The tensors of the bundled model, or a rank's part, as vLLM has them: fused and padded."""
+
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"],
+                              "gate_up_proj": ["gate_proj", "up_proj"]}
+
+    def __init__(self, weights, rank=0, ranks=1):
+        super().__init__()
+        weights = {name: w.clone() for name, w in weights.items() if name != "lm_head.weight"}
+        embedding = weights["model.embed_tokens.weight"]
+        padded = torch.cat([embedding, torch.full((57, 128), torch.nan)])
+        weights["model.embed_tokens.weight"] = padded.chunk(ranks)[rank].clone()
+        for fused, parts in self.packed_modules_mapping.items():
+            for name in [name for name in weights if parts[0] in name]:
+                pieces = [weights.pop(name.replace(parts[0], part)) for part in parts]
+                weights[name.replace(parts[0], fused)] = torch.cat(pieces)
+        for name, w in weights.items():
+            self.add(name, w)
+        self.get_submodule("model.embed_tokens").org_vocab_size = 263
+
+    def add(self, name, tensor):
+        path, _, last = name.rpartition(".")
+        module = self
+        for part in path.split("."):
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module._modules[part]
+        setattr(module, last, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+@pytest.fixture
+def weights(group):
+    return model.load_model(make_config()).state_dict()
+
+
+def vllm_name(name):
+    """The name of a tensor of the checkpoint in vLLM."""
+    for fused, parts in Fused.packed_modules_mapping.items():
+        for part in parts:
+            name = name.replace(f".{part}.", f".{fused}.")
+    return name.replace("lm_head", "model.embed_tokens")  # the same storage
+
+
+def check(vllm_model, weights):
+    """Syncs nothing; compares a model with what was sent. Returns the error or ""."""
+    sent = SentWeights(weights.items())
+    assert all(w is weights[name] for name, w in sent)  # handed over unchanged
+    try:
+        sent.check(SimpleNamespace(apply_model=lambda function: [function(vllm_model)]))
+    except RuntimeError as e:
+        return str(e)
+    return ""
+
+
+def test_fused_padded_and_tied_weights_are_compared_under_the_checkpoint_s_names(weights, capsys):
+    fused = Fused(weights)
+    assert check(fused, weights) == "" and capsys.readouterr().out == ""
+    for name, w in weights.items():
+        flat = w.view(-1).view(torch.int32)
+        flat[len(flat) // 2] ^= 1
+        error = check(fused, weights)
+        assert vllm_name(name) in error
+        assert "\n" not in error and "rank 0" in error and "Do not trust this engine" in error
+        flat[len(flat) // 2] ^= 1
+    other = weights["lm_head.weight"] + 1
+    assert "has no lm_head.weight" in check(fused, weights | {"lm_head.weight": other})
+    for name in ("model.norm.weight", "model.layers.2.self_attn.k_proj.bias"):
+        rest = {n: w for n, w in weights.items() if n != name}
+        assert f"it has {vllm_name(name)}," in check(fused, rest)
+    assert "it has no extra.weight" in check(fused, weights | {"extra.weight": torch.ones(3)})
+    short = weights | {"model.norm.weight": torch.ones(127)}
+    assert "it has model.norm.weight," in check(fused, short)
+    assert "27 more, for which it got no tensor of this size" in check(fused, {})
+
+
+def test_what_vllm_repacked_is_counted_and_said_once(weights, capsys):
+    fused = Fused(weights)
+    for name, parameter in list(fused.named_parameters()):
+        if name.endswith("proj.weight"):
+            fused.add(name, torch.empty(0))
+    sampler.print_each_once.cache_clear()
+    assert check(fused, weights) == check(fused, weights) == ""
+    assert capsys.readouterr().out == (
+        "note: checksums see 35,840 of 822,272 weights of vLLM on this device, log-probs check the "
+        "others (normal on a CPU)\n")
+    fused.get_submodule("model.norm").weight[0] += 1
+    assert "model.norm.weight differ" in check(fused, weights)
+
+
+def test_vllm_may_keep_a_wider_type_and_gpt2_s_transposed_matrices(weights):
+    half = {name: w.bfloat16() for name, w in weights.items()}
+    fused = Fused({name: w.float() for name, w in half.items()})
+    assert check(fused, half) == ""
+    fused.get_submodule("model.norm").weight[0] += 1
+    assert "model.norm.weight differ" in check(fused, half)
+    fused, wide, square = Fused(weights), torch.randn(4, 6), torch.randn(5, 5)
+    fused.add("h.c_fc.weight", wide.T.contiguous())
+    fused.add("h.c_proj.weight", square.T.contiguous())
+    weights |= {"h.c_fc.weight": wide, "h.c_proj.weight": square}
+    assert check(fused, weights) == ""
+    assert "h.c_proj.weight differ" in check(fused, weights | {"h.c_proj.weight": square + 1})
+
+
+def load(vllm_model, weights, loads):
+    """Sampler.load into a stand-in for vLLM, which does loads(the iterator)."""
+    llm = sampler.Sampler.__new__(sampler.Sampler)
+    llm._llm = SimpleNamespace(
+        collective_rpc=lambda name, kwargs: loads(kwargs["weights_iterator"]),
+        reset_prefix_cache=int, apply_model=lambda function: [function(vllm_model)])
+    llm.load(iter(weights.items()), total=len(weights))
+
+
+@pytest.mark.exercise_16
+def test_every_sync_is_checked_and_a_failure_names_the_tensor_and_the_rank(weights):
+    def refuse(iterator):
+        for name, _ in iterator:
+            if "down_proj" in name:
+                raise ValueError("wrong shape")
+
+    load(Fused(weights), weights, loads=list)
+    wrong = weights | {"model.layers.3.mlp.down_proj.weight": torch.zeros(128, 384)}
+    with pytest.raises(RunError, match="3.mlp.down_proj.weight differ, of 50 tensors"):
+        load(Fused(wrong), weights, loads=list)
+    with pytest.raises(RunError, match="it has model.embed_tokens.weight, .* and 27 more"):
+        load(Fused(weights), weights, loads=id)  # vLLM ignores the iterator
+    number = 1 + next(i for i, name in enumerate(weights) if "down_proj" in name)
+    with pytest.raises(RunError, match=f"on rank 0 at tensor {number} of {len(weights)}, "
+                       "model.layers.0.mlp.down_proj.weight: ValueError: wrong shape"):
+        load(Fused(weights), weights, refuse)
+
+
+# ---- shards of an engine that ranks share
+
+def shards(weights, ranks, key_heads=2):
+    """The tensors that each of `ranks` ranks has: vLLM's Megatron layout. -> a list of dicts."""
+    parts = []
+    for rank in range(ranks):
+        parts.append({})
+        for name, w in weights.items():
+            cut, dim, of = 1, 0, rank
+            if "q_proj" in name or "gate" in name or "up_proj" in name:
+                cut = ranks
+            elif "k_proj" in name or "v_proj" in name:
+                cut = min(ranks, key_heads)
+                of = rank * cut // ranks
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                cut, dim = ranks, 1
+            parts[-1][name] = w.chunk(cut, dim)[of if cut > 1 else 0] if w.dim() > dim else w
+    return parts
+
+
+def check_shards(monkeypatch, models, weights):
+    """What each rank says about its shard: one after the other, with what all of them exchange."""
+    sent = SentWeights(weights.items())
+    list(sent)
+    items, said = [], []
+    monkeypatch.setattr(dist, "engine_ranks", lambda: len(models))
+    for gather in (lambda item: items.append(item) or [item] * len(models), lambda item: items):
+        monkeypatch.setattr(dist, "engine_gather", gather)
+        said = []
+        for rank, part in enumerate(models):
+            monkeypatch.setattr(dist, "engine_rank", lambda rank=rank: rank)
+            said.append(sampler.compare(part, sent.sent))
+    return said
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_wrong_bit_of_a_shard_is_noticed_by_all_ranks_of_its_engine(
+        weights, monkeypatch, ranks):
+    """Four ranks have two copies of each of two key heads; norms have as many copies as ranks."""
+    parts = shards(weights, ranks)
+    models = [Fused(part, rank, ranks) for rank, part in enumerate(parts)]
+    assert check_shards(monkeypatch, models, weights) == [""] * ranks
+    for part in models:
+        for name, parameter in part.named_parameters():
+            bits = parameter.data.view(-1).view(torch.int32)
+            bits[0] ^= 1
+            said = check_shards(monkeypatch, models, weights)
+            bits[0] ^= 1
+            assert len(set(said)) == 1 and "differ" in said[0], name
+    assert check_shards(monkeypatch, models[::-1], weights)[0]  # each has the shard of another
+    missing = {name: w for name, w in weights.items() if name != "model.norm.weight"}
+    assert "it has model.norm.weight" in check_shards(monkeypatch, models, missing)[0]
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """(Sampler of the second of three ranks, what its engine was asked). They have 2 and 1."""
+    greedy, asked = SamplingParams(temperature=0), []
+
+    def generate(prompts, params):
+        asked.append((prompts, params))
+        return [str(prompt) for prompt in prompts]
+
+    monkeypatch.setattr(dist, "engine_ranks", lambda: 3)
+    monkeypatch.setattr(dist, "engine_rank", lambda: 1)
+    monkeypatch.setattr(dist, "engine_gather",
+                        lambda item: [[(1, greedy), (2, greedy)], item, [(3, greedy)]])
+    llm = sampler.Sampler.__new__(sampler.Sampler)
+    llm._llm = SimpleNamespace(generate=generate)
+    return llm, asked
+
+
+def test_a_rank_gets_the_completions_of_its_own_prompts(shared):
+    llm, asked = shared
+    own = [SamplingParams(seed=1), SamplingParams(seed=2)]
+    assert llm.generate([7, 8], own) == ["7", "8"] and llm.generate([], []) == []
+    assert llm.generate([9], SamplingParams(temperature=0)) == ["9"]
+    assert [prompts for prompts, _ in asked] == [[1, 2, 7, 8, 3], [1, 2, 3], [1, 2, 9, 3]]
+    assert [params.seed for params in asked[0][1]] == [None, None, 1, 2, None]
+    with pytest.raises(RunError, match="a seed"):
+        llm.generate([1], SamplingParams(temperature=1))
+
+
+# ---- the real vLLM and DeepSpeed
+
+@pytest.mark.parametrize("ranks, dtype, policies", [
+    (1, "bfloat16", ["lora", "zero2"]), (2, "float32", ["zero2", "zero3"])])
+def test_vllm_has_the_trainer_s_weights_and_every_damaged_sync_is_noticed(
+        llm, tmp_path, ranks, dtype, policies, request):
+    """Two ranks share an engine and sample what single ranks sample; their model is not tied."""
+    from sync_worker import ARRIVED, ON_THE_WAY, prompts_of
+    path, launcher = make_config().model, []
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        untied = model.load_model(make_config())
+        untied.config.tie_word_embeddings = False
+        untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.clone())
+        untied.save_pretrained(path := str(tmp_path / "untied"))
+        for file in (ROOT / "models/tiny").glob("tokenizer*"):
+            (tmp_path / "untied" / file.name).write_bytes(file.read_bytes())
+        left = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")  # as vLLM's ranks leave it when killed
+        left.touch()
+        request.addfinalizer(lambda: left.unlink(missing_ok=True))
+    command = [sys.executable, *launcher, ROOT / "tests/sync_worker.py", tmp_path, path, dtype]
+    done = subprocess.run([*command, *policies], capture_output=True, text=True,
+                          env=ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "note: checksums see" not in done.stdout  # all weights are compared
+    expected = {what: name for what, (name, _) in {**ON_THE_WAY, **ARRIVED}.items()}
+    for rank in range(ranks):
+        results = json.loads((tmp_path / f"{rank}.json").read_text())
+        prompts, seeds = prompts_of(rank)
+        single = [r.completion for r in nr.rollout(llm, prompts, 2, 1.0, 24, seeds)]
+        for (first, _), (second, _) in results["sampled"].values():
+            assert dtype != "float32" or first == single != second
+        assert results["repaired"] == "" and results["damaged"].keys() == expected.keys()
+        for what, error in results["damaged"].items():
+            assert expected[what] in error and "\n" not in error, (what, error)

@@ -1,0 +1,216 @@
+r"""What an answer says: its number, or LaTeX that is compared with the gold answer's.
+
+Why not a library for numbers: of the 166 marked answers in tests/adversarial.txt, math-verify gets
+27 wrong (units, 1 thousand, full-width digits, several numbers) and quantulum3 26 (1{,}000, 5k,
+equations). read_number gets all of them right. For LaTeX, math-verify normalizes \left, \dfrac, {,}
+and the like itself; _tidy removes only what it cannot read.
+"""
+import contextlib
+import functools
+import logging
+import os
+import re
+import resource
+from fractions import Fraction
+from pathlib import Path
+
+from verify import pool
+
+MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "k": 10**3, "million": 10**6, "billion": 10**9}
+CLEAN_UP = [  # (pattern, replacement); ¤ keeps apart what must not become one number
+    (r"[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\0]", ""),
+    (r"\\[!,;]|\\left|\\right|\^\{?\\circ\}?|°", ""),
+    (r"[\u00a0\u2007\u2009\u202f]|\\ |~", " "),
+    (r"\{,\}", ","),
+    (r"\\(?:text(?:bf|it)?|mathrm|mathbf|mbox|operatorname)\s?\{([^{}]*)\}", r" \1 "),
+    (r"(?<=\d)\s?(?=\\[dtc]?frac)", " "),  # 1\frac{1}{2}
+    (r"\\[dtc]?frac\s?\{?(-?\d+)\}?\s?\{?(\d+)\}?(?!\d)", r"\1/\2 "),
+    (r"(?<!\d)\*\*|\*\*(?![\d(])|[`_]{2}|`|\\?%|\\[()\[\]]", "¤"),  # Markdown, but not 10**3
+    (r"([-+]?)\s?\\?[$€£¥₹]\s?", r"¤\1"),
+    (r"(?<=[A-Za-z])[-/](?=[A-Za-z])", " "),  # km/h
+    (r"(?<![A-Za-z])([kcmd]?m|ft|in|units?|inches|feet|met(?:er|re)s?)\s{0,2}\^\{?[23]\}?", r"\1 "),
+]
+DIGITS = str.maketrans("０１２３４５６７８９−–－＋，．％＄", "0123456789---+,.%$")
+CANDIDATE = re.compile(  # digits and all that is attached to them; NUMBER decides what is a number
+    r"(?<![A-Za-z0-9_.^+*/\\-])[-+]?\.?\d"
+    r"(?:[\d.,:/^]|[eE*×x+-](?=[-+]?\.?\d)| (?=\d{3}(?!\d))| (?=\d{1,9}/\d)| ?/ ?(?=\d))*")
+PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d{0,99})(?:\.\d{1,99})?"
+NUMBER = re.compile(  # sign, integer part of a mixed number, number, exponent, denominator
+    rf"([-+]?)(?:(\d{{1,9}}) (?=\d+/))?(?=[\d.])({PLAIN})(?:[eE]([-+]?\d\d?))?"
+    r"(?: ?/ ?(\d{1,99}))?")
+BARE_NUMBER = re.compile(r"(?:[\d\s.,/%${}+-]|\\(?:[dt]?frac|[!,;%$() \[\]]))+")
+
+
+def read_number(text, only=True):
+    r"""The one number that a short text states, as a Fraction, or None; only=False: its last one.
+
+    Reads signs, thousands separators, decimals, fractions, mixed numbers, exponents, words such as
+    thousand, and currency, units and LaTeX around them. A percent sign counts as a unit. Returns
+    None for two different numbers, a range, an expression, a variable or a bound (> 7). In an
+    equation only the part after the last equals sign counts.
+
+    >>> [read_number(text) for text in (r"$1{,}234.50 per day", "1 1/2", r"-\frac{3}{4}", "5-10")]
+    [Fraction(2469, 2), Fraction(3, 2), Fraction(-3, 4), None]
+    """
+    text = text.translate(DIGITS)
+    for pattern, replacement in CLEAN_UP:
+        text = re.sub(pattern, replacement, text)
+    if only:
+        text = re.split(r"=|≈|\\approx", text)[-1]
+    values = []
+    for m in list(CANDIDATE.finditer(text))[0 if only else -1:]:
+        value, unit = _exact(m[0]), re.match(r"\s?([A-Za-z]+)", text[m.end():m.end() + 9])
+        values.append(value and value * MULTIPLIERS.get(unit and unit[1].lower(), 1))
+    rest = CANDIDATE.sub("", text)
+    if only and re.search(r"[-+*/^<>≤≥±×÷\\_|]|(?i:\b(?:not|or|than|between)\b)", rest):
+        return None  # an expression, a bound, or several answers
+    return values[0] if len(set(values)) == 1 else None
+
+
+def vote(answer):
+    r"""What a final answer votes for: its number, or its text if it is more than a number.
+
+    Equal numbers are one vote, in whatever form they are written. 5x and 5 eggs are not 5. Texts
+    are compared without spaces and $, which is cheaper than math-verify for every pair of answers.
+
+    >>> [vote(text) for text in ("72.0", "$72$", "1{,}000", r"\frac{3}{4}", "5x", "(1, 2)")]
+    [Fraction(72, 1), Fraction(72, 1), Fraction(1000, 1), Fraction(3, 4), '5x', '(1,2)']
+    """
+    number = read_number(answer) if BARE_NUMBER.fullmatch(answer) else None
+    return re.sub(r"[\s$]", "", answer) if number is None else number
+
+
+def _exact(candidate):
+    m = NUMBER.fullmatch(candidate.rstrip(".,:/"))
+    if not m or int(m[5] or 1) == 0:
+        return None
+    sign, integer, number, exponent, denominator = m.groups()
+    number = Fraction(re.sub("[ ,]", "", number)) * Fraction(10) ** int(exponent or 0)
+    value = int(integer or 0) + number / int(denominator or 1)
+    return -value if sign == "-" else value
+
+
+SECONDS = 5.0  # limit of a comparison outside Verifier, which has its own
+PLAIN_NUMBER = re.compile(
+    r"-?(?:\d{1,99}|\d{1,3}(?:,\d{3})+|\d{1,3}(?:[ ~]\d{3})+)(?:\.\d{1,99})?|-?\.\d{1,99}")
+
+
+@functools.lru_cache(1 << 14)  # the completions of a group often agree
+def same_math(gold, answer):
+    r"""Whether two LaTeX answers are equal; None if the gold answer cannot be read or time is over.
+
+    Both are taken whole: no number is searched for inside them. A gold answer of letters only, in
+    any script, can always be read. sympy hangs on some answers (9^{9^9}): outside a worker of
+    Verifier, which has its own limit, the comparison runs in a process that can be killed. Raises
+    MemoryError near the memory limit of a worker.
+
+    >>> same_math(r"\frac{1}{2}", "0.5"), same_math(r"\text{(B)}", "B"), same_math("5", "5 eggs")
+    (True, True, False)
+    """
+    gold, answer = _tidy(gold), _tidy(answer)
+    if PLAIN_NUMBER.fullmatch(gold) and PLAIN_NUMBER.fullmatch(answer):
+        return Fraction(gold) == Fraction(answer)
+    if r"\text" in gold or re.fullmatch("[A-Za-z]{2,}", gold):  # a word or a multiple-choice letter
+        words = [re.sub(r"\\[a-z]+|[^a-z0-9]", "", side.lower()) for side in (gold, answer)]
+        if words[0] == words[1] and words[0].isalpha():  # no digits: 5.4 cents is not 54 cents
+            return True
+    if pool.in_pool:
+        equal = _compare(gold, answer)
+    else:
+        [future] = _own_pool(os.getpid()).submit([(gold, answer)])
+        equal = future.result()
+        equal = None if equal in (pool.Pool.TIMEOUT, pool.Pool.DIED) else equal
+    return gold == answer if equal is None and gold.isalpha() else equal
+
+
+@functools.cache
+def _own_pool(pid):
+    """One worker for calls outside Verifier. Per process id: a fork does not inherit its thread."""
+    return pool.Pool("verify.answer:_make_handler", workers=1, timeout=SECONDS)
+
+
+def _make_handler():
+    warm_math()
+    return lambda task: _compare(*task)
+
+
+def _compare(gold, answer):
+    """math-verify's verdict, None if it cannot read the gold answer.
+
+    Raises MemoryError where it may have failed for lack of memory.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if limit == resource.RLIM_INFINITY:  # in the fork server, or not on Linux
+        return _math_verify()(gold, answer)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _peak_bytes()
+    equal = _math_verify()(gold, answer)
+    if not equal and _peak_bytes() - before > (limit - before) / 2:
+        _math_verify.cache_clear()  # it may have cached a failed parse
+        raise MemoryError("near the memory limit, where math-verify reports unequal")
+    return equal
+
+
+def _peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _tidy(latex):
+    r"""Without LaTeX's spaces, signs around a formula, invisible characters, the full stop at the
+    end and the thousands separators of a number (1,000; 1 000; 11,\! 111)."""
+    # before \! goes: "11, 111" would be a list
+    latex = re.sub(r"(?<=\d),\\!\s*(?=\d{3})", ",", latex)
+    spaces, invisible = r"(?<!\\)\\[!,; ](?![a-z])", r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069]"
+    latex = re.sub(rf"{spaces}|{invisible}|(?<!\\)(?:\$|\\[()\[\]])", "", latex)
+    latex = latex.strip().removesuffix(".").rstrip()
+    return re.sub("[ ,~]", "", latex) if PLAIN_NUMBER.fullmatch(latex) else latex
+
+
+@functools.cache
+def _math_verify():
+    from math_verify import LatexExtractionConfig, parse, verify  # takes 0.3 s
+    from sympy import FiniteSet, Symbol
+    from sympy.core.function import AppliedUndef
+    from sympy.core.relational import Relational
+
+    # it warns that its timeouts are off
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    latex = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+
+    @functools.lru_cache(1 << 12)  # the completions of a group share their gold answer
+    def read(text):  # its own timeout is signal.alarm, which cannot interrupt sympy's C code
+        return parse(rf"\boxed{{{text}}}", latex, "no_fallback", "first_match",
+                     parsing_timeout=None)
+
+    def is_range(answer, gold):
+        """Whether the answer, such as 1 <= x < 2, may be compared with a gold interval.
+
+        It must bound x or f(x) alone, because x^2 <= 4 may only repeat the question, and a variable
+        that the gold answer names. math-verify would take 1 < x < 2 for the set {1, 2}, too.
+        """
+        if isinstance(gold, FiniteSet) or not gold.free_symbols <= answer.free_symbols:
+            return False
+        bounds = [[side for side in bound.args if side.free_symbols]
+                  for bound in answer.atoms(Relational)]
+        return all(len(b) == 1 and isinstance(b[0], Symbol | AppliedUndef) for b in bounds)
+
+    def compare(gold, answer):
+        if not read(gold):
+            return None
+        return gold == answer or verify(
+            read(gold), read(answer), timeout_seconds=None,
+            allow_set_relation_comp=any(is_range(said, read(gold)[0]) for said in read(answer)))
+
+    return compare
+
+
+def warm_math():
+    """Compare one answer of each kind. Workers are forked with the caches that this fills."""
+    answers = (
+        r"\frac{3\sqrt{3}}{4}", "(1,2]", r"1<x\le 2", r"(3, \frac{\pi}{2})", r"\{1,\pi\}", "x=1",
+        "y<2", "x^2+2x-1", "(x+1)^3", r"30^\circ", r"1 \pm \sqrt{19}",
+        r"(-\infty, 2) \cup (3, \infty)", r"\begin{pmatrix} 1 \\ a \end{pmatrix}", r"\text{cents}",
+        "1+2i", r"\cot x", "4_{5}", "1,-2", "12", r"33\%", r"\$18.90")
+    for gold, answer in zip(answers, answers[1:] + answers[:1]):
+        _compare(_tidy(gold), _tidy(answer))
