@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 from textwrap import shorten
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -141,6 +141,9 @@ def check(cfg):
 
     Raises ValueError for what cannot work. Prints a note for flags that have no effect.
     """
+    for name, hint in get_type_hints(type(cfg)).items():  # tyro has checked a command line only
+        if get_origin(hint) is Literal and getattr(cfg, name) not in get_args(hint):
+            raise ValueError(f"--{name} {getattr(cfg, name)}: choose one of {get_args(hint)}")
     for names, low, high in RANGES:
         for name in names.split():
             if not low <= (x := getattr(cfg, name)) <= high:

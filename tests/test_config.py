@@ -43,6 +43,15 @@ def test_every_numeric_flag_has_one_range_that_has_its_default_and_both_ends():
                     make_config(**alone | {name: value})
 
 
+def test_every_choice_refuses_another_word_in_a_config_built_by_hand():
+    hints = typing.get_type_hints(nr.Config)
+    fields = [name for name in hints if typing.get_origin(hints[name]) is typing.Literal]
+    assert {"baseline", "scale", "ratio", "gate", "aggregate", "correction", "dtype"} <= {*fields}
+    for name in fields:
+        with pytest.raises(ValueError, match=f"^--{name} unknown: choose one of "):
+            make_config(**{name: "unknown"})
+
+
 def notes_of(argv, capsys, monkeypatch):
     """The flags that each note about a command line names, a list per note; and its Config."""
     monkeypatch.setattr(runtime.memory, "need_compiler", lambda **_: None)  # may print a note
