@@ -11,6 +11,7 @@ import runtime.flags
 import runtime.guard
 import runtime.model
 from conftest import EXACT, ROOT, close, fixed_rollouts, float64, make_config, within
+from runtime.batch import pack
 from runtime.dist import RunError
 from runtime.shape import ModelShape
 
@@ -123,7 +124,7 @@ def test_packed_log_probs_and_gradients_equal_the_library_one_sequence_at_a_time
         sum(losses).backward()
         if checkpointing:
             packed.gradient_checkpointing_enable({"use_reentrant": False})
-        (members,) = nr.pack(rollouts, 10**6)
+        (members,) = pack(rollouts, 10**6)
         batch = nr.collate(members)
         assert batch.input_ids.numel() < sum(map(len, rollouts))  # prompts are shared
         logp, _ = nr.TokenLogps(packed)(batch)

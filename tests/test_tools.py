@@ -16,6 +16,7 @@ import data
 import nano_rlvr as nr
 from conftest import ROOT, close, fixed_rollouts, make_config, within
 from runtime import guard
+from runtime.batch import pack
 from runtime.dist import RunError
 from runtime.model import load_model
 
@@ -212,7 +213,7 @@ def user(llm, prompts, tmp_path):
         file = tmp_path / f"mine{len(list(tmp_path.iterdir()))}.py"
         file.write_text("import math\nfrom nano_rlvr import Rollout, rollout\n"
                         f"def mine({parameters}):\n    {body}\n")
-        mine = nr.sampler(f"{file}:mine")
+        mine = nr.rollout_function(f"{file}:mine")
         return mine(llm, prompts[:2], 2, 1.0, 8, SEEDS[:2], top_p=1.0)
     return call
 
@@ -312,7 +313,7 @@ def test_log_probs_of_the_trainer_are_those_of_vllm_on_sampled_tokens(llm, promp
     for i, r in enumerate(rollouts):
         r.reward, r.advantages = 1.0, [i % 2 - 0.5] * len(r.completion)
     trained = nr.assign_token_weights(rollouts, cfg)
-    packs = [nr.collate(p) for p in nr.pack(trained, 10**4)]
+    packs = [nr.collate(p) for p in pack(trained, 10**4)]
     metrics = nr.update(nr.make_policy(cfg), packs, cfg)
     within(metrics["mismatch/mean_abs"], 1e-3)
     within(metrics["mismatch/max"], 1e-2)

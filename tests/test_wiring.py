@@ -23,7 +23,7 @@ import runtime.log
 import runtime.model
 import runtime.shape
 from conftest import ROOT, close, fixed_rollouts, judged_by, make_checkpoints, make_config
-from runtime import dist, evaluation, folder, log, memory
+from runtime import dist, evaluation, folder, log, memory, trainer
 from runtime.checkpoint import Progress
 from runtime.dist import RunError
 
@@ -231,9 +231,9 @@ def at(name):
             save=lambda final: seen.append(("save", ... if final else progress.step)))
         run_cfg = dataclasses.replace(cfg, samples=2, mismatch_bound=1e9, correction="none")
         with patched((nr, "collect_rollouts", collect), (nr, "store_fixed_logps", fixed),
-                     (nr, "sync_weights", nothing), (nr, "place_frozen_weights", nothing),
-                     (nr, "token_logps", nothing), (nr, "summary", lambda *_: {}),
-                     (nr, "store_kl", lambda *_: seen.append(("kl", 1)) or {}),
+                     (nr, "sync_weights", nothing), (trainer, "place_frozen_weights", nothing),
+                     (trainer, "token_logps", nothing), (nr, "summary", lambda *_: {}),
+                     (trainer, "store_kl", lambda *_: seen.append(("kl", 1)) or {}),
                      (nr, "evaluate", lambda *_: seen.append(("evaluate", progress.step))
                       or ({}, []))):
             nr.train(nr.Run(run_cfg, [], [], None, fake_log, checkpoints,
