@@ -236,8 +236,7 @@ def paper(tokens):
     for name, device in itertools.product(("Qwen2.5-1.5B", "Qwen2.5-7B"), DEVICES):
         shape = SHAPES[name]
         plan = planned(nr.Config(model=name, dtype="bfloat16"), shape, device)
-        cfg = dataclasses.replace(plan, checkpointing="on",
-                                  pack_tokens=32768)
+        cfg = dataclasses.replace(plan, checkpointing="on", pack_tokens=32768)
         times = bounds(cfg, shape, groups, device)
         update, sums = times["update"], [sum(parts.values()) for parts in times.values()]
         with_reference = sum(sums) - update["recomputation"]

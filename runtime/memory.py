@@ -218,11 +218,12 @@ def host_bytes(cfg, shape):
 def candidates(cfg, gpu):
     """Configs to try where cfg leaves a choice, best first: without offload, with activations kept
     (in packs of at least 8192 tokens), in large packs."""
-    packs = [32768, 16384, 8192, cfg.max_prompt + cfg.max_tokens] if gpu else [4096]
+    longest = cfg.max_prompt + cfg.max_tokens
+    packs = [32768, 24576, 16384, 12288, 8192, longest] if gpu else [4096]
     packs = [cfg.pack_tokens] if cfg.pack_tokens else packs
     offloads = ["none"] + ["optimizer"] * gpu if cfg.offload == "auto" else [cfg.offload]
     for offload in offloads:
-        for checkpointing, sizes in ("off", packs[:3]), ("on", packs):
+        for checkpointing, sizes in ("off", packs[:5]), ("on", packs):
             for tokens in sizes if cfg.checkpointing in ("auto", checkpointing) else []:
                 yield dataclasses.replace(
                     cfg, offload=offload, checkpointing=checkpointing, pack_tokens=tokens)
