@@ -85,6 +85,8 @@ def test_every_command_in_the_pages_has_known_flags_and_legal_values(words, tmp_
             (tmp_path / words[i]).write_text("{question}")
     if "--resume" in words:  # needs a run
         del words[words.index("--resume"):words.index("--resume") + 2]
+    if "--tp" in words:  # needs as many ranks
+        monkeypatch.setenv("WORLD_SIZE", words[words.index("--tp") + 1])
     nr.parse_config(words)
 
 
