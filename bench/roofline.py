@@ -11,6 +11,7 @@ is counted, which handles each sampled token: a CPU cannot decode meanwhile; a G
 what counts is how long it waits. A CPU reads its caches faster than its memory: the bound of a
 small model can be too high. bench/step.py compares real runs with this bound.
 """
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -223,10 +224,12 @@ def geometric(n, mean, longest=3000):
 
 def planned(cfg, shape, device):
     """cfg with what runtime/memory.py chooses for a device; adapters where nothing else fits."""
-    for rank in (0, 32):
-        for c in memory.candidates(dataclasses.replace(cfg, lora_rank=rank), gpu=True):
-            if memory.peak_bytes(c, shape, gpu=True) <= memory.USABLE * device.size:
-                return c
+    place = memory.Device(gpu=True, free=device.size, total=device.size)
+    with contextlib.redirect_stdout(None):  # memory.plan prints the plan
+        try:
+            return memory.plan(cfg, place, shape)[0]
+        except ValueError:
+            return memory.plan(dataclasses.replace(cfg, lora_rank=32), place, shape)[0]
 
 
 def paper(tokens):
@@ -235,8 +238,7 @@ def paper(tokens):
     for name, device in itertools.product(("Qwen2.5-1.5B", "Qwen2.5-7B"), DEVICES):
         shape = SHAPES[name]
         plan = planned(nr.Config(model=name, dtype="bfloat16"), shape, device)
-        cfg = dataclasses.replace(plan, checkpointing="on",
-                                  pack_tokens=memory.largest_pack(gpu=True))
+        cfg = dataclasses.replace(plan, checkpointing="on", pack_tokens=32768)
         times = bounds(cfg, shape, groups, device)
         update, sums = times["update"], [sum(parts.values()) for parts in times.values()]
         with_reference = sum(sums) - update["recomputation"]
@@ -255,8 +257,8 @@ def main(argv=None):
     if parser.parse_args(argv).measure:
         device = measure_device()
         dist.init_process_group()
-        llm = nr.make_llm(nr.Config(common.TINY, dtype="float32", max_prompt=64, max_tokens=64,
-                                    vllm_memory=0.2))
+        llm = nr.Sampler(nr.Config(common.TINY, dtype="float32", max_prompt=64, max_tokens=64,
+                                   vllm_memory=0.2))
         return print(json.dumps(device._replace(python=measure_python(llm))))
     print(f"""Bound in seconds of one step: 64 prompts of 100 tokens, 8 completions each, bf16.
 
