@@ -161,12 +161,12 @@ def damage(out):
     wait_until(process, (stopped / "step-6").exists)
     process.kill()
     process.wait()
-    newest = max(int(p.name[5:]) for p in stopped.glob("step-*") if p.suffix != ".part")
-    for name in ("model.safetensors", "trainer/00000.safetensors", "trainer/state.json",
-                 "manifest.json"):
+    newest = max(stopped.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
+    state = min(newest.glob("trainer/*.safetensors")).relative_to(newest)
+    for name in ("model.safetensors", state, "trainer/state.json", "manifest.json"):
         for harm in (*HARMS, "remove"):
             shutil.copytree(stopped, out / "harmed", dirs_exist_ok=True)
-            path = out / f"harmed/step-{newest}" / name
+            path = out / "harmed" / newest.name / name
             if harm == "remove":
                 path.unlink()
             else:

@@ -50,9 +50,9 @@ row() {  # name, command ...: a failure is noted with the last line that explain
 run() {  # name, flags ...: 4 steps of SCRIPT, the first of which is a warm-up
     local folder=$WORK/runs/$1
     rm -rf "$folder"
-    row "$1" $PYTHON ${SCRIPT:-nano_rlvr.py} --model "$MODEL" --data "$MODEL/questions.jsonl" --template none \
-        --task gsm8k $SIZE --steps 4 --lr 1e-6 --eval_every 1000 --eval_size 8 --save_every 0 \
-        --keep_rollouts 1000000 --out "$WORK/runs" --name "$@"
+    row "$1" $PYTHON ${SCRIPT:-nano_rlvr.py} --model "$MODEL" --data "$MODEL/questions.jsonl" \
+        --template none --task gsm8k $SIZE --steps 4 --lr 1e-6 --eval_every 1000 --eval_size 8 \
+        --save_every 0 --keep_rollouts 1000000 --out "$WORK/runs" --name "$@"
     [ ! -s "$folder/metrics.jsonl" ] || RUNS+=("$folder")  # also of a run that failed late
     rm -rf "$folder"/step-* "$folder"/final  # 20 GB per run
 }
