@@ -144,7 +144,7 @@ def signals(out):
         traceback = "Traceback" in log.read_text()
         result = outcome(whole, folder, "--save_every", "1")
         if code == 0 and result == "equal":
-            result = "equal: it came in the last step, and the run ended"
+            result = "equal: it came after the last step, and the run ended"
         elif code != 128 + number or traceback or len(said) != 1:
             result = f"exit code {code}, said {said}, then {result}"
         yield f"{number.name}, {moment}", result
