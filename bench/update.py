@@ -36,6 +36,7 @@ import common  # puts the repository on sys.path
 import nano_rlvr as nr
 import random_model
 from runtime import dist, flags
+from runtime.batch import pack
 
 CUDA = torch.cuda.is_available()
 COLUMNS = ("", "seconds (min to max)", "times packed", "peak memory above idle", "times packed",
@@ -140,7 +141,7 @@ def one(args, model):
         padded = sum(len(part) * (max(len(r.prompt) for r in part)
                                   + max(len(r.completion) for r in part)) for part in parts)
     else:
-        parts = nr.pack(rollouts, cfg.pack_tokens)
+        parts = pack(rollouts, cfg.pack_tokens)
     measure(engine, parts, cfg)  # the warm-up
     result = measure(engine, parts, cfg)
     print(json.dumps(result | {"tokens": tokens, "padding": 1 - tokens / padded}))
