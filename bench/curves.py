@@ -45,10 +45,10 @@ def offline(argv):
     import nano_rlvr as nr
     collect_rollouts = nr.collect_rollouts
 
-    def collect_from_start(cfg, llm, *rest):
-        llm.collective_rpc("reload_weights")  # without an iterator: from disk
-        llm.reset_prefix_cache()
-        return collect_rollouts(cfg, llm, *rest)
+    def collect_from_start(run, step):
+        run.llm.collective_rpc("reload_weights")  # without an iterator: from disk
+        run.llm.reset_prefix_cache()
+        return collect_rollouts(run, step)
 
     nr.collect_rollouts = collect_from_start
     nr.main(argv)

@@ -27,8 +27,7 @@ import psutil
 import common  # puts the repository on sys.path
 
 FLAGS = ("--steps 8 --prompts 8 --samples 4 --eval_size 16 --eval_every 4 --save_every 1 "
-         "--max_tokens 64 --baseline running --ref_reset_every 3 --epochs 2 --minibatches 2 "
-         "--lr 3e-4").split()
+         "--max_tokens 64 --baseline running --epochs 2 --minibatches 2 --lr 3e-4").split()
 TIMED = ("seconds/", "memory/", "tokens_per_second", "mfu")  # metrics that depend on time
 # with several threads two runs may add in another order
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -145,7 +144,7 @@ def signals(out):
         traceback = "Traceback" in log.read_text()
         result = outcome(whole, folder, "--save_every", "1")
         if code == 0 and result == "equal":
-            result = "equal: it came after the last rollout, and the run ended"
+            result = "equal: it came after the last step, and the run ended"
         elif code != 128 + number or traceback or len(said) != 1:
             result = f"exit code {code}, said {said}, then {result}"
         yield f"{number.name}, {moment}", result
@@ -162,12 +161,12 @@ def damage(out):
     wait_until(process, (stopped / "step-6").exists)
     process.kill()
     process.wait()
-    newest = max(int(p.name[5:]) for p in stopped.glob("step-*") if p.suffix != ".part")
-    for name in ("model.safetensors", "trainer/00000.safetensors", "trainer/state.json",
-                 "manifest.json"):
+    newest = max(stopped.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]))
+    state = min(newest.glob("trainer/*.safetensors")).relative_to(newest)
+    for name in ("model.safetensors", state, "trainer/state.json", "manifest.json"):
         for harm in (*HARMS, "remove"):
             shutil.copytree(stopped, out / "harmed", dirs_exist_ok=True)
-            path = out / f"harmed/step-{newest}" / name
+            path = out / "harmed" / newest.name / name
             if harm == "remove":
                 path.unlink()
             else:
@@ -204,7 +203,7 @@ def full_disk(disk, whole):
 def soak(out, steps=2000):
     """Many steps: what grows?"""
     flags = (f"--steps {steps} --prompts 2 --samples 2 --minibatches 1 --epochs 1 --max_tokens 8 "
-             "--save_every 100 --eval_every 400 --ref_reset_every 0 --keep_rollouts 4").split()
+             "--save_every 100 --eval_every 400 --keep_rollouts 4").split()
     run, metrics, samples = start(out / "soak", *flags), out / "soak/metrics.jsonl", {}
     process = psutil.Process(run.pid)
     while run.poll() is None:

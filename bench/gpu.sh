@@ -9,7 +9,7 @@
 #
 #     whole        all of the memory, no reference model
 #     whole-kl     all of the memory, with a reference and recomputed activations
-#     compile      as whole, with --compile on
+#     compile      as whole, with compiled layers (examples/compiled.py)
 #     40, 24       as on a card of that many GiB
 #     24-lora      24 GiB, adapters of rank 32
 #     trl-16, -8   the same step with TRL, if it is installed (bench/vs_trl.py), by micro-batch
@@ -47,12 +47,12 @@ row() {  # name, command ...: a failure is noted with the last line that explain
     printf -- '- %s failed: %s\n' "$name" "${reason:0:300}" >> "$NOTES"
 }
 
-run() {  # name, flags ...: 4 steps of nano_rlvr.py, the first of which is a warm-up
+run() {  # name, flags ...: 4 steps of SCRIPT, the first of which is a warm-up
     local folder=$WORK/runs/$1
     rm -rf "$folder"
-    row "$1" $PYTHON nano_rlvr.py --model "$MODEL" --data "$MODEL/questions.jsonl" --template none \
-        --task gsm8k $SIZE --steps 4 --lr 1e-6 --eval_every 1000 --eval_size 8 --save_every 0 \
-        --keep_rollouts 1000000 --out "$WORK/runs" --name "$@"
+    row "$1" $PYTHON ${SCRIPT:-nano_rlvr.py} --model "$MODEL" --data "$MODEL/questions.jsonl" \
+        --template none --task gsm8k $SIZE --steps 4 --lr 1e-6 --eval_every 1000 --eval_size 8 \
+        --save_every 0 --keep_rollouts 1000000 --out "$WORK/runs" --name "$@"
     [ ! -s "$folder/metrics.jsonl" ] || RUNS+=("$folder")  # also of a run that failed late
     rm -rf "$folder"/step-* "$folder"/final  # 20 GB per run
 }
@@ -62,7 +62,7 @@ for name in ${ONLY:-$ROWS}; do
     case $name in
         whole) run whole --kl_coef 0 ;;
         whole-kl) run whole-kl --kl_coef 0.001 --checkpointing on ;;
-        compile) run compile --kl_coef 0 --compile on ;;
+        compile) SCRIPT=examples/compiled.py run compile --kl_coef 0 ;;
         24-lora) run 24-lora --kl_coef 0.001 --memory_gb 24 --lora_rank 32 ;;
         trl-*) row "$name" $PYTHON bench/vs_trl.py --random_model "$SHAPE" $MEAN $SIZE \
                    --micro "${name#trl-}" --steps 3 --out "$WORK/$name"

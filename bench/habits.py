@@ -12,15 +12,14 @@ import common  # puts the repository on sys.path
 import data
 import nano_rlvr as nr
 import rewards
-import runtime.flags
-from runtime import dist
+from runtime import dist, flags
 
 
 def main(argv):
     cfg = nr.parse_config(argv)
     dist.init_process_group()
-    _, examples = data.load_splits(cfg, runtime.flags.load_tokenizer(cfg))
-    llm = nr.make_llm(dataclasses.replace(cfg, eval_n=8))
+    _, examples = data.load_splits(cfg, flags.load_tokenizer(cfg))
+    llm = nr.Sampler(dataclasses.replace(cfg, eval_n=8))
     prompts = [e["prompt_ids"] for e in examples]
     seeds = [data.request_seed(0, "habits", i) for i in range(len(examples))]
     rollouts = nr.rollout(llm, prompts, 8, 1.0, cfg.max_tokens, seeds)

@@ -22,9 +22,9 @@ import common  # puts the repository on sys.path
 import nano_rlvr as nr
 import plan
 import random_model
-import runtime.batch
 import update
-from runtime import dist
+from runtime import dist, memory
+from runtime.batch import divide
 from runtime.shape import ModelShape
 
 
@@ -38,7 +38,7 @@ def balance_one(rollouts, ranks, cost):
     share = len(rollouts) // ranks  # as prompts are divided when they are sampled
     parts = [rollouts[i * share:(i + 1) * share] for i in range(ranks)]
     before = [cost(part) for part in parts]
-    after = [cost(part) for part in runtime.batch.divide(parts, cost)]
+    after = [cost(part) for part in divide(parts, cost)]
     tokens = sum(map(len, rollouts))
     sent = len(pickle.dumps(parts)) / tokens
     return excess(before), excess(after), sum(after) / sum(before) - 1, sent
@@ -88,7 +88,7 @@ def worker(model):
     Rank 0 prints JSON: what it sent and held, in bytes per parameter.
     """
     dist.init_process_group()
-    nr.memory.BUCKET = 2**16  # small beside the model, as 2**26 is beside a large one
+    memory.BUCKET = 2**16  # small beside the model, as 2**26 is beside a large one
     found, n, engines = {}, ModelShape.of(model).parameters, []
     for dtype, stage in [(d, s) for d in ("float32", "bfloat16") for s in (1, 2, 3)]:
         before, at_step = held(), []

@@ -255,8 +255,8 @@ def main(argv=None):
     if parser.parse_args(argv).measure:
         device = measure_device()
         dist.init_process_group()
-        llm = nr.make_llm(nr.Config(common.TINY, dtype="float32", max_prompt=64, max_tokens=64,
-                                    vllm_memory=0.2))
+        llm = nr.Sampler(nr.Config(common.TINY, dtype="float32", max_prompt=64, max_tokens=64,
+                                   vllm_memory=0.2))
         return print(json.dumps(device._replace(python=measure_python(llm))))
     print(f"""Bound in seconds of one step: 64 prompts of 100 tokens, 8 completions each, bf16.
 

@@ -5,7 +5,7 @@
 
 Writes bench/results/sampling.md (sampling-small.md). Three ways in turns: vLLM's sampler as
 shipped, which draws noise for all requests and then again for each one with a seed; that of
-runtime/engines.py, which draws it once; and no seeds. The first two must sample the same tokens.
+runtime/sampler.py, which draws it once; and no seeds. The first two must sample the same tokens.
 """
 import statistics
 import sys
@@ -32,7 +32,7 @@ def main(argv, **changes):
         else:
             sizes = dict(model=common.TINY, prompts=32, samples=16, max_prompt=256, max_tokens=96)
         cfg = update.make_config(**sizes | changes)
-        llm = nr.make_llm(cfg)
+        llm = nr.Sampler(cfg)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     sampler = runner.sampler.topk_topp_sampler
     ours, seeds = sampler.forward, range(cfg.prompts)

@@ -2,7 +2,7 @@
 
     python nano_rlvr.py --name default && python bench/screenshots.py runs/default
 
-Writes docs/images/report.png, report_rollouts.png, report_phone.png (dark) and runtime.report.png.
+Writes docs/images/report.png, report_rollouts.png, report_phone.png (dark) and curve.png.
 """
 import os
 import shutil
@@ -37,7 +37,6 @@ def browse(page, *flags, dark=False):
 def main(folder, images=ROOT / "docs/images"):
     from PIL import Image
 
-    import runtime.report
     from runtime import report
     images.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -47,7 +46,7 @@ def main(folder, images=ROOT / "docs/images"):
             path, size = images / f"{name}.png", f"--window-size={width},{height}"
             browse(page.as_uri() + STATE, f"--screenshot={path}", size, dark=dark)
             Image.open(path).convert("RGB").crop((0, top, width, bottom)).save(path, optimize=True)
-    runtime.report.draw_curve([folder], images / "curve.png")
+    report.draw_curve([folder], images / "curve.png")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 import common  # puts the repository on sys.path
-import runtime.report
 from common import read, series
+from runtime.report import figure
 from runtime.stats import mean_interval
 
 README_COMMAND = [*common.SCRIPT, *"--eval_n 8 --eval_every 25 --save_every 0".split()]
@@ -100,7 +100,7 @@ def draw(results, panels, path):
     evaluation. results: {label: [rows of each seed]}; panels: see report."""
     height = 1 if len(panels) <= 3 else 2
     width = math.ceil(len(panels) / height)
-    fig = runtime.report.figure(figsize=(4.2 * width, 3.4 * height))
+    fig = figure(figsize=(4.2 * width, 3.4 * height))
     axes = fig.subplots(height, width, squeeze=False)
     for axis, (title, key) in zip(axes.flat, panels.items()):
         for i, (label, runs) in enumerate(results.items()):

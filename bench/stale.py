@@ -8,13 +8,14 @@ model trains with and without the fault, in fp32, at two learning rates; no alar
 The step of an alarm is the one whose rollouts it keeps out of the optimizer; for the reward curve,
 the last step that it needs:
 
-- checksum: runtime/checksum.py, after each sync;
+- checksum: runtime/sampler.py, after each sync;
 - log-prob bound: mean |trainer - vLLM log-prob| of the sampled tokens above 1e-3 (the bound in
   fp32), 0.05 or 0.15 (the old and the new bound in bf16);
 - reward curve: the mean reward of the last 10 steps differs from that of the healthy run by more
   than 3 standard errors, those of two independent means of 10 numbers.
 """
 import contextlib
+import itertools
 import json
 import sys
 import tempfile
@@ -35,27 +36,18 @@ def run(folder, lr, kind):
     vllm._custom_ops._supports_onednn = False  # or oneDNN would keep repacked weights only
     import nano_rlvr as nr
     from runtime.sampler import SentWeights
-    make_llm, check, syncs, noticed = nr.make_llm, SentWeights.check, [], []
-
-    def make_stale_llm(cfg):
-        llm = make_llm(cfg)
-        collective_rpc = llm.collective_rpc
-
-        def reload_twice(name, kwargs):
-            collective_rpc(name, kwargs=kwargs)
-            collective_rpc(name)  # without an iterator: from disk
-        if kind == "stale":
-            llm.collective_rpc = reload_twice
-        return llm
+    check, syncs, noticed = SentWeights.check, itertools.count(), []
 
     def check_and_go_on(self, llm):
+        if kind == "stale":
+            llm.collective_rpc("reload_weights")  # without an iterator: from disk
+        sync = next(syncs)
         try:
             check(self, llm)
         except RuntimeError:
-            noticed.append(len(syncs))
-        syncs.append(None)
+            noticed.append(sync)
 
-    nr.make_llm, SentWeights.check = make_stale_llm, check_and_go_on
+    SentWeights.check = check_and_go_on
     with contextlib.redirect_stdout(sys.stderr):
         nr.main([*FLAGS, "--lr", lr, "--out", folder, "--name", f"{lr}-{kind}"])
     print(json.dumps(noticed))

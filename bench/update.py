@@ -1,13 +1,12 @@
 """One optimizer update on one ragged batch of rollouts: packed (this trainer) or padded.
 
     python bench/update.py                      writes bench/results/update.md and .json
-    python bench/update.py --compile --micro_batch --model models/tiny --vocab 256 --out update_tiny
+    python bench/update.py --model models/tiny --vocab 256 --out update_tiny
     python bench/update.py --side packed        measures one side in this process, prints JSON
 
 The model is a small Qwen2 with the real vocabulary on a CPU, Qwen2.5-1.5B's shape in bf16 on CUDA.
 
 packed   nano_rlvr.py with its default flags: pack, collate, TokenLogps, policy_loss, backward, step
-compiled the same with --compile on; it compiles in the warm-up
 padded   micro-batches of --micro_batch rows (nano-aha-moment: 4) in the order of sampling, each
          padded to its longest; the logits of all completion positions at once, log_softmax and
          gather in fp32, no entropy: the textbook loop
@@ -36,7 +35,8 @@ import torch
 import common  # puts the repository on sys.path
 import nano_rlvr as nr
 import random_model
-from runtime import dist
+from runtime import dist, flags
+from runtime.batch import pack
 
 CUDA = torch.cuda.is_available()
 COLUMNS = ("", "seconds (min to max)", "times packed", "peak memory above idle", "times packed",
@@ -46,7 +46,7 @@ COLUMNS = ("", "seconds (min to max)", "times packed", "peak memory above idle",
 def make_config(model, **changes):
     """The defaults of nano_rlvr.py without the KL term: an update needs no reference model then."""
     changes = dict(model=str(model), kl_coef=0.0, checkpointing="on") | changes
-    cfg = nr.check_config(dataclasses.replace(nr.Config(), **changes))
+    cfg = flags.check(dataclasses.replace(nr.Config(), **changes))
     return dataclasses.replace(cfg, mismatch_bound=math.inf)  # the rollouts are not vLLM's
 
 
@@ -104,7 +104,7 @@ def measure(engine, parts, cfg):
 class Padded(torch.nn.Module):
     """TokenLogps' interface for a padded batch (B, P + C): prompts end at column P."""
 
-    def __init__(self, model, temperature=1.0, **flags):
+    def __init__(self, model, temperature):
         super().__init__()
         model.set_attn_implementation("sdpa")
         self.model, self.temperature = model, temperature
@@ -130,8 +130,7 @@ def one(args, model):
     dist.init_process_group()
     if args.side == "padded":
         nr.TokenLogps = Padded  # the module that make_policy wraps
-    cfg = make_config(model, pack_tokens=args.pack_tokens,
-                      compile="on" if args.side == "compiled" else "off")
+    cfg = make_config(model, pack_tokens=args.pack_tokens)
     engine = nr.make_policy(cfg)
     rollouts = make_rollouts(args.sequences, args.max_tokens, args.vocab)
     rollouts = nr.assign_token_weights(rollouts, cfg)
@@ -142,7 +141,7 @@ def one(args, model):
         padded = sum(len(part) * (max(len(r.prompt) for r in part)
                                   + max(len(r.completion) for r in part)) for part in parts)
     else:
-        parts = nr.pack(rollouts, cfg.pack_tokens)
+        parts = pack(rollouts, cfg.pack_tokens)
     measure(engine, parts, cfg)  # the warm-up
     result = measure(engine, parts, cfg)
     print(json.dumps(result | {"tokens": tokens, "padding": 1 - tokens / padded}))
@@ -151,17 +150,15 @@ def one(args, model):
 def compare(args, argv, model):
     """Measures the sides in turns and writes the table."""
     sides = {"packed": (["packed"], "1")}  # name -> flags, THP_MEM_ALLOC_ENABLE
-    if args.compile:
-        sides["compiled"] = ["compiled"], "1"
     for n in args.micro_batch:
         sides[f"padded, {n} rows"] = ["padded", "--micro_batch", n], "0"
         if not CUDA:
             sides[f"padded, {n} rows, pages of 2 MB"] = ["padded", "--micro_batch", n], "1"
     conditions, results = common.conditions(), {side: [] for side in sides}
     for _ in range(args.rounds):
-        for side, (flags, pages) in sides.items():
-            flags = [*argv, "--model", model, "--side", *flags]
-            run = common.run_apart("update.py", *flags, THP_MEM_ALLOC_ENABLE=pages)
+        for side, (own, pages) in sides.items():
+            words = [*argv, "--model", model, "--side", *own]
+            run = common.run_apart("update.py", *words, THP_MEM_ALLOC_ENABLE=pages)
             results[side].append(run)
             print(f"{side}: {run['seconds']:.1f} s, processor {run['cpu_seconds']:.1f} s")
 
@@ -194,10 +191,9 @@ def main(argv):
         help="99th percentile of the completion lengths, 15 times their median")
     add("--pack_tokens", type=int, default=16384 if CUDA else 4096, help="tokens per pack")
     add("--micro_batch", type=int, nargs="*", default=[4], help="rows per padded batch")
-    add("--compile", action="store_true", help="also measure --compile on")
     add("--rounds", type=int, default=3)
     add("--out", default="update-gpu" if CUDA else "update", help="name of the results")
-    add("--side", choices=("packed", "compiled", "padded"))
+    add("--side", choices=("packed", "padded"))
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         if not args.model:

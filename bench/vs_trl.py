@@ -126,11 +126,10 @@ def grpo_options(cfg, micro, vllm):
 def trl(argv, micro, folder, vllm=False):
     import data
     import nano_rlvr as nr  # for its flags
-    import runtime.flags
     from rewards import gsm8k_reward
-    from runtime import memory
+    from runtime import flags, memory
     cfg = nr.parse_config([*argv, "--out", folder])
-    tokenizer = runtime.flags.load_tokenizer(cfg)
+    tokenizer = flags.load_tokenizer(cfg)
     train_set, _ = data.load_splits(cfg, tokenizer)
     cfg, _ = memory.plan(cfg)
 

@@ -54,7 +54,7 @@ def within(measured, bound):
 
 
 def close(ours, wanted, bound=EXACT):
-    """Asserts that numbers, lists or tensors of one shape differ by at most bound * max |wanted|."""
+    """Asserts that numbers or tensors of one shape differ by at most bound * max |wanted|."""
     ours, wanted = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (ours, wanted))
     assert ours.shape == wanted.shape and ours.numel() and wanted.isfinite().all()
     within((ours - wanted).abs().max(), bound * (wanted.abs().max().item() or 1.0))

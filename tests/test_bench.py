@@ -7,6 +7,7 @@ import pytest
 
 import common
 import nano_rlvr as nr
+from runtime import memory
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def bench(tmp_path, monkeypatch, capsys, llm):
 
     monkeypatch.setattr(common, "run_apart", here)
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    monkeypatch.setattr(nr, "make_llm", lambda cfg: llm)
+    monkeypatch.setattr(nr, "Sampler", lambda cfg: llm)
     monkeypatch.setattr(nr, "TokenLogps", nr.TokenLogps)  # which a bench changes
     return importlib.import_module
 
@@ -40,7 +41,7 @@ def test_benches_of_updates(bench, monkeypatch, tmp_path):
     monkeypatch.setattr(bench("scale"), "AXES", {"rollouts": [{"sequences": n} for n in (2, 4)]})
     bench("scale").main()
     monkeypatch.setattr(bench("ranks"), "held", lambda: 0)  # of tensors of other tests
-    monkeypatch.setattr(nr.memory, "BUCKET", nr.memory.BUCKET)
+    monkeypatch.setattr(memory, "BUCKET", memory.BUCKET)  # which a bench changes
     bench("ranks").main(["reduce"])
     assert len(json.loads((tmp_path / "ranks_reduce.json").read_text())) == 6
 

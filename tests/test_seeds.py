@@ -1,7 +1,5 @@
-"""bench/seeds.py and curves.py: the interval, the runs, the report."""
+"""bench/seeds.py and curves.py: the runs, the report."""
 import json
-import math
-import random
 import sys
 
 import pytest
@@ -9,23 +7,6 @@ import pytest
 import curves
 import nano_rlvr as nr
 import seeds
-from conftest import close, within
-from runtime.stats import mean_interval, t_quantile
-
-
-def test_t_quantiles_are_those_of_closed_forms():
-    close(t_quantile(1), math.tan(0.95 * math.pi / 2), 1e-6)  # P(|T| <= t) = 2/pi atan(t)
-    close(t_quantile(2), 0.95 * math.sqrt(2 / (1 - 0.95**2)), 1e-6)  # = t / sqrt(2 + t^2)
-    within(abs(t_quantile(10**4) - 1.959964), 1e-3)  # the normal distribution
-
-
-def test_the_interval_contains_the_true_mean_in_95_of_100_cases():
-    rng, n, hits = random.Random(0), 4000, 0
-    for _ in range(n):
-        _, low, high = mean_interval([rng.gauss(7, 3) for _ in range(5)])
-        hits += low <= 7 <= high
-    within(abs(hits / n - 0.95), 4 * math.sqrt(0.95 * 0.05 / n))  # four standard errors
-
 
 # writes what a run leaves: an evaluation per step, better with each seed; --fail 1 fails
 FAKE = """
