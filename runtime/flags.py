@@ -95,6 +95,10 @@ NEEDS = (
     ("kl_in", lambda cfg: cfg.kl_coef, "--kl_coef above 0"),
     ("correction_cap", lambda cfg: cfg.correction != "none", "a --correction"),
     ("vllm_memory", lambda cfg: torch.cuda.is_available(), "a GPU"),
+    ("max_grad_norm", lambda cfg: cfg.max_grad_norm, "a value above 0: gradients are not clipped"),
+    ("warmup", lambda cfg: not cfg.warmup > cfg.steps > 0, "more --steps: --lr is not reached"),
+    ("rewards", lambda cfg: cfg.data or any(x[1] for x in rewards.parse_spec(cfg.rewards)),
+     "a weight other than 0"),
     # On-policy, pi/pi_old is 1: no bound is reached, and the slopes of the gates are equal there.
     # --ratio is not listed: it still sums or averages the correction and the rewards of steps.
     ("gate clip_low clip_high delta tau tau_neg", lambda cfg: cfg.epochs * cfg.minibatches > 1,

@@ -69,6 +69,8 @@ def notes_of(argv, capsys, monkeypatch):
     ("--tau 2", "tau"), ("--tau_neg 2 --gate squared", "tau_neg"),
     ("--tau 2 --tau_neg 2 --gate soft", None), ("--kl_in reward --kl_coef 0", "kl_in"),
     ("--correction_cap 3 --correction none", "correction_cap"), ("--correction_cap 3", None),
+    ("--max_grad_norm 0", "max_grad_norm"), ("--warmup 9 --steps 8", "warmup"),
+    ("--warmup 9 --steps 9", None), ("--rewards gsm8k:0", "rewards"), ("--rewards gsm8k", None),
     ("--vllm_memory 0.5", "vllm_memory"), *((f"--algo {algo}", None) for algo in nr.ALGOS),
 ])
 def test_a_flag_that_has_no_effect_is_named(argv, flag, capsys, monkeypatch):
