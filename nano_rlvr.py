@@ -10,15 +10,16 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     1. rollout     vLLM samples n completions for each of G prompts, with log-probs of the tokens
     2. reward      verifiers (rewards.py) turn texts into numbers; None is "no verdict", not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): no critic is needed
-    4. pack        sequences lie end to end without padding, a prompt once for all its completions
+    4. pack        sequences lie end to end, without padding; each prompt is stored once
     5. log-probs   log pi(token) of each completion token, without storing logits
     6. loss        clipped policy gradient per token + kl_coef * k3 KL to the frozen starting model
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
     8. sync        the new weights go into vLLM in place; checksums show that they arrived
 
-A textbook PPO has a critic, GAE, padding and means per micro-batch. Here, every token has a weight,
-computed from the number of sequences and tokens in the optimizer step over all ranks, and weighted
-losses are summed. The gradient is then the same for any packing and any number of ranks.
+A textbook PPO has a critic, GAE, padding and means per micro-batch. Here, the loss is a sum over
+tokens, each with a weight that makes it a mean over the whole optimizer step: the weights come from
+the numbers of sequences and tokens of all ranks. So the gradient is the same for any packing and
+any number of ranks.
 
 Shapes: G prompts, n completions per prompt, N = G*n sequences. Per pack: B sequences, R sampled
 tokens, T tokens with each prompt stored once, K tokens with the prompt repeated for each sequence.
@@ -69,23 +70,23 @@ class Config(flags.RunFlags):
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm
-    baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = "group"  # to subtract
-    scale: Literal["group", "batch", "mean", "none"] = "group"  # divisor: see group_advantages
-    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old; geometric mean; product
-    gate: Literal["clip", "detach", "soft", "squared"] = "clip"  # bound on it: gated_objective
-    aggregate: Literal["sequence", "token", "constant"] = "sequence"  # of the loss: token_weights
+    baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = "group"  # subtracted
+    scale: Literal["group", "batch", "mean", "none"] = "group"  # the advantage is divided by it
+    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old per token or sequence
+    gate: Literal["clip", "detach", "soft", "squared"] = "clip"  # how it is bounded
+    aggregate: Literal["sequence", "token", "constant"] = "sequence"  # mean of losses
     clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low ...
     clip_high: float = 0.2  # ... and 1 + clip_high
     delta: float = 0.0  # largest ratio for negative advantages (two-sided clip); 0 = off
-    tau: float = 1.0  # of the soft gate, positive advantages; weight of the squared gate's penalty
-    tau_neg: float = 1.05  # of the soft gate, negative advantages
+    tau: float = 1.0  # soft gate: temperature for positive advantages; squared: penalty weight
+    tau_neg: float = 1.05  # soft gate: temperature for negative advantages
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference
-    kl_in: Literal["loss", "reward"] = "loss"  # k3 per token in the loss, or k1 off the reward
+    kl_in: Literal["loss", "reward"] = "loss"  # add k3 to the loss, or subtract k1
     # importance weight for the difference between vLLM's and the trainer's log-probs
     correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     correction_cap: float = 2.0  # largest importance weight pi_trainer / pi_vllm
     drop_flat_groups: bool = False  # no update from groups in which all rewards are the same
-    resample: int = 0  # with drop_flat_groups: draw prompts up to this many times to get G groups
+    resample: int = 0  # draw further prompts, up to this many times, until G groups are left
     mask_truncated: bool = False  # truncated completions count in the group but get no gradient
     overlong_buffer: float = 0.0  # penalty in this last share of max_tokens; 0 = off
     epochs: int = 1  # passes over a rollout batch
@@ -99,7 +100,7 @@ class Config(flags.RunFlags):
     max_grad_norm: float = 1.0  # the norm of the gradient is clipped to this; 0 = no clipping
 
 
-# name -> its differences from Config's defaults, which are GRPO's
+# name -> its differences from Config's defaults, which are GRPO's with R1's weight of the KL
 ALGOS = {
     "grpo": {},  # arXiv:2402.03300
     "dr_grpo": dict(scale="none", aggregate="constant", kl_coef=0.0),  # 2503.20783
@@ -112,7 +113,7 @@ ALGOS = {
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0),  # 2507.18071
     "cispo": dict(gate="detach", clip_high=4.0, aggregate="token", kl_coef=0.0),  # 2506.13585
     "sapo": dict(gate="soft", kl_coef=0.0),  # 2511.20347
-    "rft": dict(baseline="none", scale="none", kl_coef=0.0),  # only right samples, 2308.01825
+    "rft": dict(baseline="none", scale="none", kl_coef=0.0),  # weight = reward, 2308.01825
     "maxrl": dict(scale="mean", aggregate="constant", kl_coef=0.0),  # 2602.02710
     "kimi": dict(  # k1.5, 2501.12599
         scale="none", ratio="product", gate="squared", tau=0.1, kl_coef=0.0),
@@ -140,7 +141,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     """
     from vllm import SamplingParams
     tokenizer = llm.get_tokenizer()
-    turn_end = tokenizer.get_vocab().get("<|im_end|>")  # ends a ChatML turn; a base EOS differs
+    turn_end = tokenizer.get_vocab().get("<|im_end|>")  # ends a ChatML turn; EOS may differ
     sampling = dict(
         n=n, temperature=temperature, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
         detokenize=False, stop_token_ids=[] if turn_end is None else [turn_end]) | sampling
@@ -152,7 +153,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
         [list(sample.token_ids) for _, sample in samples], skip_special_tokens=True)
     rollouts = []
     for (prompt, sample), text in zip(samples, texts):
-        logps = sample.logprobs.logprobs  # with logprobs=0, one per token: that of the sampled one
+        logps = sample.logprobs.logprobs  # logprobs=0 returns only that of the sampled token
         truncated = sample.finish_reason == "length"
         rollouts.append(Rollout(prompt, list(sample.token_ids), text, truncated, logps))
     return rollouts
@@ -171,8 +172,8 @@ def score(rollouts, examples, verifier, step=0):
     """Fills reward, parts and steps of the N rollouts of G examples. Returns counts of failures.
 
     A reward function is f(completions, **columns) -> list of float, None or, for process
-    supervision, lists of (end, reward): the reward of each step and how many characters of the text
-    end with it. A completion is a string, or with --template chat a list with one message.
+    supervision, lists of (end, reward), one per step: `end` is the number of characters up to its
+    end. A completion is a string, or with --template chat a list with one message.
     Columns: those of the examples, None where an example lacks one; prompts (the questions),
     completion_ids and step; sample_index, the number of a completion among those of its prompt.
     """
@@ -181,7 +182,7 @@ def score(rollouts, examples, verifier, step=0):
     columns = {name: [e.get(name) for e in examples for _ in range(n)] for name in names}
     columns |= {"prompts": columns["question"], "step": step,
                 "sample_index": [*range(n)] * len(examples),
-                "completion_ids": [r.completion for r in rollouts]}  # N values each, but step
+                "completion_ids": [r.completion for r in rollouts]}
     values, parts, counts = verifier([r.text for r in rollouts], **columns)
     for i, r in enumerate(rollouts):
         own = verifier.weights_of(examples[i // n].get("reward"))  # a row can name its rewards
@@ -195,13 +196,15 @@ def collect_rollouts(run, step):
     """Stages 1 and 2 for this rank. -> (minibatches of groups to train on, all groups).
 
     With drop_flat_groups, groups whose rewards are all the same are left out. With resample, new
-    prompts are then drawn until the ranks together have enough: DAPO's dynamic sampling. The ranks
-    keep the groups that one rank would keep: the first of the data. Each step owns 1 + resample
-    batches of prompts, used or not, so the data does not depend on what came before.
+    prompts are then drawn until the ranks together have enough: DAPO's dynamic sampling. Of the
+    groups of all ranks, the first in the order of the data are kept. Step s always has the batches
+    of prompts from s * (1 + resample) on, drawn or not: the data is the same after any past.
+    Collective.
     """
     cfg, share = run.cfg, run.cfg.prompts // dist.world_size()
     first = dist.rank() * share  # number of this rank's first prompt in a batch
-    groups, sampled = {}, []  # number of the prompt in this step -> group; all groups
+    groups = {}  # number of the prompt in this step -> its group, if it can be trained
+    sampled = []  # all groups
     for draw in range(1 + cfg.resample):
         number = step * (1 + cfg.resample) + draw  # of the batch of prompts
         examples = data.batch_at(
@@ -221,7 +224,7 @@ def collect_rollouts(run, step):
             sampled.append(group)
             if not (cfg.drop_flat_groups and stats.is_flat(group)):
                 groups[draw * cfg.prompts + first + i] = group
-        kept = sorted(dist.all_gather(list(groups)))[:cfg.prompts]  # numbers, of all ranks
+        kept = sorted(dist.all_gather(list(groups)))[:cfg.prompts]  # of all ranks
         if len(kept) == cfg.prompts:
             break
     run.metrics["draws"] = draw + 1
@@ -241,8 +244,8 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
     batch, the number `running`, or nothing. scale: divide by the standard deviation of the group or
     of the batch, plus eps, by the group's mean (MaxRL; 0 where it is not positive), or by nothing.
 
-    The deviation is the population's, sqrt(1/n sum (r - mean)^2), as in the GRPO paper. TRL and
-    verl divide by n - 1: their advantages are ours times sqrt((n-1)/n), 6.5 % smaller at n = 8.
+    The deviation is the population's, sqrt(1/n sum (r - mean)^2); the paper does not say which. TRL
+    and verl divide by n - 1: their advantages are ours times sqrt((n-1)/n), 6.5 % less at n = 8.
 
     >>> group_advantages(torch.tensor([[1., 0., 0., 1.]]))
     tensor([[ 0.9998, -0.9998, -0.9998,  0.9998]])
@@ -317,7 +320,7 @@ def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
 def assign_token_weights(rollouts, cfg):
     """Fills the weight of the rollouts of one optimizer step. Returns those with weight > 0.
 
-    The counts are over all ranks, so gradients of packs and ranks are summed, never averaged.
+    The counts are over all ranks (collective), so gradients are summed, never averaged.
     """
     judged = [r for r in rollouts if r.reward is not None]
     lengths = [0 if cfg.mask_truncated and r.truncated else r.length for r in judged]
@@ -354,7 +357,7 @@ class TokenLogps(torch.nn.Module):
 
 @torch.no_grad()
 def store_fixed_logps(policy, ref, batches, cfg):
-    """Log-probs that stay as they are: batch.ref, and batch.old if several steps follow."""
+    """Stores the log-probs that the updates do not change: batch.ref, and batch.old if needed."""
     if ref is not None and cfg.kl_in == "loss":
         with on_device(ref):
             for batch in batches:
@@ -426,17 +429,17 @@ def gated_objective(ratio, log_ratio, logp, advantage, cfg):
 def policy_loss(logp, old, ref, batch, cfg):
     """Policy gradient with a bounded ratio, plus k3 KL. logp, old, ref: (R,).
 
-    old None: on-policy, old = logp. ref None: no KL. Returns the loss (), this pack's part of the
-    global mean (gradients of packs and ranks are summed), and its terms per token, for the metrics.
+    old None: on-policy, old = logp. ref None: no KL. Returns (loss, terms). loss (): this pack's
+    share of the global mean. terms: values per token (R,), for the metrics.
     """
     if old is None:
         old = logp.detach()  # (R,)
     log_ratio = logp - old  # (R,) on-policy it is 0, but has a gradient
-    if cfg.ratio == "sequence":  # GSPO: geometric mean over the sequence
+    if cfg.ratio == "sequence":  # GSPO: geometric mean; it also averages advantages per step
         log_ratio = sequence_mean(log_ratio, batch)  # (R,)
     elif cfg.ratio == "product":  # RLOO: the ratio of the whole sequence, for each of its tokens
         log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (R,)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (R,) unbounded: inf and NaN
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (R,) exp() could be inf
     objective, clipped = gated_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,), (R,)
     token_loss = -objective  # (R,)
     terms = {"ratio": ratio, "clipped": clipped, "mismatch": old - batch.vllm_logps}
@@ -471,7 +474,7 @@ def make_reference(cfg, policy=None, stays_on_gpu=False):
 def update(policy, batches, cfg):
     """One optimizer step: a backward pass per pack, whose gradients add up, then AdamW. Collective.
 
-    batches: packs, as collate returns them. Nothing is read back from the GPU before the last one.
+    batches: packs, as collate returns them. The CPU does not wait for the GPU before the last one.
     Returns metrics over all ranks. Raises RunError before the step is taken: see guard.check_step.
     """
     sums = []  # per pack: each metric summed over its tokens
@@ -491,8 +494,8 @@ def update(policy, batches, cfg):
 # ----------------------------------------------------------------------------------------- 8. sync
 
 def sync_weights(policy, llm):
-    """Copies the policy's weights into vLLM, in place. Raises RunError if one bit differs then."""
-    trainer.place_frozen_weights(policy, "cpu")  # of LoRA with offload: vLLM needs their room
+    """Copies the policy's weights into vLLM; RunError if any bit differs afterwards. Collective."""
+    trainer.place_frozen_weights(policy, "cpu")  # LoRA with offload: they make room for vLLM's
     llm.load(trainer.named_weights(policy), trainer.count_weights(policy))
 
 
@@ -537,7 +540,7 @@ class Run:
 
 
 def evaluate(llm, examples, verifier, cfg):
-    """Metrics of held-out examples, and a dict per greedy completion: see evaluation.summary."""
+    """Metrics of held-out examples, and a dict per greedy completion. Collective."""
     metrics, groups, sample = {}, [], rollout_function(cfg.rollout)
     indices = range(dist.rank(), len(examples), dist.world_size())  # of this rank
     mine = [examples[i] for i in indices]
@@ -559,9 +562,10 @@ def train(run):
     cfg, llm, policy, ref = run.cfg, run.llm, run.policy, run.ref
     progress = run.checkpoints.progress
     sync_weights(policy, llm)
-    for step in run.steps():
+    for step in run.steps():  # evaluates and saves before a step
         parts, sampled = collect_rollouts(run, step)  # 1. 2. groups per minibatch, all groups
-        groups, filler = [group for part in parts for group in part], sampled[0][0]
+        groups = [group for part in parts for group in part]
+        filler = min((r for group in sampled for r in group), key=len)  # for ranks with fewer packs
         with timed(run.metrics, "sync"):
             llm.sleep()  # GPU memory: from vLLM to the trainer, and back in sync_weights
             trainer.place_frozen_weights(policy, dist.device())
@@ -576,7 +580,6 @@ def train(run):
             for part in parts:
                 trained = assign_token_weights([r for group in part for r in group], cfg)
                 trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
-                # ranks with fewer packs add copies of the filler, with weight 0
                 packs = pack_evenly(trained, filler, cfg.pack_tokens)
                 minibatches.append([collate(p, dist.device()) for p in packs])  # 60 bytes per token
             store_fixed_logps(policy, ref, sum(minibatches, []), cfg)  # 5. ref, old

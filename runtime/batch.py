@@ -86,12 +86,11 @@ def pack(rollouts, budget):
 def divide(parts, cost):
     """Rollouts of each rank -> rollouts of each rank, so that their costs are nearly equal.
 
-    cost: list of rollouts -> FLOPs, a prompt that several of them share counted once. Stops at the
-    first division whose highest cost is at most TOLERANCE times the mean: as they are; whole
-    prompts, largest cost first, each to the rank with the lowest cost so far (Graham 1969); the
-    same with the completions of a prompt in pieces, if together they cost more than 100, 30, 10,
-    3 % of the mean, or all apart. If none does, as when one sequence costs too much, returns the
-    one with the lowest highest cost.
+    cost: list of rollouts -> FLOPs; a prompt that several of them share counts once. Tries
+    divisions from coarse to fine, and returns the first whose most expensive rank costs at most
+    TOLERANCE times the mean: as it is; whole prompts, the most expensive first, each to the
+    cheapest rank so far (Graham 1969); the same, but a prompt that costs more than 100, 30, 10 or
+    3 % of the mean is split; every completion alone. If none is good enough, returns the best one.
     """
     rollouts = [r for part in parts for r in part]
     mean, best = cost(rollouts) / len(parts), parts
@@ -108,7 +107,7 @@ def divide(parts, cost):
             costs[lowest] += cost(unit)
             divided[lowest] += unit
         best = min(best, divided, key=lambda parts: max(map(cost, parts)))
-    return [sorted(part, key=lambda r: r.prompt) for part in best]  # a prompt's stay in a row
+    return [sorted(part, key=lambda r: r.prompt) for part in best]  # by prompt
 
 
 def balance(rollouts, model):
@@ -235,7 +234,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     # of a token in fp32 and rounds once.
     k, v = (F.embedding(batch.kv_index, x[0].transpose(0, 1).flatten(1))
             for x in (key, value))  # (K, kv heads * d)
-    k, v = (x.unflatten(1, key.shape[1::2]) for x in (k, v))  # (K, kv heads, d)
+    sizes = key.shape[1], key.shape[3]
+    k, v = (x.unflatten(1, sizes) for x in (k, v))  # (K, kv heads, d)
     attend = flash_attention if q.is_cuda and q.dtype is not torch.float32 else attend_in_groups
     return attend(q, k, v, batch, scaling)[None], None  # (1, T, heads, d)
 
@@ -250,7 +250,7 @@ def flash_attention(q, k, v, batch, scaling):
 
     q (T, heads, d), k and v (K, kv heads, d) -> (T, heads, d).
     """
-    from torch.nn.attention.varlen import varlen_attn  # here: it brings torch._dynamo, a second
+    from torch.nn.attention.varlen import varlen_attn  # late: the import takes a second
     gqa = {"enable_gqa": True}
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
         gqa, k, v = {}, repeat_heads(k, q), repeat_heads(v, q)  # (K, heads, d) twice

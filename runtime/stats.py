@@ -139,7 +139,7 @@ def add_counts(metrics, counts, prefix):
     """Adds a verifier's counts {"reward/<name>": number}, over all ranks, to metrics as
     "<prefix>/<name>". Collective."""
     for name, count in zip(counts, dist.all_sum(*counts.values())):
-        name = name.replace("reward", prefix)
+        name = prefix + name.removeprefix("reward")
         metrics[name] = metrics.get(name, 0) + count
 
 
