@@ -283,7 +283,7 @@ def steps_reward(text, question):
     return [*steps, (len(text), float(final_number(text) == totals[-1]))]
 
 
-# -------------------------------------------- format, programs, instructions, judge, length, control
+# ---------------------------------------------------- format, programs, judge, length, random
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
@@ -354,7 +354,7 @@ def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False):
     return float(all(passed))
 
 
-code_reward.check = lambda allow_unsafe_code, **_: jail.jail(allow_unsafe_code)
+code_reward.check = lambda allow_unsafe_code, **_: jail.check(allow_unsafe_code)
 
 
 def _lines(text):

@@ -1,4 +1,4 @@
-"""Instructions that a text can be checked against, with IFEval's ids and arguments (arXiv 2311.07911).
+"""Instructions that a text can be checked against, with IFEval's ids (arXiv 2311.07911).
 
 Why not a library: the checks in lm-eval need NLTK's data, downloaded at run time, and the separate
 package is a git fork that needs NLTK too.
