@@ -76,7 +76,7 @@ def main():
     measure("gsm8k", "gsm8k", *gsm8k())
     measure("math", "math", *math())
     measure("hung", "math", *hung(), pools=1, alone=False)
-    print(f"jail: {jail.isolation().__name__[1:]}")
+    jail.check()
     measure("code", "code", *code(), pools=1)
 
 

@@ -68,11 +68,11 @@ class Verifier:
     def __init__(self, spec, workers=None, timeout=5.0, messages=False, allow_unsafe_code=False,
                  memory_mb=512, *, known, row_specs=(), **settings):
         settings = {"timeout": timeout, "allow_unsafe_code": allow_unsafe_code, **settings}
-        specs = list(dict.fromkeys([spec, *(other for other in row_specs if other)]))
+        specs = [spec, *(other for other in row_specs if other)]
         for other in specs:
             if not isinstance(other, str):
                 raise ValueError(f"column 'reward': {other} is no text such as math:1,format:0.1")
-        args = specs, known, settings
+        args = list(dict.fromkeys(specs)), known, settings
         self.pool = Pool("verify.verifier:_make_handler", args, workers, timeout, memory_mb << 20)
         self.spec, self.messages = spec, messages
         self.weights, self.traits = self.pool.about  # {spec: {name: weight}}, {name: Traits}
@@ -81,8 +81,7 @@ class Verifier:
         self.crashes = {}  # name of a function -> last line of its first crash
 
     def weights_of(self, spec=None):
-        """{name: weight}, in their order, of the spec of a row; for None and "" of the Verifier's.
-        """
+        """{name: weight} of the spec of a row, in its order; for None and "" of the Verifier's."""
         return self.weights[spec or self.spec]
 
     def __call__(self, completions, **columns):
@@ -256,8 +255,8 @@ def _make_handler(specs, known, settings):
         name, completions, columns = task
         return _call(functions[name], completions, settings | columns)
 
-    handle.about = weights, {name: _traits(name, function) for name, function in functions.items()}
-    return handle
+    traits = {name: _traits(name, function) for name, function in functions.items()}
+    return handle, (weights, traits)
 
 
 def _traits(name, function):
