@@ -362,15 +362,14 @@ def _lines(text):
 
 
 @each
-def instruction_reward(text, instruction_id_list, kwargs, instruction_loose=False):
+def instruction_reward(text, instruction_id_list, kwargs):
     """1.0 if the text after </think> follows every instruction, else 0.0; None without one.
 
-    The two columns are IFEval's: a list of ids and a list of their arguments. instruction_loose:
-    see `follows` in verify/instructions.py, which has the known ids. An empty answer follows no
-    instruction. Raises ValueError for an unknown id.
+    The two columns are IFEval's: a list of ids, see verify/instructions.py, and a list of their
+    arguments. An empty answer follows no instruction. Raises ValueError for an unknown id.
     """
     text = after_thinking(text).strip()
-    passed = [follows(text, name, arguments, instruction_loose)
+    passed = [follows(text, name, arguments)
               for name, arguments in zip(instruction_id_list, kwargs, strict=True)]
     return float(all(passed)) if passed else None
 

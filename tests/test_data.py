@@ -141,7 +141,7 @@ def test_templates(tokenizer):
                                 ("{{ 1 / 0 }}", "template fails .ZeroDivisionError"),
                                 ("Hello", "template leaves the question out")):
         tokenizer.chat_template = chat_template
-        with pytest.raises(ValueError, match=f"^the tokenizer's chat .*{says}.*; use --template r1"):
+        with pytest.raises(ValueError, match=f"^the tokenizer's chat .*{says}.*; use --tem"):
             data.encode(example, tokenizer, "chat")
 
 

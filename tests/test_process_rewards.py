@@ -271,8 +271,8 @@ def test_columns_are_checked_in_the_rows_that_a_function_judges():
     with rewards.Verifier("gsm8k", allow_unsafe_code=True, row_specs=["code"]) as verify:
         verify.check_columns(rows, "x.jsonl")
         with pytest.raises(ValueError, match=(
-                "^reward code: it reads the column 'tests', which x.jsonl does not have in the rows "
-                "with this reward .it has question, ")):
+                "^reward code: it reads the column 'tests', which x.jsonl does not have in the "
+                "rows with this reward .it has question, ")):
             verify.check_columns([rows[0], rows[0] | {"reward": "code"}], "x.jsonl")
         with pytest.raises(ValueError, match="^reward gsm8k: it reads the column 'answer', "):
             verify.check_columns([rows[1], rows[1] | {"reward": None}], "x.jsonl")

@@ -27,8 +27,7 @@ FUNCTIONS = rewards.REWARDS | {name: getattr(shaping, name) for name in SHAPING}
 # columns with which every reward runs on any completion (judge and code have tests of their own)
 COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}"}, "format": {},
            "countdown": {"numbers": [3, 5, 2], "target": 21},
-           "instruction": {"instruction_loose": True,
-                           "instruction_id_list": list(instructions.INSTRUCTIONS), "kwargs": [
+           "instruction": {"instruction_id_list": list(instructions.INSTRUCTIONS), "kwargs": [
                {}, {}, {"capital_frequency": 1}, {"num_words": 3}, {"num_sentences": 2},
                {"num_paragraphs": 2}, {"keywords": ["a"]}, {"forbidden_words": ["b"]},
                {"keyword": "c", "frequency": 2}, {"letter": "e", "let_frequency": 2}, {},
@@ -167,7 +166,7 @@ def test_gold_answers_that_cannot_be_read_are_counted_and_if_none_can_be_it_is_a
     says = "reward {}: {} answers cannot be read, one is '{}'; their completions get no verdict"
     assert said == [says.format("gsm8k", "1 of 200", "#### none")] * 2 + [
         says.format("math", "2 of 7", r"\\frac{1}")]
-    with pytest.raises(ValueError, match=r"^reward gsm8k: 3 of 3 answers .* '\{\}'; choose another"):
+    with pytest.raises(ValueError, match=r"^reward gsm8k: 3 of 3 .* '\{\}'; choose another"):
         count([{"answer": "{}"}] * 3)
 
 
@@ -519,15 +518,6 @@ def test_several_instructions_give_1_only_if_all_are_followed():
     assert rewards.instruction_reward(["x"], instruction_id_list=[[]], kwargs=[[]]) == [None]
     with pytest.raises(ValueError, match="unknown instruction 'be:nice'"):
         rewards.instruction_reward(["x"], instruction_id_list=[["be:nice"]], kwargs=[[{}]])
-
-
-def test_loose_ignores_the_first_line_the_last_line_and_asterisks():
-    rows = {"instruction_id_list": [["startend:quotation"]], "kwargs": [[{}]]}
-    for text in ('Sure, here it is:\n"so be it"', '"so be it"\nAnything else?',
-                 'Sure:\n"so be it"\nBye', '*"so be it"*'):
-        assert rewards.instruction_reward([text], **rows) == [0.0]
-        assert rewards.instruction_reward([text], **rows, instruction_loose=True) == [1.0]
-    assert rewards.instruction_reward(["so\nbe\nit"], **rows, instruction_loose=True) == [0.0]
 
 
 EN = ("First we count the eggs that the ducks lay every day. "

@@ -104,22 +104,16 @@ INSTRUCTIONS = {  # id: f(text, **arguments) -> whether the text follows it
 }
 
 
-def follows(text, name, arguments=None, loose=False):
+def follows(text, name, arguments=None):
     """Whether a text follows one instruction. An empty text follows none.
 
-    With loose=True (IFEval's loose rule) it is enough that the text follows it without its first
-    line, its last line, both, or Markdown's asterisks. Raises ValueError for an unknown name.
+    Raises ValueError for an unknown name.
 
-    >>> [follows('Sure:\\n"Yes"', "startend:quotation", loose=loose) for loose in (False, True)]
-    [False, True]
+    >>> [follows(text, "startend:quotation") for text in ('"Yes"', 'Yes')]
+    [True, False]
     """
     if name not in INSTRUCTIONS:
         raise ValueError(f"unknown instruction {name!r}; known: {', '.join(INSTRUCTIONS)}")
     # IFEval's table has all arguments in every row
     arguments = {key: value for key, value in (arguments or {}).items() if value is not None}
-    variants = {text}
-    if loose:
-        lines = text.split("\n")
-        variants = {"\n".join(lines[a:b]).strip() for a in (0, 1) for b in (None, -1)}
-        variants |= {variant.replace("*", "") for variant in variants}
-    return any(INSTRUCTIONS[name](variant, **arguments) for variant in variants if variant.strip())
+    return bool(text.strip()) and INSTRUCTIONS[name](text, **arguments)

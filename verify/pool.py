@@ -173,8 +173,8 @@ class Pool:
     def _slow_at(self, worker):
         """When the task of this worker counts as slow; infinity if it may not.
 
-        Relative to the mean: where every call takes long (programs, a busy machine), replacing
-        every worker would start more processes than there are cores, and each would take longer.
+        Relative to the mean: where every call takes long, replacing every worker would start more
+        processes than there are cores.
         """
         if worker.slow or worker.task.waits or sum(w.slow for w in self.workers) >= MAX_SLOW:
             return float("inf")

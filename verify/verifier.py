@@ -56,10 +56,9 @@ class Verifier:
 
     A column that is a list holds one value per completion. Any other column and the settings
     (max_tokens, judge_url, ...) reach every call unchanged. A call gets one completion; it may take
-    `timeout` seconds and memory_mb of memory. One that raises TimeoutError has timed out. Two
-    columns are added: index (position in the batch) and, for whole_batch functions, correct (the
-    first part that is not one of them). The first crash of each function is printed to stderr; its
-    last line is in the dict `crashes`.
+    `timeout` seconds and memory_mb of memory. Two columns are added: index (position in the batch)
+    and, for whole_batch functions, correct (the first part that is not one of them). The first
+    crash of each function is printed to stderr; its last line is in the dict `crashes`.
 
     Raises ValueError for a bad spec or a reward that cannot be imported or fails its check,
     RuntimeError if no process starts. Both have one line.
