@@ -2,11 +2,14 @@
 import csv
 import doctest
 import json
+from types import SimpleNamespace
 
 import pytest
 
 import data
+import nano_rlvr as nr
 from conftest import SHARED, make_config
+from runtime import evaluation
 
 
 def write(path, rows, **options):
@@ -163,6 +166,18 @@ def test_all_examples_of_the_published_files_are_read():
                         "aime24/test": 30, "amc23/test": 83}.items():
         examples = data.load(str(SHARED / f"{name}.jsonl"))
         assert len(examples) == count and all(e["question"] and e["answer"] for e in examples)
+
+
+@pytest.mark.parametrize("sources, columns, name", [
+    ({}, {}, "arithmetic"), ({"data": "a.jsonl"}, {}, "a.jsonl"),
+    ({"data": "a.jsonl", "eval_data": "b.jsonl"}, {}, "b.jsonl"),
+    ({"eval_data": "b.jsonl,c.jsonl"}, {"eval_set": "c"}, "c"),
+])
+def test_an_answer_of_an_evaluation_names_its_set(group, sources, columns, name):
+    cfg = SimpleNamespace(**{"eval_data": "", "data": "", "task": "arithmetic"} | sources)
+    rollout = nr.Rollout([1], [2], "x", False, [0.0], reward=1.0, parts={"gsm8k": 1.0})
+    _, (answer,) = evaluation.summary([{"question": "q"} | columns], [0], [rollout], [], cfg)
+    assert answer["set"] == name
 
 
 def test_docstring_examples():
