@@ -9,7 +9,6 @@ reward functions receive every column. Nothing here keeps state: the examples ar
 """
 import csv
 import functools
-import io
 import json
 import random
 import re
@@ -80,80 +79,34 @@ def generate(make, split, size, seed):
 # ------------------------------------------------------------------------------- files and hub sets
 
 
-def read_text(path):
-    """The text of a UTF-8 file. ValueError names the line of a bad byte."""
-    try:
-        raw = path.read_bytes()
-    except OSError as e:
-        raise ValueError(f"{path}: cannot be read ({e.strerror})") from e
-    try:
-        text, bad = raw.decode("utf-8-sig"), raw.find(b"\0")
-    except UnicodeDecodeError as e:
-        bad = e.start
-    if bad >= 0:
-        line = raw.count(b"\n", 0, bad) + 1
-        raise ValueError(f"{path}:{line}: byte {raw[bad]:#04x} is no UTF-8 text: this is a binary "
-                         "file or another encoding (to convert it: iconv -f UTF-16 -t UTF-8)")
-    return text
-
-
-def unique(pairs):
-    """dict(pairs). Raises ValueError if a key is there twice: the first value would be lost."""
-    found = dict(pairs)
-    names = [name for name, _ in pairs]
-    if len(found) < len(names):
-        raise ValueError(f"the key '{max(names, key=names.count)}' is there twice")
-    return found
-
-
-def parse_json(text, path, line=1):
-    """json.loads with the file and the line in its ValueError. `line`: of the start of `text`."""
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{path}:{line + e.lineno - 1}: not JSON ({e.msg})") from None
-    except (ValueError, RecursionError) as e:  # a number of 4,301 digits; brackets in brackets
-        raise ValueError(f"{path}:{line}: not readable as JSON ({e})") from None
-
-
 def read_rows(path):
     """jsonl, json, csv or parquet file -> iterator of (location, row), the former for messages."""
-    kind = path.suffix.lower()
-    if kind == ".jsonl":
-        # splitlines() would also split at U+2028
-        for n, line in enumerate(read_text(path).split("\n"), 1):
-            if line.strip():
-                yield f"{path}:{n}", parse_json(line, path, n)
-    elif kind == ".json":
-        rows = parse_json(read_text(path), path)
-        rows = rows.get("data") if isinstance(rows, dict) else rows
-        if not isinstance(rows, list):
-            raise ValueError(f"{path}: a .json file must hold a list of objects (or one under "
-                             "'data')")
-        yield from ((f"{path}, item {n}", row) for n, row in enumerate(rows, 1))
-    elif kind == ".csv":
-        csv.field_size_limit(2**31 - 1)  # of a field, in characters; its default is 131,072
-        reader = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)
-        try:  # many files end in columns without a name
-            names = [name for name in reader.fieldnames or () if name]
-            if len(set(names)) < len(names):
-                twice = max(names, key=names.count)
-                raise ValueError(f"{path}:1: two columns have the name '{twice}'")
-            yield from ((f"{path}:{reader.line_num}", row) for row in reader)
-        except csv.Error as e:  # for example a quotation mark that is never closed
-            raise ValueError(f"{path}:{reader.line_num}: not CSV ({e})") from None
-    elif kind == ".parquet":
-        import pyarrow
-        from pyarrow import parquet
-        try:
+    kind, location = path.suffix.lower(), path
+    try:
+        if kind == ".jsonl":
+            for n, line in enumerate(path.read_bytes().split(b"\n"), 1):
+                location = f"{path}:{n}"
+                if line.strip():
+                    yield location, json.loads(line)
+            return
+        if kind == ".json":
+            rows = json.loads(path.read_bytes())
+            rows = rows.get("data") if isinstance(rows, dict) else rows
+        elif kind == ".csv":
+            csv.field_size_limit(2**31 - 1)  # of a field, in characters; its default is 131,072
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                rows = list(csv.DictReader(file, strict=True))
+        elif kind == ".parquet":
+            from pyarrow import parquet
             rows = parquet.read_table(path).to_pylist()
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
-            reason = shape.first_line(e)
-            raise ValueError(f"{path}: not a readable parquet file ({reason})") from None
-        yield from ((f"{path}, row {n}", row) for n, row in enumerate(rows, 1))
-    else:
-        suffix = kind or "no suffix"
-        raise ValueError(f"{path}: cannot read '{suffix}' (jsonl, json, csv or parquet)")
+        else:
+            rows = None
+    except Exception as e:  # each format has error types of its own
+        raise ValueError(f"{location}: cannot be read ({shape.first_line(e)})") from e
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: not a jsonl, csv or parquet file, nor a .json file with a list "
+                         "of objects (or one under 'data')")
+    yield from ((f"{path}, row {n}", row) for n, row in enumerate(rows, 1))
 
 
 def hub_rows(repo, name, split):
@@ -172,37 +125,34 @@ def hub_rows(repo, name, split):
     yield from ((f"{repo}[{split}], row {n}", row) for n, row in enumerate(rows, 1))
 
 
+def is_empty(value):
+    return value is None or not str(value).strip()
+
+
 def example_of(row, question_key, answer_key):
     """A row of a file or hub dataset -> example. Raises ValueError that says what is wrong."""
-    empty = {name for name in (question_key, answer_key, "reward")
-             if row.get(name) is None or not str(row[name]).strip()}
-    kind = {name: type(value).__name__ for name, value in row.items()}
-    example = row | {"reward": None} if "reward" in row.keys() & empty else dict(row)
-    no_answer = answer_key == "none" or answer_key in empty and example.get("reward")
-    keys = {question_key: "--question_key"} | ({} if no_answer else {answer_key: "--answer_key"})
     if None in row:  # csv.DictReader's key for surplus fields
         raise ValueError("more fields than the header has")
     if "eval_set" in row:
         raise ValueError("rename the column 'eval_set': the name is taken by the trainer")
-    if not isinstance(example.get("reward"), (str, type(None))):
-        raise ValueError(f"'reward' must be text, the --rewards of this row, this is "
-                         f"{kind['reward']}; rename a column with another meaning")
-    for name in [name for name in keys if name in empty]:
-        fault = f"'{name}' is empty" if name in row else (
-            f"no '{name}' (it has {', '.join(map(str, row))})")
-        raise ValueError(f"{fault}; {keys[name]} names another column")
-    for name, value in row.items():  # JSON can write half a character; no tokenizer takes it
-        if half := re.search("[\ud800-\udfff]", value) if isinstance(value, str) else None:
-            raise ValueError(f"'{name}' has {half[0]!a}, half of a surrogate pair, which is no "
-                             "character")
+    # JSON can write half a surrogate pair, which no tokenizer takes: encode raises a ValueError
+    json.dumps(row, ensure_ascii=False, default=str).encode()
+    flags = {question_key: "--question_key"}
+    own_reward = row.get("reward") and is_empty(row.get(answer_key))
+    if answer_key != "none" and not own_reward:
+        flags[answer_key] = "--answer_key"
+    for name, flag in flags.items():
+        if is_empty(row.get(name)):
+            fault = f"'{name}' is empty" if name in row else (
+                f"no '{name}' (it has {', '.join(map(str, row))})")
+            raise ValueError(f"{fault}; {flag} names another column")
     if not isinstance(row[question_key], str):
-        raise ValueError(f"'{question_key}' must be text, this is {kind[question_key]}")
-    example["question"] = row[question_key]
-    if not no_answer:
+        raise ValueError(f"'{question_key}' must be text")
+    example = row | {"question": row[question_key]}
+    if answer_key in flags:
         if isinstance(row[answer_key], (dict, list)):
-            raise ValueError(
-                f"'{answer_key}' must be text or a number, this is {kind[answer_key]}; "
-                "--answer_key none hands it to the rewards as it is")
+            raise ValueError(f"'{answer_key}' must be text or a number; --answer_key none hands it "
+                             "to the rewards as it is")
         example["answer"] = str(row[answer_key])
     return example
 
@@ -218,7 +168,7 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
 
     Returns a list of dicts with `question` and, unless answer_key is "none", `answer` as strings. A
     row with text in the column `reward` is judged by this spec instead of --rewards; it needs no
-    answer. Raises ValueError or FileNotFoundError with one line that names file, line and column.
+    answer. Raises ValueError with one line that names file, row and column.
     """
     task = TASKS.get(source, {})
     if "make" in task:
@@ -228,25 +178,20 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
         rows = read_rows(path)
     elif task:
         rows = hub_rows(*task["hub"], split)
-    elif path.is_dir():
-        raise ValueError(f"{source}: a folder; name a file in it (jsonl, json, csv or parquet)")
-    elif path.suffix.lower() in FILES:
-        raise FileNotFoundError(f"{source}: no such file")
-    elif source.count("/") == 1:
+    elif source.count("/") == 1 and path.suffix.lower() not in FILES:
         repo, _, name = source.partition(":")
         rows = hub_rows(repo, name or None, split)
     else:
-        raise ValueError(f"'{source}' is no task ({', '.join(TASKS)}), no file and no hub dataset "
+        raise ValueError(f"{source}: no such file, no task ({', '.join(TASKS)}) and no hub dataset "
                          "(org/name)")
     examples = []
     for location, row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"{location}: a row must be an object with named columns, this is "
-                             f"{type(row).__name__}")
-        # the first row decides which columns are the question and the answer
-        question_key = question_key or next((k for k in QUESTION_KEYS if k in row), "question")
-        answer_key = answer_key or next((k for k in ANSWER_KEYS if k in row), "answer")
         try:
+            if not isinstance(row, dict):
+                raise ValueError("a row must be an object with named columns")
+            # the first row decides which columns are the question and the answer
+            question_key = question_key or next((k for k in QUESTION_KEYS if k in row), "question")
+            answer_key = answer_key or next((k for k in ANSWER_KEYS if k in row), "answer")
             examples.append(example_of(row, question_key, answer_key))
         except ValueError as e:
             raise ValueError(f"{location}: {e}") from None
@@ -260,51 +205,38 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
 
 # ------------------------------------------------------------------------------ prompts and batches
 
-# "{question}" is replaced by the question. With --eval_budget, the text after "{opener}" (or
-# DEFAULT_OPENER) is appended to a completion that was cut off while thinking, to get an answer.
-TEMPLATES = {
-    "chat": "{opener}</think><answer>",  # the prompt comes from the tokenizer's own chat template
+TEMPLATES = {  # "{question}" is replaced by the question
+    "chat": "",  # the prompt comes from the tokenizer's own chat template
     "none": "{question}",
     # DeepSeek-R1, arXiv:2501.12948, table 1
     "r1": "A conversation between User and Assistant. The user asks a question, and the Assistant "
           "solves it. The assistant first thinks about the reasoning process in the mind and then "
           "provides the user with the answer. The reasoning process and answer are enclosed within "
           "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning "
-          "process here </think> <answer> answer here </answer>. User: {question}. Assistant:"
-          "{opener}</think> <answer>",
+          "process here </think> <answer> answer here </answer>. User: {question}. Assistant:",
     # Qwen2.5-Math's own prompt (its model card)
     "qwen_math": "<|im_start|>system\n"
                  "Please reason step by step, and put your final answer within \\boxed{}."
-                 "<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-                 "{opener}\n\nThe final answer is \\boxed{",
+                 "<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
 }
-DEFAULT_OPENER = "\n\nThe final answer is "
 
 
 def read_template(template):
     """--template, a name or a file -> the name, or the file's text without its last line break.
 
     A run stores the text, not the path; a text with "{question}" is therefore taken as it is.
-    Raises ValueError if there is no such file or its prompt has no "{question}".
+    Raises ValueError if there is no such file or it has no "{question}".
     """
-    if template in TEMPLATES:
+    if template in TEMPLATES or "{question}" in template:
         return template
-    text, path = template, Path(template)
-    if "{question}" not in template:
-        if not path.is_file():
-            raise ValueError(f"--template {template}: no such file, and not one of "
-                             f"{', '.join(TEMPLATES)}")
-        text = read_text(path).removesuffix("\n")
-    if "{question}" not in split_template(text)[0]:
-        raise ValueError(f"--template {path.name}: the prompt needs {{question}} where the "
-                         "question belongs, and before {opener}")
+    try:
+        text = Path(template).read_text(encoding="utf-8-sig").removesuffix("\n")
+    except (OSError, ValueError) as e:
+        raise ValueError(f"--template {template}: not one of {', '.join(TEMPLATES)}, and no file "
+                         f"that can be read ({e})") from None
+    if "{question}" not in text:
+        raise ValueError(f"--template {template}: it needs {{question}} where the question belongs")
     return text
-
-
-def split_template(template):
-    """The name or text of a template -> (text of the prompt, opener of an answer)."""
-    prompt, marked, opener = TEMPLATES.get(template, template).partition("{opener}")
-    return prompt, opener if marked else DEFAULT_OPENER
 
 
 def encode(example, tokenizer, template):
@@ -313,20 +245,19 @@ def encode(example, tokenizer, template):
     `chat` raises ValueError if the tokenizer has no chat template or one that fails or omits the
     question.
     """
-    question, text = example["question"], ""
+    question = example["question"]
     if template != "chat":
-        prompt, _ = split_template(template)
-        return tokenizer(prompt.replace("{question}", question))["input_ids"]
-    fault = "this tokenizer has no chat template"
-    if tokenizer.chat_template:
-        try:
-            text = tokenizer.apply_chat_template([{"role": "user", "content": question}],
-                                                 tokenize=False, add_generation_prompt=True)
-            fault = "the tokenizer's chat template leaves the question out"
-        except Exception as e:  # a template is a program: any type can come
-            fault = f"the tokenizer's chat template fails ({shape.first_line(e)})"
-    if not text or question.strip() not in text:
-        raise ValueError(f"--template chat: {fault}; use r1, qwen_math or none")
+        prompt = TEMPLATES.get(template, template).replace("{question}", question)
+        return tokenizer(prompt)["input_ids"]
+    advice = "use --template r1, qwen_math or none"
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": question}],
+                                             tokenize=False, add_generation_prompt=True)
+    except Exception as e:  # none, or a template that fails: it is a program, any type can come
+        fault = shape.first_line(e)
+        raise ValueError(f"the tokenizer's chat template fails ({fault}); {advice}") from e
+    if question.strip() not in text:
+        raise ValueError(f"the tokenizer's chat template leaves the question out; {advice}")
     # the template adds the BOS itself
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -372,15 +303,13 @@ def load_eval_sets(cfg, **keys):
     row has none. Raises ValueError if two sets have the same name.
     """
     sources, examples = [source.strip() for source in cfg.eval_data.split(",")], []
-    if "" in sources:
-        raise ValueError(f"--eval_data {cfg.eval_data}: no set before or after a comma")
     paths = map(Path, sources)
     names = [path.stem if path.suffix.lower() in FILES else path.name for path in paths]
     names = [re.sub(r"[^\w.-]", "-", name) for name in names]  # it becomes a part of metrics' names
+    if len(set(names)) < len(names):
+        raise ValueError(f"--eval_data {cfg.eval_data}: two sets have the name "
+                         f"{max(names, key=names.count)}")
     for source, name in zip(sources, names):
-        if names.count(name) > 1:
-            raise ValueError(f"--eval_data {cfg.eval_data}: two sets have the name {name}; rename "
-                             "a file")
         own = {} if len(sources) == 1 else {"eval_set": name}
         spec = TASKS.get(source, {}).get("rewards", cfg.rewards)
         columns = {} if source in TASKS else keys
@@ -411,9 +340,6 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
     elif not cfg.data:
         eval_set = load(cfg.task, "test", size=cfg.eval_size)
     else:
-        if len(train_set) == 1:
-            raise ValueError(f"{cfg.data}: one example cannot be trained on and held out; add "
-                             "--eval_data")
         size = min(cfg.eval_size or len(train_set), max(1, len(train_set) // 10))
         order = epoch_order(len(train_set), cfg.seed, "held out")
         eval_set = [train_set[i] for i in sorted(order[:size])]
@@ -425,28 +351,24 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
     held_out = {example["question"] for example in eval_set if cfg.steps}  # 0: evaluates only
     new = [example for example in train_set if example["question"] not in held_out]
     if not new:
-        raise ValueError(f"{source}: nothing is left to train on: all {len(train_set)} training "
-                         "questions are also held out for evaluation")
+        raise ValueError(f"{source}: nothing is left to train on: all training questions are held "
+                         "out for evaluation")
     if left_out := len(train_set) - len(new):
         notify(f"{left_out} of {len(train_set)} training examples left out: their questions are "
                "held out")
-    model = shape.empty_model(cfg.model, cfg.trust_remote_code)
-    vocabulary = model.config.get_text_config().vocab_size
+    config = shape.empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config()
     limit, kept = f"--max_prompt {cfg.max_prompt}", {}
     for name, examples in (("training", new), ("evaluation", eval_set)):
         for example in examples:
             ids = example["prompt_ids"] = encode(example, tokenizer, cfg.template)
-            if max(ids, default=0) >= vocabulary:
-                raise ValueError(
-                    f"--model {cfg.model}: its tokenizer made token {max(ids)} of a prompt, but "
-                    f"its vocabulary has {vocabulary}: is this another model's tokenizer?")
+            if max(ids, default=0) >= config.vocab_size:
+                raise ValueError(f"--model {cfg.model}: its vocabulary of {config.vocab_size} has "
+                                 f"no token {max(ids)}: is this another model's tokenizer?")
         kept[name] = [e for e in examples if len(e["prompt_ids"]) <= cfg.max_prompt]
-        count = len(kept[name])
-        if count < at_least:
+        if (count := len(kept[name])) < at_least:
             raise ValueError(f"{count} {name} prompts fit into {limit} tokens, {at_least} needed")
-        if count < len(examples):
-            notify(f"{len(examples) - count} of {len(examples)} {name} prompts left out: longer "
-                   f"than {limit}")
+        if left_out := len(examples) - count:
+            notify(f"{left_out} of {len(examples)} {name} prompts left out: longer than {limit}")
         for lost in {e.get("eval_set") for e in examples} - {e.get("eval_set") for e in kept[name]}:
             raise ValueError(f"--eval_data {lost}: none of its prompts fits into {limit} tokens")
     return kept["training"], kept["evaluation"]

@@ -5,7 +5,8 @@ r"""Rewards: what a completion is worth. Every reward is a function in TRL's con
 with one value per completion. None means "no verdict": the completion is left out, it does not
 count as 0. Completions are strings or TRL's lists of messages, columns are the dataset's other
 columns. So TRL's reward functions work here, and these functions work in TRL. A list holds a reward
-per step (not in TRL, see verify/verifier.py). REWARDS, at the end of this file, has their names.
+per step (not in TRL, see verify/verifier.py). REWARDS, at the end of this file, has their names;
+examples/shaping_rewards.py has more.
 
 Your own reward is a file and a flag. `@each` turns a function of one text and its columns into
 TRL's convention:
@@ -21,20 +22,11 @@ gsm8k, math and countdown read the final answer like this: only the text after t
 counts. The answer is the last <answer>, \boxed{} or `####` in it; without these the last "answer is
 ...", "Answer: ..." or line "A: ..." (see _answer_sentence); for gsm8k alone, without any of these,
 the last number. Words after a marked answer change nothing. A second marked answer replaces the
-first, but boxes with only a comma or "and" between them are one answer: \boxed{1} and \boxed{2} is
-1, 2. A gold answer that cannot be read gives None in gsm8k and math.
+first, but boxes with only a comma or "and" between them are one answer.
 
-`Verifier` runs the rewards of a spec in processes that can be killed, weights and adds them:
-
-    >>> with Verifier("gsm8k:1,format:0.2") as verify:
-    ...     rewards, parts, metrics = verify(
-    ...         ["<think>6*12</think><answer>72</answer>", "It is 71."], answer=["72", "72"])
-    >>> rewards, parts["gsm8k"], metrics["reward/timeouts"]
-    ([1.2, 0.0], [1.0, 0.0], 0.0)
-
-Called directly, as TRL does, `math` has a limit of 5 seconds per completion, because sympy hangs on
-9^{9^9}; the verdict is then None. gsm8k, countdown and format need no limit, code and judge have
-`timeout`. Your own function has a limit in Verifier only.
+`Verifier` (verify/verifier.py) runs the rewards of a spec in processes that can be killed, weights
+and adds them. Called directly, as TRL does, `math` has a limit of 5 seconds per completion, because
+sympy hangs on 9^{9^9}; the verdict is then None. Your own function has a limit in Verifier only.
 """
 import ast
 import functools
@@ -46,10 +38,10 @@ import re
 import time
 from fractions import Fraction
 
-from verify import jail, judge, pool, verifier
+from verify import jail, judge, verifier
 from verify.answer import read_number, same_math, warm_math
-from verify.instructions import follows, identifier, language_of, words_by_language
-from verify.verifier import load, text_of
+from verify.instructions import follows
+from verify.verifier import text_of
 
 
 def each(score_one):
@@ -118,8 +110,6 @@ def final_answer(text, numeric=False):
 
     >>> final_answer(r"\boxed{1}? No, \boxed{\frac{1}{2}}. I am sure.")
     '\\frac{1}{2}'
-    >>> final_answer(r"$x = \boxed{3}$? No, $x = \boxed{1} \text{ and } \boxed{2}$.")
-    '1, 2'
     >>> final_answer("The final answer is $3.5$. I hope it is correct.")
     '$3.5$'
     """
@@ -145,9 +135,6 @@ def _answer_sentence(text, numeric):
     before "because", "since" or "I hope", or at a full stop that a capital letter follows, but not
     before a word that takes it back ("5. No, 6"). A closing $ does not end it: "$3$ or $4$" and
     "$5$ million" are not 3 and 5.
-
-    >>> _answer_sentence("Answer: C. Because 5 is odd.", numeric=False)
-    'C'
     """
     starts = [m.end() for m in ANSWER_PHRASE.finditer(text)]
     lines = [line for start in starts if (line := LINE_WITH_NUMBER.match(text, start))]
@@ -271,14 +258,14 @@ RUNNING_TOTAL = re.compile(r"=[ \t]*(-?\w+(?:\.\d+)?)?", re.A)
 
 @each
 def steps_reward(text, question):
-    """A reward per running total of a sum such as 14+2+9 and for the final answer, 1.0 or 0.0 each.
+    """A reward per running total of a sum such as 14+2+9 and for the final answer, 1.0 or 0.0 each
+    (process supervision: arXiv 2402.03300, section 4.1.3).
 
     What follows "=" in the text before </think> is a running total, and ends a step there. The k-th
     one is right if it is the sum of the first k + 1 terms; one too many is wrong, so that repeating
     a total does not pay. One at the very end of a text is left out: it may be cut off. The final
-    answer, read by gsm8k's rule, is the last step; it ends with the text, and does not depend on
-    the totals. 0.0 for an empty text; None if the question is no sum. No gold answer is needed.
-    Process supervision: arXiv 2402.03300, section 4.1.3.
+    answer, read by gsm8k's rule, is the last step. 0.0 for an empty text; None if the question is
+    no sum.
 
     >>> steps_reward(["<think>14+2=16\\n16+9=26</think><answer>25</answer>"], question="14+2+9")
     [[(14, 1.0), (22, 0.0), (49, 1.0)]]
@@ -296,7 +283,7 @@ def steps_reward(text, question):
     return [*steps, (len(text), float(final_number(text) == totals[-1]))]
 
 
-# -------------------------------------------------------------------------- format, programs, judge
+# ---------------------------------------------------- format, programs, judge, length, random
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
@@ -339,8 +326,8 @@ def program_of(text):
 
 
 @each
-def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False, code_partial=False):
-    """1.0 if the program passes every test, else 0.0; with code_partial=True the share it passes.
+def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False):
+    """1.0 if the program passes every test, else 0.0; None without tests.
 
     `tests` is a list, or its JSON text. A test is either {"input": "2 3", "output": "5"}, standard
     input and output, compared line by line without spaces at line ends, or "assert add(2, 3) == 5",
@@ -350,11 +337,13 @@ def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False, code_partial=
     """
     end = time.monotonic() + 0.9 * timeout
     tests = json.loads(tests) if isinstance(tests, str) else tests
+    if not len(tests):
+        return None
     asserts = [test for test in tests if isinstance(test, str)]
     pairs = [test for test in tests if not isinstance(test, str)]
     program, passed = program_of(text), []
     if not program:
-        return _score_checks([False] * len(tests), code_partial)
+        return 0.0
     if asserts:
         passed += jail.run_asserts(program, asserts, 0.9 * timeout, allow_unsafe_code)
     if pairs:
@@ -362,17 +351,10 @@ def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False, code_partial=
                                    end - time.monotonic(), allow_unsafe_code=allow_unsafe_code)
         for output, pair in zip(outputs, pairs):
             passed.append(output is not None and _lines(output) == _lines(pair["output"]))
-    return _score_checks(passed, code_partial)
+    return float(all(passed))
 
 
-code_reward.check = lambda allow_unsafe_code, **_: jail.jail(allow_unsafe_code)
-
-
-def _score_checks(passed, partial):
-    """1.0 if every check passed, else 0.0; with `partial` the share. None without checks."""
-    if not passed:
-        return None
-    return sum(passed) / len(passed) if partial else float(all(passed))
+code_reward.check = lambda allow_unsafe_code, **_: jail.check(allow_unsafe_code)
 
 
 def _lines(text):
@@ -380,135 +362,63 @@ def _lines(text):
 
 
 @each
-def instruction_reward(text, instruction_id_list, kwargs, instruction_loose=False,
-                       instruction_partial=False):
-    """1.0 if the text after </think> follows every instruction, else 0.0.
+def instruction_reward(text, instruction_id_list, kwargs):
+    """1.0 if the text after </think> follows every instruction, else 0.0; None without one.
 
-    With instruction_partial=True the share. The two columns are IFEval's: a list of ids and a list
-    of their arguments. instruction_loose: see `follows` in verify/instructions.py, which has the
-    known ids. An empty answer follows no instruction. Raises ValueError for an unknown id.
+    The two columns are IFEval's: a list of ids, see verify/instructions.py, and a list of their
+    arguments. An empty answer follows no instruction. Raises ValueError for an unknown id.
     """
     text = after_thinking(text).strip()
-    passed = [follows(text, name, arguments, instruction_loose)
+    passed = [follows(text, name, arguments)
               for name, arguments in zip(instruction_id_list, kwargs, strict=True)]
-    return _score_checks(passed, instruction_partial)
+    return float(all(passed)) if passed else None
 
 
 @each
 def judge_reward(text, question, rubric=None, answer=None,
-                 judge_url=None, judge_model=None, judge_cache=None, timeout=5.0):
-    """A language model's score of the text after </think>, 0.0 to 1.0, or None.
+                 judge_url=None, judge_model=None, timeout=5.0):
+    """A language model's score of the text after </think>, 0.0 to 1.0; None if it gives none.
 
-    In Verifier a time-out and an error of the endpoint are counted; called directly they give None.
     judge_url is an OpenAI-compatible endpoint such as http://localhost:8001/v1 (`vllm serve` is
-    one), judge_model its model, OPENAI_API_KEY its key if it needs one. Scores are cached in the
-    SQLite file judge_cache (default ~/.cache/nano_rlvr/judge.sqlite). Optional columns: rubric, and
-    answer (a reference answer). A judge is not a verifier: check what text it comes to prefer.
+    one), judge_model its model, OPENAI_API_KEY its key if it needs one. Optional columns: rubric,
+    and answer (a reference answer). Raises what judge.ask raises. A judge is not a verifier: check
+    what text it comes to prefer.
     """
-    if not judge_url or not judge_model:
-        raise ValueError("judge needs judge_url and judge_model")
     text = after_thinking(text).strip()
     if not text:
         return 0.0
-    try:
-        return judge.ask(text, question, rubric, answer, judge_url, judge_model, judge_cache,
-                         0.9 * timeout)
-    except judge.ERRORS:
-        if pool.in_pool:
-            raise
-        return None
+    return judge.ask(text, question, rubric, answer, judge_url, judge_model, 0.9 * timeout)
 
 
 judge_reward.check = judge.check
 judge_reward.waits = True
 
 
-# ------------------------------------------------------------------------------ shaping and control
-
-
 @each
-def language_reward(text, question=None, prompts=None, language=None):
-    """The share of the reasoning's words in the question's language, 0.0 to 1.0 (arXiv 2501.12948).
+def overlong_reward(text, completion_ids, max_tokens, overlong_buffer=None):
+    """A penalty for the length (DAPO, arXiv 2503.14476, eq. 13).
 
-    The reasoning is the text before the last </think>, or all of it. `language` (a code such as
-    "en") overrides what py3langid finds in question or prompts. None without words or language.
-    """
-    wanted = language or language_of(question if question is not None else text_of(prompts))
-    reasoning = text.rpartition("</think>")[0] if "</think>" in text else text
-    count = words_by_language(reasoning.replace("<think>", ""))
-    return count.get(wanted, 0) / sum(count.values()) if count and wanted else None
-
-
-language_reward.warm = identifier
-
-
-@each
-def overlong_reward(text, completion_ids, max_tokens, overlong_buffer=None, overlong="soft"):
-    """A penalty for a completion of more than max_tokens - buffer tokens; 0 for a shorter one.
-
-    overlong="soft": from 0 linearly to -1 at max_tokens (DAPO, arXiv 2503.14476, eq. 13). "hard":
-    -1 at once. The buffer is a fifth of max_tokens unless given (4,096 of 20,480 in the paper).
+    0 up to max_tokens - buffer tokens, then falling linearly to -1 at max_tokens. The buffer is a
+    fifth of max_tokens unless given (4,096 of 20,480 in the paper).
 
     >>> ids = [[0] * 80, [0] * 90, [0] * 101]
     >>> overlong_reward(["", "", ""], completion_ids=ids, max_tokens=100, overlong_buffer=20)
     [0.0, -0.5, -1.0]
     """
     buffer = max_tokens // 5 if overlong_buffer is None else overlong_buffer
-    ramp = {"soft": buffer, "hard": 0}[overlong]  # tokens over which the penalty grows from 0 to -1
     excess = len(completion_ids) - (max_tokens - buffer)
     if excess <= 0:
         return 0.0
-    return -1.0 if excess >= ramp else -excess / ramp
-
-
-@each
-def repetition_reward(text, completion_ids=None, repetition_ngram=4):
-    """Minus the share of n-grams that occurred before, 0.0 to -1.0 (arXiv 2502.03373, C.2).
-
-    >>> repetition_reward(["a b c d e", "go go go go go go"])
-    [0.0, -0.6666666666666667]
-    """
-    words = text.split() if completion_ids is None else completion_ids
-    ngrams = list(zip(*(words[i:] for i in range(repetition_ngram))))
-    return len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0
-
-
-def length_kimi_reward(completions, prompts, correct=None, completion_ids=None, **columns):
-    """Kimi k1.5's length reward of a prompt's samples, -0.5 to 0.5 (arXiv 2501.12599, 2.3.3).
-
-    0.5 - (length - shortest) / (longest - shortest) for a correct answer, the same but at most 0
-    for a wrong one, and 0 if all lengths are equal. `correct` is the first reward of the spec
-    (passed by Verifier; 1 is correct); without it `math` decides. Lengths are in tokens if
-    completion_ids is given, else in characters.
-
-    >>> length_kimi_reward(["a", "ab", "abc"], prompts=["q"] * 3, correct=[1, 0, 0])
-    [0.5, 0.0, -0.5]
-    """
-    correct = math_reward(completions, **columns) if correct is None else correct
-    prompts = [repr(prompt) for prompt in prompts]  # a prompt may be a list of messages
-    lengths = [len(x) for x in completion_ids or map(text_of, completions)]
-    lengths_of = {}
-    for prompt, length in zip(prompts, lengths, strict=True):
-        lengths_of.setdefault(prompt, []).append(length)
-    rewards = []
-    for prompt, length, score in zip(prompts, lengths, correct, strict=True):
-        shortest, longest = min(lengths_of[prompt]), max(lengths_of[prompt])
-        value = 0.5 - (length - shortest) / (longest - shortest) if longest > shortest else 0.0
-        value = value if score == 1 else min(0.0, value)
-        rewards.append(None if score is None else value)
-    return rewards
-
-
-length_kimi_reward.whole_batch = True  # it compares with the other completions of the prompt
+    return -1.0 if excess >= buffer else -excess / buffer
 
 
 def random_reward(completions, prompts=None, sample_index=None, step=None, random_seed=0, **_):
     """A fair coin that ignores the answer: the control of Spurious Rewards (arXiv 2506.10947).
 
     0.0 or 1.0 from a hash of (random_seed, step, sample_index, prompt, completion): a resumed run,
-    and a run on another number of ranks, get the same values. `sample_index`, the number of a
-    completion among those of its prompt, keeps equal texts from always getting equal values, which
-    could be learned. `step`, a number, changes the values of the same text from step to step.
+    and a run on another number of ranks, get the same values. Without `step` and `sample_index`,
+    the number of a completion among those of its prompt, equal texts would always get equal
+    values, which could be learned.
     """
     n = len(completions)
     rewards = []
@@ -528,22 +438,10 @@ REWARDS = {  # name: function  # the columns it reads; what 1.0 means
     "code": code_reward,  # tests; the program passes every test, in a jail
     "instruction": instruction_reward,  # instruction_id_list, kwargs; all followed (IFEval's ids)
     "judge": judge_reward,  # question, [rubric], [answer]; a language model gives it 10 of 10
-    "language": language_reward,  # question or prompts; all reasoning is in the prompt's language
     "overlong": overlong_reward,  # completion_ids, max_tokens; 0 if short, -1 at max_tokens
-    "length_kimi": length_kimi_reward,  # prompts, [completion_ids]; 0.5: the shortest, if correct
-    "repetition": repetition_reward,  # [completion_ids]; 0 without repeated n-grams, down to -1
-    "random": random_reward,  # [prompts], [step]; a coin came up heads: a control experiment
+    "random": random_reward,  # [prompts], [step]; heads of a coin: a control experiment
 }
 KNOWN = {name: f"rewards:{function.__name__}" for name, function in REWARDS.items()}
 # only processes that can be killed import a user's file: Verifier gets names, not functions
 Verifier = functools.partial(verifier.Verifier, known=KNOWN)
 parse_spec = functools.partial(verifier.parse_spec, known=KNOWN)
-
-
-def parse_rewards(spec):
-    """Like parse_spec, with the functions: [(name, weight, function), ...]. Imports the modules.
-
-    >>> [name for name, weight, function in parse_rewards("gsm8k,trl.rewards:think_format_reward")]
-    ['gsm8k', 'think_format_reward']
-    """
-    return [(name, weight, load(*where.rsplit(":", 1))) for name, weight, where in parse_spec(spec)]

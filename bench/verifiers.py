@@ -62,7 +62,7 @@ def measure(name, spec, texts, columns, pools=3, alone=True):
             values, _, metrics = verify(texts, **columns)
             times.append(time.perf_counter() - start)
     if alone:
-        function = rewards.parse_rewards(spec)[0][2]
+        function = rewards.REWARDS[spec]
         function(texts[-32:], **{k: v[-32:] for k, v in columns.items()})
         start = time.perf_counter()
         assert function(texts, **columns) == values, "the pool and one process must agree"
@@ -76,7 +76,7 @@ def main():
     measure("gsm8k", "gsm8k", *gsm8k())
     measure("math", "math", *math())
     measure("hung", "math", *hung(), pools=1, alone=False)
-    print(f"jail: {jail.isolation().__name__[1:]}")
+    jail.check()
     measure("code", "code", *code(), pools=1)
 
 

@@ -2,11 +2,14 @@
 import csv
 import doctest
 import json
+from types import SimpleNamespace
 
 import pytest
 
 import data
+import nano_rlvr as nr
 from conftest import SHARED, make_config
+from runtime import evaluation
 
 
 def write(path, rows, **options):
@@ -25,7 +28,12 @@ def test_generated_examples_are_right_distinct_seeded_and_no_seed_trains_on_a_te
             assert eval(e["question"]) == int(e["answer"])
         else:
             assert eval(e["answer"]) == e["target"] and str(e["target"]) in e["question"]
-            assert all(str(n) in e["question"] for n in e["numbers"])
+            assert all(str(n) in e["question"] and 1 <= n <= 99 for n in e["numbers"])
+            assert len(e["numbers"]) in (3, 4) and 10 <= e["target"] <= 99
+    if task == "countdown":  # each of these numbers occurs
+        assert {len(e["numbers"]) for e in a} == {3, 4}
+        assert {n for e in a for n in e["numbers"]} == {*range(1, 100)}
+        assert {e["target"] for e in a} == {*range(10, 100)}
     questions |= {e["question"] for e in b}
     assert not questions & {e["question"] for e in data.load(task, "test", size=500)}
 
@@ -55,7 +63,8 @@ def test_every_file_format_gives_the_same_examples(tmp_path):
     ({"question": "a", "answer": None}, "'answer' is empty"),
     ({"question": "", "answer": "x"}, "'question' is empty"),
     ({"question": "a", "tests": []}, "no 'answer'"),
-    ({"question": "a", "answer": [1]}, "'answer' must be text or a number, this is list"),
+    ({"question": "a", "answer": [1]}, "'answer' must be text or a number"),
+    ({"text": "a", "answer": "x"}, "no 'question' .it has text, answer.; --question_key names"),
     (["a", "b"], "must be an object"),
 ])
 def test_a_bad_row_is_named_with_its_line_and_rows_without_an_answer_are_read_when_told_so(
@@ -65,8 +74,8 @@ def test_a_bad_row_is_named_with_its_line_and_rows_without_an_answer_are_read_wh
         f.write("\n\n" + json.dumps(row))
     with pytest.raises(ValueError, match=says) as e:
         data.load(path)
-    assert "a.jsonl:3:" in str(e.value)  # blank lines count as lines
-    if isinstance(row, dict) and row["question"] == "a" and row.get("answer", 1):
+    assert "a.jsonl:3: " in str(e.value)  # blank lines count as lines
+    if isinstance(row, dict) and row.get("question") == "a" and row.get("answer", 1):
         assert data.load(write(tmp_path / "b.jsonl", [row]), answer_key="none") == [row]
 
 
@@ -77,17 +86,6 @@ def test_byte_order_marks_long_fields_and_nested_columns_are_read(tmp_path):
     long = "word, " * 50_000  # the csv module's own limit is 131,072 characters
     (tmp_path / "a.csv").write_text(f'question,answer\n"{long}",1\n', encoding="utf-8-sig")
     assert data.load(str(tmp_path / "a.csv")) == [{"question": long, "answer": "1"}]
-
-
-def test_a_key_or_column_that_is_there_twice_is_refused_but_empty_columns_are_not(tmp_path):
-    (tmp_path / "a.json").write_text('[{"question": "a", "answer": 1, "x": {"y": 1, "y": 2}}]')
-    with pytest.raises(ValueError, match="a.json:1: not readable .* .the key 'y' is there twice"):
-        data.load(str(tmp_path / "a.json"))
-    (tmp_path / "a.csv").write_text("question,answer,x,x,,\na,1,2,3,,\n")
-    with pytest.raises(ValueError, match="a.csv:1: two columns have the name 'x'"):
-        data.load(str(tmp_path / "a.csv"))
-    (tmp_path / "a.csv").write_text("question,answer,,\na,1,,\n")  # as spreadsheets write it
-    assert data.load(str(tmp_path / "a.csv")) == [{"question": "a", "answer": "1", "": ""}]
 
 
 def test_a_column_that_the_trainer_replaces_is_named(tmp_path, tokenizer):
@@ -108,7 +106,7 @@ def test_questions_that_are_held_out_are_not_trained_on(tmp_path, tokenizer):
     train_set, _ = data.load_splits(cfg, tokenizer, notify=notes.append)
     assert [e["question"] for e in train_set] == [row["question"] for row in rows[5:] * 3]
     same = dict(data=test, eval_data=test)
-    with pytest.raises(ValueError, match="nothing is left to train on: all 5 training questions"):
+    with pytest.raises(ValueError, match="nothing is left to train on"):
         data.load_splits(make_config(**same), tokenizer)
     assert len(data.load_splits(make_config(**same, steps=0), tokenizer)[1]) == 5  # only evaluates
     # a tenth of this file is held out
@@ -142,11 +140,11 @@ def test_templates(tokenizer):
             ("qwen_math", "user\nLet {x} be {question}?<|im_end|>\n<|im_start|>assistant\n")):
         assert tokenizer.decode(data.encode(example, tokenizer, template)).endswith(end)
     tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
-    for chat_template, says in ((None, "this tokenizer has no chat template"),
+    for chat_template, says in ((None, "tokenizer.chat_template is not set"),
                                 ("{{ 1 / 0 }}", "template fails .ZeroDivisionError"),
                                 ("Hello", "template leaves the question out")):
         tokenizer.chat_template = chat_template
-        with pytest.raises(ValueError, match=f"^--template chat: .*{says}.*; use r1, qwen_math or"):
+        with pytest.raises(ValueError, match=f"^the tokenizer's chat .*{says}.*; use --tem"):
             data.encode(example, tokenizer, "chat")
 
 
@@ -168,6 +166,18 @@ def test_all_examples_of_the_published_files_are_read():
                         "aime24/test": 30, "amc23/test": 83}.items():
         examples = data.load(str(SHARED / f"{name}.jsonl"))
         assert len(examples) == count and all(e["question"] and e["answer"] for e in examples)
+
+
+@pytest.mark.parametrize("sources, columns, name", [
+    ({}, {}, "arithmetic"), ({"data": "a.jsonl"}, {}, "a.jsonl"),
+    ({"data": "a.jsonl", "eval_data": "b.jsonl"}, {}, "b.jsonl"),
+    ({"eval_data": "b.jsonl,c.jsonl"}, {"eval_set": "c"}, "c"),
+])
+def test_an_answer_of_an_evaluation_names_its_set(group, sources, columns, name):
+    cfg = SimpleNamespace(**{"eval_data": "", "data": "", "task": "arithmetic"} | sources)
+    rollout = nr.Rollout([1], [2], "x", False, [0.0], reward=1.0, parts={"gsm8k": 1.0})
+    _, (answer,) = evaluation.summary([{"question": "q"} | columns], [0], [rollout], [], cfg)
+    assert answer["set"] == name
 
 
 def test_docstring_examples():

@@ -88,8 +88,10 @@ def judge(my):
     specs = ["misbehaves", "misbehaves:0.5,odd:2", "odd", "late", "strict,later:0.5", "odd,centred",
              "twice", "greedy", "pid", "server", "modules"]
     full = {spec: ",".join(f"{my}:{part}" for part in spec.split(",")) for spec in specs}
-    full |= {spec: spec for spec in ("length_kimi,gsm8k", "gsm8k,length_kimi:0.5", "length_kimi")}
-    rows = [*full.values(), "language", "math"]  # for `modules`
+    kimi = f"{ROOT}/examples/shaping_rewards.py:length_kimi"
+    full |= {spec: spec.replace("length_kimi", kimi)
+             for spec in ("length_kimi,gsm8k", "gsm8k,length_kimi:0.5", "length_kimi")}
+    rows = [*full.values(), "math"]  # for `modules`
     with rewards.Verifier(f"{my}:odd", timeout=5.0, workers=2, row_specs=rows) as verify:
         def run(spec, texts, **columns):
             values, parts, metrics = verify(texts, reward=[full[spec]] * len(texts), **columns)
@@ -311,7 +313,7 @@ time.sleep(600)""")
     assert gone(pids) and becomes(False)
 
 
-@pytest.mark.skipif(jail.isolation() is None, reason="this machine cannot build a jail")
+@pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
 def test_programs_in_the_jail_end_with_a_trainer_that_was_killed(tmp_path):
     program = f"""import sys; sys.path.insert(0, {str(ROOT)!r}); import rewards
 verify = rewards.Verifier("code", workers=1, timeout=60)

@@ -17,14 +17,17 @@ from hypothesis import strategies as st
 
 import rewards
 from conftest import ROOT, SHARED
+from examples import shaping_rewards as shaping
 from verify import answer, instructions, jail, verifier
 
-needs_jail = pytest.mark.skipif(jail.isolation() is None, reason="this machine cannot build a jail")
+needs_jail = pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
+SHAPING = {name: f"{ROOT}/examples/shaping_rewards.py:{name}"
+           for name in ("language", "repetition", "length_kimi")}
+FUNCTIONS = rewards.REWARDS | {name: getattr(shaping, name) for name in SHAPING}
 # columns with which every reward runs on any completion (judge and code have tests of their own)
 COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}"}, "format": {},
            "countdown": {"numbers": [3, 5, 2], "target": 21},
-           "instruction": {"instruction_loose": True,
-                           "instruction_id_list": list(instructions.INSTRUCTIONS), "kwargs": [
+           "instruction": {"instruction_id_list": list(instructions.INSTRUCTIONS), "kwargs": [
                {}, {}, {"capital_frequency": 1}, {"num_words": 3}, {"num_sentences": 2},
                {"num_paragraphs": 2}, {"keywords": ["a"]}, {"forbidden_words": ["b"]},
                {"keyword": "c", "frequency": 2}, {"letter": "e", "let_frequency": 2}, {},
@@ -33,18 +36,20 @@ COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}
            "language": {"question": "How many eggs are there?"}, "repetition": {},
            "random": {"prompts": "p"}, "overlong": {"completion_ids": [1] * 9, "max_tokens": 10},
            "length_kimi": {"prompts": "p", "correct": 1.0}}
-ALL = ",".join(COLUMNS)
+SPECS = {name: SHAPING.get(name, name) for name in COLUMNS}
+ALL = ",".join(SPECS.values())
 
 
 def one(name, text, **columns):
     columns = {key: [value] for key, value in (columns or COLUMNS[name]).items()}
-    return rewards.REWARDS[name]([text], **columns)[0]
+    return FUNCTIONS[name]([text], **columns)[0]
 
 
 @pytest.fixture(scope="module")
 def verify():
     """One pool for all tests. Column reward: one reward, or ALL."""
-    with rewards.Verifier("gsm8k", timeout=40.0, max_tokens=10, row_specs=[*COLUMNS, ALL]) as made:
+    specs = [*SPECS.values(), ALL]
+    with rewards.Verifier("gsm8k", timeout=40.0, max_tokens=10, row_specs=specs) as made:
         yield made
 
 
@@ -89,7 +94,7 @@ def test_every_completion_of_the_table_earns_what_it_says_within_the_time_limit(
         assert {0, 1} <= {case[3] for case in cases if case[0] == name}
     names = {name for case in cases for name in case[2]}
     columns = {name: [case[2].get(name) for case in cases] for name in names}
-    columns["reward"] = [case[0] for case in cases]
+    columns["reward"] = [SPECS[case[0]] for case in cases]
     values, _, metrics = verify([case[1] for case in cases], **columns)
     wrong = [(value, name, text[:99], given, wanted, why)
              for value, (name, text, given, wanted, why) in zip(values, cases)
@@ -97,11 +102,9 @@ def test_every_completion_of_the_table_earns_what_it_says_within_the_time_limit(
     assert wrong == [] and not any(metrics.values())
 
 
-@pytest.mark.parametrize("module", [rewards, instructions, answer, jail, verifier],
-                         ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [
+    rewards, instructions, answer, verifier, shaping, pytest.param(jail, marks=needs_jail)])
 def test_the_examples_in_the_docstrings_are_true(module):
-    if module is jail and jail.isolation() is None:
-        pytest.skip("this machine cannot build a jail")
     failed, tried = doctest.testmod(module)
     assert tried > 0 and failed == 0
 
@@ -153,36 +156,32 @@ def test_every_math500_answer_gets_1_and_0_against_the_next_answer(verify):
 
 
 def test_gold_answers_that_cannot_be_read_are_counted_and_if_none_can_be_it_is_an_error(verify):
-    said, sample = [], "(an even sample of 600)"
+    said = []
     count = functools.partial(verify.count_unreadable, notify=said.append)
     examples = [{"question": "q", "answer": f"#### {n or 'none'}"} for n in range(600)]
     for part in examples, examples[:200], examples[1:], []:
         count(part)
     golds = ["5", r"\frac{1}{2}", r"\frac{1}", "north", "???", r"\boxed{x}", "北"]
     count([{"answer": gold, "reward": "math"} for gold in golds])
-    tail = "and their completions get no verdict; one is"
-    assert said == [
-        f"reward gsm8k: 1 of 200 answers cannot be read {sample}, {tail} '#### none'",
-        f"reward gsm8k: 1 of 200 answers cannot be read, {tail} '#### none'",
-        f"reward math: 2 of 7 answers cannot be read, {tail} '\\\\frac{{1}}'"]
-    with pytest.raises(ValueError, match=r"^reward gsm8k: none of 3 answers can be read.* '\{\}'$"):
+    says = "reward {}: {} answers cannot be read, one is '{}'; their completions get no verdict"
+    assert said == [says.format("gsm8k", "1 of 200", "#### none")] * 2 + [
+        says.format("math", "2 of 7", r"\\frac{1}")]
+    with pytest.raises(ValueError, match=r"^reward gsm8k: 3 of 3 .* '\{\}'; choose another"):
         count([{"answer": "{}"}] * 3)
 
 
-def test_a_column_that_a_reward_needs_and_no_row_has_is_named(tmp_path):
+def test_a_reward_needs_the_columns_without_a_default(tmp_path):
     (tmp_path / "my.py").write_text(
         "def mine(completions, prompts, gold, timeout, why=None, **_): return []")
     trl = "trl.rewards:accuracy_reward,trl.rewards:think_format_reward"
-    spec = f"code,overlong,length_kimi,countdown,instruction,random,{trl},{tmp_path}/my.py:mine"
+    spec = (f"code,overlong,{SHAPING['length_kimi']},countdown,instruction,random,{trl},"
+            f"{tmp_path}/my.py:mine")
     with rewards.Verifier(spec, max_tokens=9, allow_unsafe_code=True) as made:
         assert made.needed == {
             "code": {"tests"}, "overlong": {"completion_ids"}, "length_kimi": {"prompts"},
             "countdown": {"numbers", "target"}, "instruction": {"instruction_id_list", "kwargs"},
             "random": set(), "accuracy_reward": {"solution"}, "think_format_reward": set(),
             "mine": {"prompts", "gold"}}
-        with pytest.raises(ValueError, match="^--rewards code: it reads the column 'tests', which "
-                                             r"x.jsonl does not have \(it has question, gold\)$"):
-            made.check_columns([{"question": "q", "prompt_ids": [1]}, {"gold": 1}], "x.jsonl")
 
 
 def test_a_row_that_lacks_a_column_gets_the_default_of_each():
@@ -193,27 +192,17 @@ def test_a_row_that_lacks_a_column_gets_the_default_of_each():
 
 @pytest.mark.parametrize("spec, says", [
     ("gsm9k", "unknown reward 'gsm9k'; known: gsm8k, math"), ("", "unknown reward ''"),
-    ("gsm8k,", "unknown reward ''"), ("gsm8k:x", "'x' is not a weight"),
-    ("gsm8k:", "'' is not a weight"), ("gsm8k:1:2", "is not a weight"),
-    ("gsm8k:nan", "must be finite"), ("gsm8k:inf", "must be finite"),
+    ("gsm8k,", "unknown reward ''"),
+    *((f"gsm8k:{weight}", "must be a finite number") for weight in ("x", "", "1:2", "nan", "inf")),
     ("gsm8k,gsm8k:2", "named twice"), ("nowhere.py:f", "'nowhere.py' does not exist"),
     ("no_such_module:f", "No module named"), ("math_verify:no_such_function", "no_such_function"),
-    ("json:f:g:1", "is not a weight"), ("sys:path", "is not a function"),
+    ("json:f:g:1", "must be a finite number"), ("sys:path", "is not a function"),
     ("my.py", "unknown reward 'my.py'"),
 ])
 def test_a_bad_spec_raises_a_one_line_error(spec, says):
     with pytest.raises(ValueError) as caught:
-        rewards.parse_rewards(spec)
+        rewards.Verifier(spec)
     assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_spec_gives_names_weights_and_functions(tmp_path):
-    (tmp_path / "my.py").write_text("from rewards import gsm8k_reward as mine\n")
-    spec = f" gsm8k , format:0.2,overlong:-1e0, {tmp_path}/my.py:mine:0.5"
-    parts = rewards.parse_rewards(spec)
-    assert [part[:2] for part in parts] == [
-        ("gsm8k", 1.0), ("format", 0.2), ("overlong", -1.0), ("mine", 0.5)]
-    assert parts[0][2] is rewards.gsm8k_reward is parts[3][2]
 
 
 # ---- math without Verifier
@@ -338,7 +327,7 @@ def test_code_takes_the_last_block_after_thinking():
     assert f(right + wrong, tests=[tests] * 10) == [1.0] * 5 + [0.0] * 5
     both = json.dumps(["assert double(2) == 4", {"input": "2", "output": "0"}])
     assert f(["```python\ndef double(x): return 2 * x\nprint(0)\n```"], tests=[both]) == [1.0]
-    assert f([bad], tests=[tests], code_partial=True) == [0.5] and f([good], tests=[[]]) == [None]
+    assert f([bad], tests=[tests]) == [0.0] and f([good], tests=[[]]) == [None]
     assert f(["```python\nprint('a  \\nb\\n\\n')\n```", "```python\nprint(' a')\n```"],
              tests=[[{"input": "", "output": "a\nb"}]] * 2) == [1.0, 0.0]
 
@@ -347,13 +336,13 @@ def test_code_takes_the_last_block_after_thinking():
 
 
 @pytest.fixture
-def judge(tmp_path):
-    with endpoint_at("127.0.0.1", tmp_path) as endpoint:
+def judge():
+    with endpoint_at("127.0.0.1") as endpoint:
         yield endpoint
 
 
 @contextlib.contextmanager
-def endpoint_at(host, tmp_path):
+def endpoint_at(host):
     """A fake OpenAI-compatible endpoint that answers endpoint.says and keeps endpoint.asked."""
     class Endpoint(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
@@ -374,13 +363,6 @@ def endpoint_at(host, tmp_path):
                 self.wfile.write(data[i:i + 1])
                 time.sleep(0.05)
 
-        def do_GET(self):
-            endpoint.asked.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-            models = [{"id": "m"}, {"id": "other"}] if self.path == "/v1/models" else []
-            self.wfile.write(json.dumps({"data": models}).encode())
-
         def log_message(self, *_):
             return None
 
@@ -392,7 +374,7 @@ def endpoint_at(host, tmp_path):
     endpoint.delay, endpoint.status, endpoint.statuses = 0, 200, []
     endpoint.drips, endpoint.location, endpoint.wait = "", "", lambda: time.sleep(endpoint.delay)
     endpoint.settings = {"judge_url": f"http://{host}:{endpoint.server_port}/v1",
-                         "judge_model": "m", "judge_cache": str(tmp_path / "a/judge.sqlite")}
+                         "judge_model": "m"}
     endpoint.judge = lambda text, **more: rewards.judge_reward(
         [text], question=["Why?"], **endpoint.settings, **more)[0]
     threading.Thread(target=endpoint.serve_forever, daemon=True).start()
@@ -401,9 +383,8 @@ def endpoint_at(host, tmp_path):
     endpoint.server_close()
 
 
-def test_the_judge_sees_rubric_and_reference_but_not_the_thinking_and_is_asked_once(judge):
-    assert [judge.judge(text) for text in ("Because.", "Because.", "Because!")] == [0.7] * 3
-    assert [asked["temperature"] for asked in judge.asked] == [0, 0]
+def test_the_judge_sees_rubric_and_reference_but_not_the_thinking(judge):
+    assert judge.judge("Because.") == 0.7 and judge.asked[0]["temperature"] == 0
     text = "<think>secret</think>SCORE: 10\n====================\nSCORE: 10. {question} \ud800"
     judge.says = "It says SCORE: 10 itself.\nSCORE: 2"
     assert judge.judge(text, rubric=["Be brief."], answer=["So."]) == 0.2
@@ -426,32 +407,33 @@ def test_a_number_from_0_to_10_is_a_score_and_no_part_of_another_number_is(score
     assert rewards.judge._score(f"Not SCORE: 4.\nSCORE: {score}") == value
 
 
-def test_the_key_does_not_follow_a_redirect_to_another_host(judge, monkeypatch, tmp_path):
+def test_the_key_does_not_follow_a_redirect_to_another_host(judge, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    with endpoint_at("localhost", tmp_path) as other:
+    with endpoint_at("localhost") as other:
         judge.location = f"{other.settings['judge_url']}/chat/completions"
         for status in 301, 302, 303, 307, 308:
             judge.status = status
             with pytest.raises(ValueError, match=f"HTTP {status} .*; .* {judge.location}$"):
                 rewards.judge.check(**judge.settings)
-            assert judge.judge("x") is None
+            with pytest.raises(rewards.judge.ERRORS):
+                judge.judge("x")
         assert len(judge.asked) == 10 and other.asked == []
 
 
 @pytest.mark.parametrize("part, status", [("head", 200), ("body", 400)])
 def test_a_judge_that_replies_in_drops_has_a_time_limit(judge, part, status):
     judge.drips, judge.status = part, status
-    with pytest.raises(ValueError, match="^--judge_url http://127.*/v1: no reply in time;"):
+    with pytest.raises(ValueError, match="^the judge at http://127.*/v1: no reply in time;"):
         rewards.judge.check(timeout=0.7, **judge.settings)
-    assert judge.judge("x", timeout=0.7) is None
+    with pytest.raises(TimeoutError):
+        judge.judge("x", timeout=0.7)
 
 
-def test_a_judge_has_50_requests_at_the_same_time_and_each_score_is_kept(judge):
+def test_a_judge_has_50_requests_at_the_same_time(judge):
     texts, columns = [f"x{i}" for i in range(50)], {"question": ["Why?"] * 50}
     with rewards.Verifier("judge", timeout=40, workers=1, **judge.settings) as verify:
         judge.wait = threading.Barrier(50, timeout=30).wait  # no reply before 50 have asked
-        for _ in range(2):
-            assert verify(texts, **columns)[0] == [0.7] * 50
+        assert verify(texts, **columns)[0] == [0.7] * 50
     assert len(judge.asked) == 1 + 50  # one at the start
 
 
@@ -477,24 +459,21 @@ def test_a_busy_judge_is_asked_again_and_one_that_fails_is_a_crash_with_its_reas
 
 
 @pytest.mark.parametrize("faults, says", [
-    ({"judge_url": "http://127.0.0.1:9/v1"}, "^--judge_url .*:9/v1: Connection refused; start the"),
+    ({"judge_url": "http://127.0.0.1:9/v1"}, "^the judge at .*:9/v1: Connection refused; start"),
     ({"judge_url": "http://no-such-host.invalid/v1"}, "host.invalid/v1: .*; start the judge"),
     ({"judge_url": "localhost:8000/v1"}, "must look like http"),
-    ({"judge_url": ""}, "needs --judge_url"),
+    ({"judge_url": ""}, "OPENAI_BASE_URL must look like http"),
     ({"judge_url": "http://me:secret@localhost:8000/v1"}, "must look like .* OPENAI_API_KEY"),
     ({"judge_url": "http://localhost:8000/v1?key=secret"}, "must look like .* OPENAI_API_KEY"),
     ({"judge_url": "http://localhost:port/v1"}, "nonnumeric port"),
-    ({"judge_model": ""}, "needs --judge_model; http://127.0.0.1:[0-9]+/v1 has m, other$"),
-    ({"judge_model": "", "judge_url": "http://127.0.0.1:9/v1"}, "needs --judge_model$"),
+    ({"judge_model": ""}, "needs --judge_model$"),
     ({"status": 401}, "/v1: HTTP 401 Unauthorized .*; set OPENAI_API_KEY$"),
-    ({"status": 404}, "/v1: HTTP 404 Not Found .*; .*/v1 has m, other$"),
+    ({"status": 404, "body": b"no model m"}, "/v1: HTTP 404 Not Found no model m$"),
     ({"status": 500, "body": b"two\nlines"}, "HTTP 500 Internal Server Error two lines$"),
     ({"delay": 60}, "no reply in time; .* --reward_timeout$"),
     ({"body": b"\xff junk"}, "not the reply of an OpenAI-compatible endpoint"),
     ({"body": b"{}"}, r"not the reply .*\(KeyError: 'choices'\); its address usually ends with"),
     ({"says": "Is\nright"}, r"--judge_model m ends its reply with 'Is\\nright' and not with"),
-    ({"judge_cache": "/dev/null/x"}, "the judge's cache /dev/null/x cannot be read: "),
-    ({"judge_cache": __file__}, "the judge's cache .*rewards.py cannot be read: file is not a"),
 ])
 def test_a_judge_that_cannot_work_ends_in_one_line_at_the_start(judge, monkeypatch, faults, says):
     assert rewards.judge_reward.check is rewards.judge.check
@@ -507,34 +486,21 @@ def test_a_judge_that_cannot_work_ends_in_one_line_at_the_start(judge, monkeypat
     with pytest.raises(ValueError, match=says) as caught:
         rewards.judge.check(timeout=0.7, **judge.settings)
     assert not re.search("\n|secret|sentinel", str(caught.value))
-    if judge.status == 500 or judge.body or faults.get("judge_url", "").endswith(":9/v1"):
-        assert not judge.settings["judge_model"] or judge.judge("x", timeout=0.7) is None
 
 
 # ---- instructions, language
 
 
-def test_several_instructions_give_1_only_if_all_are_followed_or_with_partial_their_share():
+def test_several_instructions_give_1_only_if_all_are_followed():
     names = ["punctuation:no_comma", "change_case:english_lowercase",
              "length_constraints:number_words"]
     rows = {"instruction_id_list": [names],
             "kwargs": [[{}, {"num_words": None}, {"num_words": 3, "relation": "at least"}]]}
-    for text, value, share in (("one two three", 1.0, 1.0), ("one, two three", 0.0, 2 / 3),
-                               ("One, two", 0.0, 0.0)):
+    for text, value in (("one two three", 1.0), ("one, two three", 0.0), ("One, two", 0.0)):
         assert rewards.instruction_reward([text], **rows) == [value]
-        assert rewards.instruction_reward([text], **rows, instruction_partial=True) == [share]
     assert rewards.instruction_reward(["x"], instruction_id_list=[[]], kwargs=[[]]) == [None]
     with pytest.raises(ValueError, match="unknown instruction 'be:nice'"):
         rewards.instruction_reward(["x"], instruction_id_list=[["be:nice"]], kwargs=[[{}]])
-
-
-def test_loose_ignores_the_first_line_the_last_line_and_asterisks():
-    rows = {"instruction_id_list": [["startend:quotation"]], "kwargs": [[{}]]}
-    for text in ('Sure, here it is:\n"so be it"', '"so be it"\nAnything else?',
-                 'Sure:\n"so be it"\nBye', '*"so be it"*'):
-        assert rewards.instruction_reward([text], **rows) == [0.0]
-        assert rewards.instruction_reward([text], **rows, instruction_loose=True) == [1.0]
-    assert rewards.instruction_reward(["so\nbe\nit"], **rows, instruction_loose=True) == [0.0]
 
 
 EN = ("First we count the eggs that the ducks lay every day. "
@@ -545,17 +511,16 @@ ZH = "首先我们计算鸭子每天下的蛋的数量，然后减去她早餐�
 
 
 def test_language_is_the_share_of_words_in_the_language_of_the_question():
-    def share(text, question=EN, **more):
-        texts = [f"<think>{text}</think>{ZH}"]
-        return rewards.language_reward(texts, question=[question], **more)[0]
+    def share(text, question=EN):
+        return shaping.language([f"<think>{text}</think>{ZH}"], question=[question])[0]
     assert share(EN) == 1.0 and share(DE) == 0.0 and share(ZH) == 0.0
-    assert share(DE, question=DE) == 1.0 and share(EN, language="en", question=ZH) == 1.0
+    assert share(DE, question=DE) == 1.0
     assert 0.3 < share(EN + DE) < 0.7 and 0.0 < share(EN + ZH) < 1.0
     assert share("So x = 3 + 5 and therefore the number of eggs is 8. 16 - 3 - 4 = 9.") == 1.0
     assert share("3 + 4 = 7") is None and share("") is None
     # without </think>, all of it is reasoning
-    assert rewards.language_reward([ZH, EN], question=[EN] * 2) == [0.0, 1.0]
-    assert rewards.language_reward([EN], prompts=[[{"role": "user", "content": EN}]]) == [1.0]
+    assert shaping.language([ZH, EN], question=[EN] * 2) == [0.0, 1.0]
+    assert shaping.language([EN], prompts=[[{"role": "user", "content": EN}]]) == [1.0]
 
 
 # ---- shaping, control
@@ -568,13 +533,7 @@ def test_overlong_is_trls_soft_overlong_punishment():
     f = functools.partial(rewards.overlong_reward, [""] * len(ids), completion_ids=ids,
                           max_tokens=100)
     assert f(overlong_buffer=20) == f() == theirs
-    hard = [0] * 4 + [-1] * 6  # as soon as the soft one begins
-    assert f(overlong="hard", overlong_buffer=20) == f(overlong="hard") == hard
-    for overlong in "hard", "soft":
-        assert f(overlong=overlong, overlong_buffer=0) == [0] * 8 + [-1] * 2
-    assert f(overlong="hard", overlong_buffer=1) == [0] * 7 + [-1] * 3  # the truncated ones alone
-    with pytest.raises(KeyError):
-        f(overlong="medium")
+    assert f(overlong_buffer=0) == [0] * 8 + [-1] * 2
 
 
 def test_repetition_is_trls_penalty():
@@ -582,7 +541,7 @@ def test_repetition_is_trls_penalty():
     rng = random.Random(0)
     ids = [[rng.randrange(k) for _ in range(n)] for k in (1, 2, 5, 100) for n in (0, 2, 3, 4, 50)]
     for n in 1, 3, 4:
-        ours = rewards.repetition_reward([""] * len(ids), completion_ids=ids, repetition_ngram=n)
+        ours = shaping.repetition([""] * len(ids), completion_ids=ids, repetition_ngram=n)
         assert ours == pytest.approx(get_repetition_penalty_reward(ngram_size=n)(ids))
 
 
@@ -590,11 +549,11 @@ def test_length_kimi_by_hand():
     # group p: lengths 10, 20, 30; group q: both 5; (shortest, longest) = (10, 30) -> 0.5, 0, -0.5
     columns = {"prompts": ["p", "p", "p", "q", "q", "p"],
                "completion_ids": [[0] * n for n in (10, 20, 30, 5, 5, 10)]}
-    f = functools.partial(rewards.length_kimi_reward, [""] * 6, **columns)
+    f = functools.partial(shaping.length_kimi, [""] * 6, **columns)
     assert f(correct=[1, 1, 1, 1, 0, 0]) == [0.5, 0.0, -0.5, 0.0, 0.0, 0.0]
     assert f(correct=[0, 0, 0, None, 1, None]) == [0.0, 0.0, -0.5, None, 0.0, None]
     texts = [r"\boxed{1}", r"so it is \boxed{1}"]  # as TRL would call it:
-    values = rewards.length_kimi_reward(texts, prompts=["p"] * 2, answer=["1"] * 2)
+    values = shaping.length_kimi(texts, prompts=["p"] * 2, answer=["1"] * 2)
     assert values == [0.5, -0.5]
 
 
@@ -632,7 +591,7 @@ def test_our_reward_functions_run_unchanged_in_trls_trainer(monkeypatch):
     from trl.trainer import grpo_trainer
     monkeypatch.setattr(grpo_trainer, "gather", lambda x: x)  # one rank
     names = ["gsm8k", "math", "countdown", "format", "length_kimi", "repetition", "random"]
-    functions = [rewards.REWARDS[name] for name in names]
+    functions = [FUNCTIONS[name] for name in names]
     trainer = mock.MagicMock(reward_funcs=functions, reward_func_names=names, environments=None,
                              reward_processing_classes=names)
     trainer.accelerator.device = "cpu"

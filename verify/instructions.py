@@ -1,5 +1,4 @@
-"""The language of a text (py3langid), and instructions that a text can be checked against, with
-IFEval's ids and arguments (Zhou et al., arXiv 2311.07911).
+"""Instructions that a text can be checked against, with IFEval's ids (arXiv 2311.07911).
 
 Why not a library: the checks in lm-eval need NLTK's data, downloaded at run time, and the separate
 package is a git fork that needs NLTK too.
@@ -7,9 +6,6 @@ package is a git fork that needs NLTK too.
 import functools
 import json
 import re
-from collections import Counter
-
-EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 
 
 @functools.cache
@@ -28,30 +24,6 @@ def language_of(text):
     """
     letters = " ".join("".join(c if c.isalpha() else " " for c in text[:5000]).split())
     return identifier().classify(letters)[0] if letters else None
-
-
-def words_by_language(text):
-    """{language: number of words} of a text's first 100,000 characters.
-
-    Each run of sentences with at least 40 letters is classified as a whole, because langid is
-    unreliable on less. Chinese, Japanese and Korean are counted by character.
-
-    >>> words_by_language("Die Enten legen jeden Tag sechzehn Eier. Sie isst drei. 鸭子每天下蛋。")
-    {'de': 10, 'zh': 6}
-    """
-    count = Counter()
-    for run in re.findall(rf"[{EAST_ASIAN}]+|[^{EAST_ASIAN}]+", text[:100_000]):
-        if re.match(f"[{EAST_ASIAN}]", run):
-            count[language_of(run)] += len(run)
-            continue
-        start = words = letters = 0
-        for m in re.finditer(r"[^.!?\n]*(?:[.!?\n]|\Z)", run):
-            words += len(re.findall(r"[^\W\d_]{2,}", m[0]))
-            letters += sum(map(str.isalpha, m[0]))
-            if words and (letters >= 40 or m.end() == len(run)):
-                count[language_of(run[start:m.end()])] += words
-                start, words, letters = m.end(), 0, 0
-    return dict(count)
 
 
 RELATIONS = {"at least": int.__ge__, "less than": int.__lt__, "at most": int.__le__,
@@ -132,22 +104,16 @@ INSTRUCTIONS = {  # id: f(text, **arguments) -> whether the text follows it
 }
 
 
-def follows(text, name, arguments=None, loose=False):
+def follows(text, name, arguments=None):
     """Whether a text follows one instruction. An empty text follows none.
 
-    With loose=True (IFEval's loose rule) it is enough that the text follows it without its first
-    line, its last line, both, or Markdown's asterisks. Raises ValueError for an unknown name.
+    Raises ValueError for an unknown name.
 
-    >>> [follows('Sure:\\n"Yes"', "startend:quotation", loose=loose) for loose in (False, True)]
-    [False, True]
+    >>> [follows(text, "startend:quotation") for text in ('"Yes"', 'Yes')]
+    [True, False]
     """
     if name not in INSTRUCTIONS:
         raise ValueError(f"unknown instruction {name!r}; known: {', '.join(INSTRUCTIONS)}")
     # IFEval's table has all arguments in every row
     arguments = {key: value for key, value in (arguments or {}).items() if value is not None}
-    variants = {text}
-    if loose:
-        lines = text.split("\n")
-        variants = {"\n".join(lines[a:b]).strip() for a in (0, 1) for b in (None, -1)}
-        variants |= {variant.replace("*", "") for variant in variants}
-    return any(INSTRUCTIONS[name](variant, **arguments) for variant in variants if variant.strip())
+    return bool(text.strip()) and INSTRUCTIONS[name](text, **arguments)

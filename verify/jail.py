@@ -1,4 +1,4 @@
-"""A jail for the programs that a model writes, built with bubblewrap or with Linux namespaces.
+"""A jail for the programs that a model writes, built with Linux namespaces (unshare, setpriv).
 
 Inside there is no network, no environment variable, process or file of ours, and one small writable
 folder. A program ends together with everything it started.
@@ -23,7 +23,7 @@ SCRATCH = "/scratch"
 
 
 class NoIsolation(RuntimeError):
-    """Neither bubblewrap nor Linux namespaces work here."""
+    """Linux namespaces do not work here."""
 
 
 def run_program(program, inputs, seconds=4.0, output=1 << 16, allow_unsafe_code=False):
@@ -37,7 +37,7 @@ def run_program(program, inputs, seconds=4.0, output=1 << 16, allow_unsafe_code=
     ['2\n', '42\n', None]
     """
     job = {"program": program, "runs": [[text, ""] for text in inputs], "output": output}
-    results = _run(job, seconds, jail(allow_unsafe_code))
+    results = _run(job, seconds, check(allow_unsafe_code))
     return [out if status == 0 else None for status, out, _ in results]
 
 
@@ -55,41 +55,51 @@ def run_asserts(program, tests, seconds=4.0, allow_unsafe_code=False):
     secret = secrets.token_hex(16)
     job = {"program": program, "harness": _source(_run_tests), "output": 0,
            "runs": [["", json.dumps([secret, tests])]]}
-    (_, _, report), = _run(job, seconds, jail(allow_unsafe_code))
+    (_, _, report), = _run(job, seconds, check(allow_unsafe_code))
     if not report.startswith(secret):
         return [False] * len(tests)
     return json.loads(report[len(secret):])
 
 
-@functools.cache
-def isolation():
-    """The first jail that works here: a function, command -> command inside the jail. Or None."""
-    return next((wrap for wrap in (_bwrap, _unshare) if _isolates(wrap)), None)
-
-
-def jail(allow_unsafe_code=False):
-    """isolation(); where that is None, raises NoIsolation unless allow_unsafe_code."""
-    wrap = isolation()
-    if wrap is None and not allow_unsafe_code:
+def check(allow_unsafe_code=False):
+    """Whether the jail works here. Where not, raises NoIsolation unless allow_unsafe_code."""
+    works = isolates()
+    if not works and not allow_unsafe_code:
         raise NoIsolation(
-            "no isolation for the model's programs on this machine: install bubblewrap, allow "
-            "Linux namespaces, or accept the risk with --allow_unsafe_code")
-    return wrap
+            "no isolation for the model's programs on this machine: allow Linux namespaces "
+            "(unshare), or accept the risk with --allow_unsafe_code")
+    return works
 
 
-def _run(job, seconds, wrap):
+@functools.cache
+def isolates():
+    """Whether the jail hides our processes and files, cannot write to / and has no network."""
+    if not all(map(shutil.which, ("unshare", "setpriv"))):
+        return False
+    probe = f"""if True:
+        import os, socket
+        assert sum(name.isdigit() for name in os.listdir('/proc')) < 5
+        assert not os.path.exists({os.path.abspath(__file__)!r}) and not os.access('/', os.W_OK)
+        try: socket.socket(type=socket.SOCK_DGRAM).connect(('192.0.2.1', 9))
+        except OSError: print(os.getcwd())"""
+    (status, out, _), = _run({"program": probe, "runs": [["", ""]], "output": 99}, 20, True)
+    return (status, out) == (0, SCRATCH + "\n")
+
+
+def _run(job, seconds, jailed):
     """Returns (exit status, standard output, report) per run.
 
-    With wrap=None only the limits protect us.
+    With jailed=False only the limits protect us.
     """
-    job |= {"jailed": bool(wrap), "seconds": seconds, "memory": JAIL_MEMORY,
+    job |= {"jailed": jailed, "seconds": seconds, "memory": JAIL_MEMORY,
             "processes": JAIL_PROCESSES}
-    command = [_python(bool(wrap)), "-S", "-s", "-B", "-X", "utf8", "-c", _source(_supervise)]
+    command = ["-S", "-s", "-B", "-X", "utf8", "-c", _source(_supervise)]
+    command = _jailed(command) if jailed else [os.path.realpath(sys.executable), *command]
     env = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": SCRATCH, "LANG": "C.UTF-8",
            "PYTHONHASHSEED": "0", "LD_LIBRARY_PATH": "/python/lib"}
-    with contextlib.nullcontext("/") if wrap else tempfile.TemporaryDirectory() as folder:
+    with contextlib.nullcontext("/") if jailed else tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            wrap(command) if wrap else command, cwd=folder, env=env, start_new_session=not wrap,
+            command, cwd=folder, env=env, start_new_session=not jailed,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
             out, _ = process.communicate(json.dumps(job).encode(), timeout=seconds + 2)
@@ -98,7 +108,7 @@ def _run(job, seconds, wrap):
             return [(-1, "", "")] * len(job["runs"])
         finally:
             with contextlib.suppress(ProcessLookupError):
-                (os.kill if wrap else os.killpg)(process.pid, signal.SIGKILL)
+                (os.kill if jailed else os.killpg)(process.pid, signal.SIGKILL)
             process.communicate()
 
 
@@ -106,71 +116,20 @@ def _source(function):
     return f"{inspect.getsource(function)}{function.__name__}()"
 
 
-def _python(jailed):
-    """The interpreter's path, as seen inside the jail."""
-    python = os.path.realpath(sys.executable)
-    for outside, inside in _visible_paths().items() if jailed else ():
-        if python.startswith(outside + "/"):
-            return inside + python[len(outside):]
-    return python
+def _jailed(arguments):
+    """The command that runs our interpreter with these arguments in the jail.
 
-
-def _isolates(wrap):
-    """Whether this jail hides our processes and files, cannot write to / and has no network."""
-    if not all(map(shutil.which, (wrap.__name__[1:], "setpriv"))):
-        return False
-    probe = f"""if True:
-        import os, socket
-        assert sum(name.isdigit() for name in os.listdir('/proc')) < 5
-        assert not os.path.exists({os.path.abspath(__file__)!r}) and not os.access('/', os.W_OK)
-        try: socket.socket(type=socket.SOCK_DGRAM).connect(('192.0.2.1', 9))
-        except OSError: print(os.getcwd())"""
-    (status, out, _), = _run({"program": probe, "runs": [["", ""]], "output": 99}, 20, wrap)
-    return (status, out) == (0, SCRATCH + "\n")
-
-
-def _visible_paths():
-    """{path outside: inside} of what a program may read: system libraries and the interpreter."""
+    The new root is built on /sys: it exists everywhere, and no interpreter is installed below it.
+    """
+    # what a program may read, {path outside: inside}: system libraries and the interpreter
     system = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
     paths = {path: path for path in system if os.path.exists(path)}
-    prefix = os.path.realpath(sys.base_prefix)  # perhaps below /root, closed to the jail's user
-    return paths if prefix.startswith("/usr") else paths | {prefix: "/python"}
-
-
-def _drop_privileges():
-    """The command prefix that gives up all privileges.
-
-    As root it also takes an unused user id, because RLIMIT_NPROC does not apply to user 0.
-    """
-    command = ["setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
-    user = 1_000_000_000 + os.getpid()
-    return command + [f"--reuid={user}", f"--regid={user}", "--clear-groups"] * (os.getuid() == 0)
-
-
-def _bwrap(command):
-    root = os.getuid() == 0
-    args = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--as-pid-1",
-            "--new-session", "--die-with-parent", "--cap-drop", "ALL"]
-    if root:  # no user namespace: in one, setpriv could not change the user id and we stay uid 0
-        for name in ("SETUID", "SETGID", "SETPCAP"):
-            args += ["--cap-add", f"CAP_{name}"]
-    for folder in ("/dev", "/etc"):
-        args += ["--perms", "755", "--dir", folder]
-    for outside, inside in _visible_paths().items():
-        if os.path.islink(outside):
-            args += ["--symlink", os.readlink(outside), inside]
-        else:
-            args += ["--ro-bind", outside, inside]
+    python, prefix = os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
+    if not prefix.startswith("/usr"):  # perhaps below /root, closed to the jail's user
+        paths[prefix] = "/python"
+        python = python.replace(prefix, "/python", 1)
     for name in ("null", "urandom"):  # not zero: see refused_calls about shared memory
-        args += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    args += ["--proc", "/proc", "--perms", "1777", "--size", str(JAIL_DISK), "--tmpfs", SCRATCH,
-             "--symlink", SCRATCH, "/tmp", "--remount-ro", "/", "--chdir", SCRATCH]
-    return ["bwrap", *args, *(_drop_privileges() if root else []), *command]
-
-
-def _unshare(command):
-    # The new root is built on /sys: it exists everywhere, and no interpreter is installed below it.
-    paths = _visible_paths() | {f"/dev/{name}": f"/dev/{name}" for name in ("null", "urandom")}
+        paths[f"/dev/{name}"] = f"/dev/{name}"
     show = "; ".join(shlex.join(("show", outside, inside)) for outside, inside in paths.items())
     script = f"""set -e
         options=size={JAIL_DISK},nosuid,nodev
@@ -187,9 +146,15 @@ def _unshare(command):
         mount -t proc proc proc; ln -s {SCRATCH} tmp; mount -o remount,bind,ro /sys
         pivot_root . old; cd {SCRATCH}; umount -l /old
         exec "$@" """
-    user = ["--user", "--map-root-user"] if os.getuid() else []
-    return ["unshare", *user, "--mount", "--net", "--pid", "--ipc", "--uts", "--fork",
-            "--kill-child", "sh", "-c", script, "sh", *_drop_privileges(), *command]
+    drop = ["setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
+    user = 1_000_000_000 + os.getpid()
+    as_root = os.getuid() == 0
+    if as_root:  # an unused user id: RLIMIT_NPROC does not apply to user 0
+        drop += [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    namespaces = ["--mount", "--net", "--pid", "--ipc", "--uts"]
+    namespaces += [] if as_root else ["--user", "--map-root-user"]
+    return ["unshare", *namespaces, "--fork", "--kill-child", "sh", "-c", script, "sh", *drop,
+            python, *arguments]
 
 
 def _supervise():
@@ -217,13 +182,10 @@ def _supervise():
         """A filter of system calls (seccomp(2)). Those fail that give a program memory which no
         process owns, because memory() below cannot see it, or that leave data for the next program.
         """
+        arch, clone, mmap = 0xC000003E, 56, 9  # the numbers of x86-64
         # memfd_create memfd_secret shmget semget msgget vmsplice bpf, io_uring_setup (its requests
         # pass the filter), socket setsockopt (buffers), add_key request_key keyctl, unshare clone3
-        arch, clone, mmap, *calls = {
-            "x86_64": (0xC000003E, 56, 9, 319, 447, 29, 64, 68, 278, 321, 425, 41, 54, 248, 249,
-                       250, 272, 435),
-            "aarch64": (0xC00000B7, 220, 222, 279, 447, 194, 190, 186, 75, 280, 425, 198, 208, 217,
-                        218, 219, 97, 435)}[os.uname().machine]
+        calls = 319, 447, 29, 64, 68, 278, 321, 425, 41, 54, 248, 249, 250, 272, 435
         load, equal, has, mask = 0x20, 0x15, 0x45, 0x54  # then: lines to skip if true, false; value
         fail, allow = (0x06, 0, 0, 0x50000 | errno.ENOSYS), (0x06, 0, 0, 0x7FFF0000)
         lines = [(load, 0, 0, 4), (equal, 1, 0, arch), fail,

@@ -1,21 +1,18 @@
 """A language model as a judge (arXiv 2306.05685), behind an OpenAI-compatible endpoint.
 
-Scores are cached in an SQLite file, so that a resumed run gets the scores it had. Why not the
-openai package: with its retries and a limit over all of them, a failing endpoint is a time-out.
+Why not the openai package: with its retries and a limit over all of them, a failing endpoint is a
+time-out.
 """
-import contextlib
 import hashlib
 import http.client
 import json
 import os
 import re
-import sqlite3
 import threading
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import Future
-from pathlib import Path
 from urllib.parse import urlsplit
 
 PROMPT = """You grade one answer. Grade only what is between the lines of {fence}: \
@@ -38,64 +35,49 @@ where n is a whole number from 0 to 10."""
 ERRORS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
 
 
-def ask(text, question, rubric, answer, url, model, cache, seconds):
+def ask(text, question, rubric, answer, url, model, seconds):
     """The model's score of a text, 0.0 to 1.0; None if its reply does not end with a valid score.
 
-    `cache` is the path of the SQLite file, by default ~/.cache/nano_rlvr/judge.sqlite. Raises
-    TimeoutError if there is no reply within `seconds`, another one of ERRORS if the endpoint fails,
-    sqlite3.Error if the cache cannot be read.
+    Raises TimeoutError if there is no reply within `seconds`, another one of ERRORS if the endpoint
+    fails.
     """
-    fence = "=" * 20 + _digest(text, 8)  # a hash of the text, so the text cannot contain it
+    # a hash of the text, so the text cannot contain it. A model may write half a surrogate pair
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    fence = "=" * 20 + digest
     reference = f"Reference answer:\n{answer}\n\n" if answer else ""
     rubric = rubric or "A correct, complete, clear answer."
     prompt = PROMPT.format(fence=fence, question=question, text=text, rubric=rubric,
                            reference=reference)
-    key = _digest(f"{url}\n{model}\n{prompt}", 16)
-    with _open(cache) as db:
-        if row := db.execute("select score from verdicts where key = ?", (key,)).fetchone():
-            return row[0]
-        score = _score(_chat(url, model, prompt, seconds))
-        if score is not None:
-            with contextlib.suppress(sqlite3.OperationalError):  # locked, or a full disk
-                db.execute("insert or replace into verdicts values (?, ?)", (key, score))
-        return score
+    return _score(_chat(url, model, prompt, seconds))
 
 
-def check(judge_url=None, judge_model=None, judge_cache=None, timeout=5.0, **_):
+def check(judge_url=None, judge_model=None, timeout=5.0, **_):
     """Asks the judge for one score. Raises ValueError with one line if it gives none."""
-    if not judge_url:
-        raise ValueError("--rewards judge needs --judge_url, an OpenAI-compatible endpoint")
-    parts = urlsplit(judge_url)
+    parts = urlsplit(judge_url or "")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-        raise ValueError("--judge_url must look like http://localhost:8000/v1, without password or "
-                         "query (a key is read from OPENAI_API_KEY)")
-    try:
-        with _open(judge_cache) as db:
-            db.execute("select score from verdicts where key = ''")
-    except (sqlite3.Error, OSError) as e:
-        raise ValueError(f"the judge's cache {_path(judge_cache)} cannot be read: {e}") from None
+        raise ValueError("OPENAI_BASE_URL must look like http://localhost:8000/v1, without "
+                         "password or query (a key is read from OPENAI_API_KEY)")
     if not judge_model:
-        raise ValueError(f"--rewards judge needs --judge_model{_known_models(judge_url)}")
+        raise ValueError("--rewards judge needs --judge_model")
     prompt = PROMPT.format(fence="=" * 20, question="2 + 2 = ?", text="4", rubric="Be right.",
                            reference="")
     try:
         reply = _chat(judge_url, judge_model, prompt, 0.9 * timeout)
     except ERRORS as e:
-        raise ValueError(f"--judge_url {judge_url}: {_reason(e, judge_url)}") from None
+        raise ValueError(f"the judge at {judge_url}: {_reason(e)}") from None
     if _score(reply) is None:
         raise ValueError(
             f"--judge_model {judge_model} ends its reply with {reply[-100:]!r} and not with "
             "'SCORE: n', n from 0 to 10; choose a model that follows instructions")
 
 
-def _reason(e, url):
+def _reason(e):
     """Why a request failed and what to do, in one line."""
     if isinstance(e, urllib.error.HTTPError):
+        advice = {401: "; set OPENAI_API_KEY", 403: "; set OPENAI_API_KEY"}.get(e.code, "")
         if 300 <= e.code < 400:
-            place = e.headers["Location"]
-            return f"HTTP {e.code} {e.reason}; give the address it leads to, {place}"
-        advice = {401: "; set OPENAI_API_KEY", 403: "; set OPENAI_API_KEY", 404: _known_models(url)}
-        return f"HTTP {e.code} {e.reason}{advice.get(e.code, '')}"
+            advice = f"; give the address it leads to, {e.headers['Location']}"
+        return f"HTTP {e.code} {e.reason}{advice}"
     if isinstance(e, TimeoutError):
         return "no reply in time; is the judge running? A slow one needs a longer --reward_timeout"
     if isinstance(e, OSError):
@@ -104,21 +86,24 @@ def _reason(e, url):
             "its address usually ends with /v1")
 
 
-def _known_models(url):
-    """What an endpoint says it has, as the end of a message; "" if it does not say."""
-    try:
-        models = _request(url.rstrip("/") + "/models", None, 5.0)["data"]
-        return f"; {url} has " + ", ".join(str(model["id"]) for model in models[:10])
-    except ERRORS:
-        return ""
-
-
 def _chat(url, model, prompt, seconds):
-    """The reply (str) of a model to one message."""
+    """The reply (str) of a model to one message. HTTP 429 and 5xx are tried again within `seconds`.
+
+    Raises TimeoutError after `seconds`: urllib limits each read, but a reply may come in drops.
+    """
     body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
             "max_tokens": 512}
-    reply = _request(url.rstrip("/") + "/chat/completions", json.dumps(body).encode(), seconds)
-    return str(reply["choices"][0]["message"]["content"])
+    future, end = Future(), time.monotonic() + seconds
+
+    def fetch():
+        try:
+            future.set_result(_fetch(url.rstrip("/") + "/chat/completions", body, end))
+        except Exception as e:  # URLError hides a TimeoutError, ConnectionRefusedError
+            reason = getattr(e, "reason", None)
+            future.set_exception(reason if isinstance(reason, OSError) else e)
+
+    threading.Thread(target=fetch, daemon=True).start()
+    return str(future.result(seconds)["choices"][0]["message"]["content"])
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -126,29 +111,11 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None  # HTTPError: our key would follow, also to another host
 
 
-def _request(url, body, seconds):
-    """The JSON that an endpoint replies. HTTP 429 and 5xx are tried again within `seconds`.
-
-    Raises TimeoutError after `seconds`: urllib limits each read, but a reply may come in drops.
-    """
-    future, end = Future(), time.monotonic() + seconds
-
-    def fetch():
-        try:
-            future.set_result(_fetch(url, body, end))
-        except Exception as e:  # URLError hides a TimeoutError, ConnectionRefusedError
-            reason = getattr(e, "reason", None)
-            future.set_exception(reason if isinstance(reason, OSError) else e)
-
-    threading.Thread(target=fetch, daemon=True).start()
-    return future.result(seconds)
-
-
 def _fetch(url, body, end):
     # http.client would print a key that has a line break
     key, pause = "".join(os.environ.get("OPENAI_API_KEY", "-").split()), 0.25
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url, body, headers)
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     opener = urllib.request.build_opener(_NoRedirect)
     while True:
         try:
@@ -169,21 +136,3 @@ def _score(reply):
     # no part of another number
     number = found and re.match(r"[ *]{0,3}(\d+(?:\.\d+)?)(?: ?/ ?10)?(?! ?/|[.,]?[\w%–-])", last)
     return float(number[1]) / 10 if number and float(number[1]) <= 10 else None
-
-
-def _path(cache):
-    return Path(cache or "~/.cache/nano_rlvr/judge.sqlite").expanduser()
-
-
-@contextlib.contextmanager
-def _open(cache):
-    _path(cache).parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(sqlite3.connect(_path(cache), timeout=10, isolation_level=None)) as db:
-        db.execute("pragma synchronous = off")  # with fsync the processes wait for each other
-        db.execute("create table if not exists verdicts (key primary key, score)")
-        yield db
-
-
-def _digest(text, size):
-    data = text.encode("utf-8", "surrogatepass")  # a model may write half a surrogate pair
-    return hashlib.blake2b(data, digest_size=size).hexdigest()

@@ -5,13 +5,10 @@
 The fork server and each worker have a parent that only waits (_keep) and kills all that they have
 started.
 
-Why not a library (pebble 5.2, bench/verifiers.py on 2 cores): with one worker per core, 20 hung
-answers among 1,024 at a limit of 5 s take 54 s; with 24 workers math takes twice as long. pebble
-also imports the trainer's __main__ (torch, vLLM) in every worker and does not kill what a worker
-started. loky has no limit per call, and one dead worker fails all pending calls.
-
-Why not a fork of the trainer: it would copy CUDA state. Why not signal.alarm: Python's signal
-handlers never run while sympy computes 9**9**9 inside C code.
+Why not a library: 20 hung answers among 1,024 at a limit of 5 s take pebble 54 s on 2 cores
+(bench/verifiers.py), and it does not kill what a worker started; loky has no limit per call. A fork
+of the trainer would copy CUDA state. Python's signal handlers (signal.alarm) never run while sympy
+computes 9**9**9 inside C code.
 """
 import contextlib
 import ctypes
@@ -38,8 +35,7 @@ FORK_SECONDS = 10.0  # limit of a fork: a fork server that was stopped, or hangs
 MAX_SLOW = 32  # slow calls that may run beside the others at one time (see Pool._slow_at)
 WAITING = 64  # calls that wait for a network, at one time
 in_pool = False  # True in the fork server and the workers of a pool: calls there can be killed
-# The CPUs of this process, read before vLLM pins its threads
-CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+CPUS = os.sched_getaffinity(0)  # read before vLLM pins its threads
 
 
 @dataclass
@@ -64,10 +60,10 @@ class Pool:
         pool = Pool("module:make_handler", args)
         results = [future.result() for future in pool.submit(tasks)]
 
-    `make_handler(*args)` is called once, in the fork server, and returns the function `handle`. The
-    result of a task is handle(task), Pool.TIMEOUT after `timeout` seconds, or Pool.DIED if the
-    worker ended. The attribute `about` is that of `handle`, for what the caller must know. Raises
-    ValueError with make_handler's message, RuntimeError if it takes too long or ends the process.
+    `make_handler(*args)` is called once, in the fork server, and returns the function `handle` and
+    `about`, what the caller must know. The result of a task is handle(task), Pool.TIMEOUT after
+    `timeout` seconds, or Pool.DIED if the worker ended. Raises ValueError with make_handler's
+    message, RuntimeError if it takes too long or ends the process.
 
     A slow call does not delay the others: another worker is forked to go on with them, so 20 calls
     that hang cost little more time than one. A call that allocates more than `memory` bytes gets
@@ -79,7 +75,7 @@ class Pool:
     def __init__(self, handler, args=(), workers=None, timeout=5.0, memory=512 << 20):
         self.setup = pickle.dumps((list(sys.path), CPUS, memory, handler, args))
         self.timeout = timeout
-        self.size = workers or len(CPUS or range(os.cpu_count() or 1))
+        self.size = workers or len(CPUS)
         self.pending = {False: deque(), True: deque()}  # tasks that compute; that wait
         self.workers, self.closed = [], False
         self.mean_seconds = 0.0  # running mean of the time of a task that computes
@@ -92,10 +88,8 @@ class Pool:
     def submit(self, tasks, waits=False):
         """Queue tasks. Returns a list of Futures of their results.
 
-        As many tasks run at a time as the pool has workers; with waits=True WAITING tasks.
-
-        Raises what pickle raises for a task that cannot be pickled. Raises RuntimeError if the pool
-        is closed, as does a Future that is unfinished when it is closed.
+        As many tasks run at a time as the pool has workers; with waits=True WAITING tasks. Raises
+        RuntimeError if the pool is closed, as does a Future that is unfinished when it is closed.
         """
         tasks = [Task(pickle.dumps(payload), waits) for payload in tasks]
         with self.lock:
@@ -179,8 +173,8 @@ class Pool:
     def _slow_at(self, worker):
         """When the task of this worker counts as slow; infinity if it may not.
 
-        Relative to the mean: where every call takes long (programs, a busy machine), replacing
-        every worker would start more processes than there are cores, and each would take longer.
+        Relative to the mean: where every call takes long, replacing every worker would start more
+        processes than there are cores.
         """
         if worker.slow or worker.task.waits or sum(w.slow for w in self.workers) >= MAX_SLOW:
             return float("inf")
@@ -263,17 +257,16 @@ def _serve():
     _keep(control)
     sys.path[:], cpus, memory, handler, args = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a function that asks for input gets end of file
-    if cpus:
-        os.sched_setaffinity(0, cpus)
+    os.sched_setaffinity(0, cpus)
     module, _, name = handler.partition(":")
     try:
-        handle = getattr(importlib.import_module(module), name)(*args)
+        handle, about = getattr(importlib.import_module(module), name)(*args)
     except Exception as e:  # it runs code of users: any type
         error = str(e) if isinstance(e, (ValueError, RuntimeError)) else f"{type(e).__name__}: {e}"
         return control.sendall(pickle.dumps((" ".join(error.split())[:2000], None)))
     # otherwise the garbage collector writes to every page, and each worker gets its own copy
     gc.freeze()
-    control.sendall(pickle.dumps((None, getattr(handle, "about", None))))
+    control.sendall(pickle.dumps((None, about)))
     forked = []
     while True:
         _, fds, *_ = socket.recv_fds(control, 1, 1)

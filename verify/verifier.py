@@ -8,7 +8,7 @@ import math
 import operator
 import sys
 import traceback
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -27,10 +27,10 @@ class Traits:
     reward cannot work, and `warm`, a function that imports modules and fills caches. Both are
     called once, before the workers are forked.
     """
-    columns: set = None
-    whole_batch: bool = False  # it gets all completions of a spec in one call, after the others
-    waits: bool = False  # for a network, more than it computes: pool.WAITING calls at a time
-    reads_gold: bool = False  # gives None to "" exactly if it cannot read the gold answer
+    columns: set
+    whole_batch: bool  # it gets all completions of a spec in one call, after the others
+    waits: bool  # for a network, more than it computes: pool.WAITING calls at a time
+    reads_gold: bool  # gives None to "" exactly if it cannot read the gold answer
 
 
 class Verifier:
@@ -56,10 +56,9 @@ class Verifier:
 
     A column that is a list holds one value per completion. Any other column and the settings
     (max_tokens, judge_url, ...) reach every call unchanged. A call gets one completion; it may take
-    `timeout` seconds and memory_mb of memory. One that raises TimeoutError has timed out. Two
-    columns are added: index (position in the batch) and, for whole_batch functions, correct (the
-    first part that is not one of them). The first crash of each function is printed to stderr; its
-    last line is in the dict `crashes`.
+    `timeout` seconds and memory_mb of memory. Two columns are added: index (position in the batch)
+    and, for whole_batch functions, correct (the first part that is not one of them). The first
+    crash of each function is printed to stderr; its last line is in the dict `crashes`.
 
     Raises ValueError for a bad spec or a reward that cannot be imported or fails its check,
     RuntimeError if no process starts. Both have one line.
@@ -68,13 +67,11 @@ class Verifier:
     def __init__(self, spec, workers=None, timeout=5.0, messages=False, allow_unsafe_code=False,
                  memory_mb=512, *, known, row_specs=(), **settings):
         settings = {"timeout": timeout, "allow_unsafe_code": allow_unsafe_code, **settings}
-        specs = [spec, *(other for other in row_specs if other not in (None, ""))]
+        specs = [spec, *(other for other in row_specs if other)]
         for other in specs:
             if not isinstance(other, str):
-                raise ValueError(f"column 'reward': {str(other)[:200]} is no text such as "
-                                 "math:1,format:0.1")
-
-        args = (list(dict.fromkeys(specs)), known, settings)
+                raise ValueError(f"column 'reward': {other} is no text such as math:1,format:0.1")
+        args = list(dict.fromkeys(specs)), known, settings
         self.pool = Pool("verify.verifier:_make_handler", args, workers, timeout, memory_mb << 20)
         self.spec, self.messages = spec, messages
         self.weights, self.traits = self.pool.about  # {spec: {name: weight}}, {name: Traits}
@@ -83,21 +80,14 @@ class Verifier:
         self.crashes = {}  # name of a function -> last line of its first crash
 
     def weights_of(self, spec=None):
-        """{name: weight}, in their order, of the spec of a row; for None and "" of the Verifier's.
-
-        Raises ValueError for a spec that was not in row_specs.
-        """
-        spec = self.spec if spec in (None, "") else spec
-        if not isinstance(spec, str) or spec not in self.weights:
-            raise ValueError(f"column 'reward': {str(spec)[:200]!r} was not in row_specs at the "
-                             "start")
-        return self.weights[spec]
+        """{name: weight} of the spec of a row, in its order; for None and "" of the Verifier's."""
+        return self.weights[spec or self.spec]
 
     def __call__(self, completions, **columns):
         """Judge a batch: returns (rewards, parts, metrics), see the class.
 
-        Raises ValueError if a column has another number of values than there are completions, or
-        for a spec that was not in row_specs.
+        Raises ValueError if a column has another number of values than there are completions,
+        KeyError for a spec that was not in row_specs.
         """
         n = len(completions)
         columns["index"] = list(range(n))
@@ -109,7 +99,6 @@ class Verifier:
         specs = columns.get("reward")
         rows_of = {}  # spec -> indices of the completions that it judges
         for i, spec in enumerate(specs if isinstance(specs, (list, tuple)) else [specs] * n):
-            self.weights_of(spec)  # raises
             rows_of.setdefault(spec or self.spec, []).append(i)
         values = {name: [None] * n for name in self.traits}  # or numbers, steps, errors as text
         whole = [name for name, traits in self.traits.items() if traits.whole_batch]
@@ -161,15 +150,12 @@ class Verifier:
         the `examples` (dicts) that it judges. `source` is their name."""
         for name, needed in self.needed.items():
             judged = self._judged_by(name, examples)
-            columns = dict.fromkeys(  # in their order; prompt_ids is the trainer's
-                key for example in judged for key, value in example.items()
-                if value is not None and key != "prompt_ids")
-            flag = "--rewards" if name in self.weights_of() else "column 'reward',"
-            rows = "" if len(judged) == len(examples) else " in the rows with this reward"
-            for column in sorted(needed - columns.keys() - ADDED_COLUMNS) if judged else ():
+            present = {key for example in judged for key, value in example.items()
+                       if value is not None}
+            for column in sorted(needed - present - ADDED_COLUMNS) if judged else ():
                 raise ValueError(
-                    f"{flag} {name}: it reads the column '{column}', which {source} does not "
-                    f"have{rows} (it has {', '.join(map(str, columns))})")
+                    f"reward {name}: it reads the column '{column}', which {source} does not have "
+                    f"in the rows with this reward (it has {', '.join(map(str, judged[0]))})")
 
     def count_unreadable(self, examples, notify=print, at_most=256):
         """Call notify(text) for each reward that cannot read some gold answers of the `examples`
@@ -186,13 +172,11 @@ class Verifier:
             bad = [e for e, future in zip(sample, futures) if future.result() != [0.0]]
             if not bad:
                 continue
-            one = f"one is {str(bad[0].get('answer'))[:200]!r}"
+            says = (f"reward {name}: {len(bad)} of {len(sample)} answers cannot be read, one is "
+                    f"{str(bad[0].get('answer'))[:200]!r}")
             if len(bad) == len(sample):
-                raise ValueError(f"reward {name}: none of {len(bad)} answers can be read; choose "
-                                 f"another reward or --answer_key; {one}")
-            of = f" (an even sample of {len(judged)})" if len(sample) < len(judged) else ""
-            notify(f"reward {name}: {len(bad)} of {len(sample)} answers cannot be read{of}, and "
-                   f"their completions get no verdict; {one}")
+                raise ValueError(f"{says}; choose another reward or --answer_key")
+            notify(f"{says}; their completions get no verdict")
 
     def close(self):
         """End the worker processes."""
@@ -257,8 +241,8 @@ def _make_handler(specs, known, settings):
                 if functions.setdefault(name, function) is not function:
                     raise ValueError(f"another reward is named {name!r} too")
         except ValueError as e:
-            of_row = "" if spec == specs[0] else f"column 'reward', {spec[:200]!r}: "
-            raise ValueError(f"{of_row}{e}") from None
+            where = "" if spec == specs[0] else f"column 'reward', {spec[:200]!r}: "
+            raise ValueError(f"{where}{e}") from None
         weights[spec] = {name: weight for name, weight, _ in parts}
     for function in functions.values():
         if hasattr(function, "check"):
@@ -270,26 +254,22 @@ def _make_handler(specs, known, settings):
         name, completions, columns = task
         return _call(functions[name], completions, settings | columns)
 
-    handle.about = weights, {name: _traits(name, function) for name, function in functions.items()}
-    return handle
+    traits = {name: _traits(name, function) for name, function in functions.items()}
+    return handle, (weights, traits)
 
 
 def _traits(name, function):
     """Raises ValueError if the function cannot be called with `completions`."""
-    try:
-        called = inspect.signature(function, follow_wrapped=False).parameters.values()
-        read = list(inspect.signature(function).parameters.values())
-    except (ValueError, TypeError):  # some functions written in C
-        called = read = []
-    if not any(p.name == "completions" or p.kind is p.VAR_KEYWORD for p in called):
+    read = list(inspect.signature(function).parameters.values())
+    if "completions" not in [p.name for p in read] and hasattr(function, "__wrapped__"):
+        read = read[1:]  # @each: the first parameter is the text of a completion
+    elif not any(p.name == "completions" or p.kind is p.VAR_KEYWORD for p in read):
         raise ValueError(f"--rewards {name}: it is no reward function, which is "
                          "f(completions, **columns)")
-    if hasattr(function, "__wrapped__"):  # @each: the first parameter is the text of a completion
-        read = read[1:]
     columns = {p.name for p in read if p.default is p.empty and p.name != "completions"
                and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    attributes = {f.name: bool(getattr(function, f.name, False)) for f in fields(Traits)}
-    return Traits(**attributes | {"columns": columns})
+    attributes = ("whole_batch", "waits", "reads_gold")
+    return Traits(columns, *(getattr(function, name, False) for name in attributes))
 
 
 def _call(function, completions, columns):
@@ -321,11 +301,7 @@ def _checked(value, completion):
         if math.isinf(value):
             raise ValueError(f"returned {value}")
         return float(value)
-    try:
-        steps = [(operator.index(end), float(x)) for end, x in value]
-    except (TypeError, ValueError):
-        raise TypeError(f"returned {str(value)[:200]}: a step must be (end, value), an int and a "
-                        "number") from None
+    steps = [(operator.index(end), float(x)) for end, x in value]
     ends, length = [0, *(end for end, _ in steps)], len(text_of(completion))
     rise = all(a < b for a, b in itertools.pairwise(ends)) and ends[-1] <= length
     if not rise or not all(math.isfinite(x) for _, x in steps):
@@ -341,8 +317,8 @@ def parse_spec(spec, known):
     "my_file.py:function" or "installed.module:function". The weight is optional, by default 1.
     Raises a one-line ValueError for anything else.
 
-    >>> parse_spec("gsm8k,my_file.py:brief:0.1", {"gsm8k": "rewards:gsm8k_reward"})
-    [('gsm8k', 1.0, 'rewards:gsm8k_reward'), ('brief', 0.1, 'my_file.py:brief')]
+    >>> parse_spec("gsm8k, my_file.py:brief:-1e-1", {"gsm8k": "rewards:gsm8k_reward"})
+    [('gsm8k', 1.0, 'rewards:gsm8k_reward'), ('brief', -0.1, 'my_file.py:brief')]
     """
     parts = []
     for item in map(str.strip, spec.split(",")):
@@ -358,8 +334,7 @@ def parse_spec(spec, known):
         except ValueError:
             weight = math.nan
         if not math.isfinite(weight):
-            raise ValueError(f"reward {item!r}: {':'.join(rest)!r} is not a weight, which must be "
-                             "finite")
+            raise ValueError(f"reward {item!r}: its weight must be a finite number")
         if name in [other for other, *_ in parts]:
             raise ValueError(f"reward {name!r} is named twice")
         parts.append((name, weight, where))
@@ -374,8 +349,7 @@ def load(module, name, kind="reward"):
         raise ValueError(f"{kind} file {module!r} does not exist")
     try:
         if path:
-            if str(path.parent) not in sys.path:
-                sys.path.append(str(path.parent))  # the file may import its neighbours
+            sys.path.append(str(path.parent))  # the file may import its neighbours
             spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
             found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(found)
