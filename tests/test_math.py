@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import data
 import nano_rlvr as nr
 from conftest import EPS, EXACT, close, fixed_rollouts, make_config, within
+from runtime.batch import pack
 from runtime.guard import largest_pack
 from runtime.stats import pass_at_k, wilson_interval
 
@@ -63,7 +64,7 @@ def test_weights_of_two_ranks_are_those_of_one_batch():
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
 def test_packs_hold_every_rollout_once_within_the_budget(lengths, budget):
     rollouts = [nr.Rollout([i // 4], [1] * n, "", False, [0.0] * n) for i, n in enumerate(lengths)]
-    packs = nr.pack(rollouts, budget)
+    packs = pack(rollouts, budget)
     assert sorted(id(r) for p in packs for r in p) == sorted(map(id, rollouts))
     assert all(len(p) == 1 or sum(map(len, p)) <= budget for p in packs)
     free = [budget - sum(map(len, p)) for p in packs]
@@ -76,7 +77,7 @@ def test_a_pack_takes_a_whole_group_before_it_begins_the_next():
     sizes = [(0, 9), (1, 20), (0, 8), (1, 30), (2, 7), (2, 6)]
     rollouts = [nr.Rollout([g], [1] * (n - 1), "", False, [0.0] * (n - 1))
                 for g, n in sorted(sizes)]
-    packs = [[(r.prompt[0], len(r)) for r in p] for p in nr.pack(rollouts, 50)]
+    packs = [[(r.prompt[0], len(r)) for r in p] for p in pack(rollouts, 50)]
     assert packs == [[(1, 30), (1, 20)], [(0, 9), (0, 8), (2, 7), (2, 6)]]
 
 
@@ -125,7 +126,7 @@ def test_packed_chunked_logps_and_gradients_equal_one_sequence_at_a_time(
     sum((w * torch.tensor(r.advantages)).sum() for w, r in zip(wanted, rollouts)).backward()
 
     policy = nr.TokenLogps(model, temperature, chunk=7)
-    packs = nr.pack(rollouts, 100)
+    packs = pack(rollouts, 100)
     for members in packs:
         batch = nr.collate(members)
         logp, h = policy(batch)
@@ -164,7 +165,7 @@ def test_any_split_into_packs_gives_the_same_gradient(model, tokenizer):
     old, ref = ({key: x + 0.3 * torch.randn_like(x) for key, x in logp.items()} for _ in range(2))
     for budget in (1, 64, 10**6):
         model.zero_grad()
-        for members in nr.pack(rollouts, budget):
+        for members in pack(rollouts, budget):
             batch = nr.collate(members)
             batch.old = torch.cat([old[id(r)] for r in members])  # (R,)
             batch.ref = torch.cat([ref[id(r)] for r in members])  # (R,)
