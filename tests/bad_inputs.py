@@ -61,7 +61,7 @@ FLAGS = [  # a command line, a part of the line
     ("--task chess", "--task chess: choose one of arithmetic"),
     ("--algo ppo", "--algo ppo: choose one of grpo"),
     ("--algo=", "--algo : choose one of grpo"),
-    ("--template nowhere.txt", "--template nowhere.txt: no such file"),
+    ("--template nowhere.txt", "--template nowhere.txt: not one of chat, none"),
     ("--rewards gsm9k", "unknown reward 'gsm9k'"),
     ("--rewards gsm8k,gsm8k", "'gsm8k' is named twice"),
     ("--rewards gsm8k:nan", "is not a weight"),
