@@ -109,7 +109,7 @@ DATA = [  # name, content of the file, a part of the line
     ("broken.jsonl", LINES + '\n{"question": ', "broken.jsonl:41: cannot be read (JSON"),
     ("deep.jsonl", "[" * 100_000, "deep.jsonl:1: cannot be read (RecursionError: maximum"),
     ("half.jsonl", '{"question": "\\ud83d", "answer": 1}', "half.jsonl:1: 'utf-8' codec"),
-    ("utf16.jsonl", LINES.encode("utf-16"), "utf16.jsonl:1: " + UNREADABLE),
+    ("utf16.jsonl", LINES.encode("utf-16"), "utf16.jsonl:2: " + UNREADABLE),
     ("latin.jsonl", LINES.encode() + b'\n"\xe9"', "latin.jsonl:41: " + UNREADABLE),
     ("nul.jsonl", LINES.encode() + b"\n\0", "nul.jsonl:41: cannot be read"),
     ("object.json", json.dumps(ROWS[0]), "object.json: not a jsonl, csv or parquet file, nor"),

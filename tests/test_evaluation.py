@@ -115,7 +115,7 @@ def test_a_run_keeps_the_text_of_its_template_and_a_trained_model_brings_it(
 @pytest.mark.parametrize("content, says", [
     (None, "--template {file}: not one of chat, none, r1, qwen_math, and no file"),
     (b"Answer!", "--template {file}: it needs {question}"),
-    (b"\xff", "--template {file}: not one of .*can't decode byte 0xff")])
+    (b"\xff", "can't decode byte 0xff")])
 def test_bad_templates_are_refused_in_one_line(content, says, tmp_path):
     path = tmp_path / "t.txt"
     if content:
