@@ -201,7 +201,8 @@ def test_a_row_that_lacks_a_column_gets_the_default_of_each():
 ])
 def test_a_bad_spec_raises_a_one_line_error(spec, says):
     with pytest.raises(ValueError) as caught:
-        rewards.Verifier(spec)
+        for _, _, where in rewards.parse_spec(spec):
+            verifier.load(*where.rsplit(":", 1))
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 

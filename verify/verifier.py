@@ -46,10 +46,9 @@ class Verifier:
 
     A reward function may give a list of steps for a completion: (end, value), where `end` is the
     number of characters of the text that the step covers, 1..len(text), and rises from step to
-    step. If one with a weight other than 0 does, the reward is a list of steps: all are weighted,
-    added where they end at the same place, and sorted; a number of another function is a step at
-    the end of the text. A part is then the mean of the steps' values: 1 if every step is right.
-    Functions with weight 0 add no steps. A completion without steps has no verdict.
+    step. If one with a weight other than 0 does, the reward is a list of steps, see _weighted, and
+    its part is the mean of their values: 1 if every step is right. A completion without steps has
+    no verdict.
 
     The column `reward` may hold a spec per completion in place of `spec` (None or "": `spec`). All
     of them are given in row_specs. `known`: see parse_spec; rewards.Verifier fills it in.
@@ -216,6 +215,9 @@ def _part(value):
 
 def _weighted(given, completion):
     """The reward of a completion from pairs (weight, number or list of steps), in the same forms.
+
+    Steps are weighted and added where they end at the same place; beside steps, a number is a step
+    at the end of the text. Functions with weight 0 add no steps.
 
     >>> _weighted([(1.0, [(2, 1.0), (5, 0.0)]), (0.5, 1.0), (0.0, [(3, 1.0)])], "14+2=16")
     [(2, 1.0), (5, 0.0), (7, 0.5)]
