@@ -3,6 +3,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from safetensors.torch import load_file
@@ -32,6 +33,7 @@ def wait_for(path, process):
     """Returns when a folder is being written or there."""
     while not path.exists() and not path.with_name(path.name + ".part").exists():
         assert process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.01)
 
 
 def lines(path):
