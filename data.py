@@ -79,6 +79,14 @@ def generate(make, split, size, seed):
 # ------------------------------------------------------------------------------- files and hub sets
 
 
+def unique(pairs):
+    """dict(pairs). Raises ValueError if a key is there twice: its first value would be lost."""
+    names = [name for name, _ in pairs if name]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"'{twice[0]}' is there twice")
+    return dict(pairs)
+
+
 def read_rows(path):
     """jsonl, json, csv or parquet file -> iterator of (location, row), the former for messages."""
     kind, location = path.suffix.lower(), path
@@ -87,15 +95,17 @@ def read_rows(path):
             for n, line in enumerate(path.read_bytes().split(b"\n"), 1):
                 location = f"{path}:{n}"
                 if line.strip():
-                    yield location, json.loads(line)
+                    yield location, json.loads(line, object_pairs_hook=unique)
             return
         if kind == ".json":
-            rows = json.loads(path.read_bytes())
+            rows = json.loads(path.read_bytes(), object_pairs_hook=unique)
             rows = rows.get("data") if isinstance(rows, dict) else rows
         elif kind == ".csv":
             csv.field_size_limit(2**31 - 1)  # of a field, in characters; its default is 131,072
             with path.open(encoding="utf-8-sig", newline="") as file:
-                rows = list(csv.DictReader(file, strict=True))
+                reader = csv.DictReader(file, strict=True)
+                unique([(name, "") for name in reader.fieldnames or ()])
+                rows = list(reader)
         elif kind == ".parquet":
             from pyarrow import parquet
             rows = parquet.read_table(path).to_pylist()

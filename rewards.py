@@ -376,18 +376,20 @@ def instruction_reward(text, instruction_id_list, kwargs):
 
 @each
 def judge_reward(text, question, rubric=None, answer=None,
-                 judge_url=None, judge_model=None, timeout=5.0):
+                 judge_url=None, judge_model=None, judge_cache=None, timeout=5.0):
     """A language model's score of the text after </think>, 0.0 to 1.0; None if it gives none.
 
     judge_url is an OpenAI-compatible endpoint such as http://localhost:8001/v1 (`vllm serve` is
-    one), judge_model its model, OPENAI_API_KEY its key if it needs one. Optional columns: rubric,
-    and answer (a reference answer). Raises what judge.ask raises. A judge is not a verifier: check
-    what text it comes to prefer.
+    one), judge_model its model, OPENAI_API_KEY its key if it needs one. Scores are cached in the
+    SQLite file judge_cache (default ~/.cache/nano_rlvr/judge.sqlite). Optional columns: rubric, and
+    answer (a reference answer). Raises what judge.ask raises. A judge is not a verifier: check what
+    text it comes to prefer.
     """
     text = after_thinking(text).strip()
     if not text:
         return 0.0
-    return judge.ask(text, question, rubric, answer, judge_url, judge_model, 0.9 * timeout)
+    return judge.ask(text, question, rubric, answer, judge_url, judge_model, judge_cache,
+                     0.9 * timeout)
 
 
 judge_reward.check = judge.check

@@ -1,18 +1,21 @@
 """A language model as a judge (arXiv 2306.05685), behind an OpenAI-compatible endpoint.
 
-Why not the openai package: with its retries and a limit over all of them, a failing endpoint is a
-time-out.
+Scores are cached in an SQLite file, so that a resumed run gets the scores it had. Why not the
+openai package: with its retries and a limit over all of them, a failing endpoint is a time-out.
 """
+import contextlib
 import hashlib
 import http.client
 import json
 import os
 import re
+import sqlite3
 import threading
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import Future
+from pathlib import Path
 from urllib.parse import urlsplit
 
 PROMPT = """You grade one answer. Grade only what is between the lines of {fence}: \
@@ -35,28 +38,40 @@ where n is a whole number from 0 to 10."""
 ERRORS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
 
 
-def ask(text, question, rubric, answer, url, model, seconds):
+def ask(text, question, rubric, answer, url, model, cache, seconds):
     """The model's score of a text, 0.0 to 1.0; None if its reply does not end with a valid score.
 
-    Raises TimeoutError if there is no reply within `seconds`, another one of ERRORS if the endpoint
-    fails.
+    `cache` is the path of the SQLite file, by default ~/.cache/nano_rlvr/judge.sqlite. Raises
+    TimeoutError if there is no reply within `seconds`, another one of ERRORS if the endpoint fails,
+    sqlite3.Error if the cache cannot be read.
     """
-    # a hash of the text, so the text cannot contain it. A model may write half a surrogate pair
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    fence = "=" * 20 + digest
+    fence = "=" * 20 + _digest(text, 8)  # a hash of the text, so the text cannot contain it
     reference = f"Reference answer:\n{answer}\n\n" if answer else ""
     rubric = rubric or "A correct, complete, clear answer."
     prompt = PROMPT.format(fence=fence, question=question, text=text, rubric=rubric,
                            reference=reference)
-    return _score(_chat(url, model, prompt, seconds))
+    key = _digest(f"{url}\n{model}\n{prompt}", 16)
+    with _open(cache) as db:
+        if row := db.execute("select score from verdicts where key = ?", (key,)).fetchone():
+            return row[0]
+        score = _score(_chat(url, model, prompt, seconds))
+        if score is not None:
+            with contextlib.suppress(sqlite3.OperationalError):  # locked, or a full disk
+                db.execute("insert or replace into verdicts values (?, ?)", (key, score))
+        return score
 
 
-def check(judge_url=None, judge_model=None, timeout=5.0, **_):
+def check(judge_url=None, judge_model=None, judge_cache=None, timeout=5.0, **_):
     """Asks the judge for one score. Raises ValueError with one line if it gives none."""
     parts = urlsplit(judge_url or "")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
         raise ValueError("OPENAI_BASE_URL must look like http://localhost:8000/v1, without "
                          "password or query (a key is read from OPENAI_API_KEY)")
+    try:
+        with _open(judge_cache) as db:
+            db.execute("select score from verdicts where key = ''")
+    except (sqlite3.Error, OSError) as e:
+        raise ValueError(f"the judge's cache {_path(judge_cache)} cannot be read: {e}") from None
     if not judge_model:
         raise ValueError("--rewards judge needs --judge_model")
     prompt = PROMPT.format(fence="=" * 20, question="2 + 2 = ?", text="4", rubric="Be right.",
@@ -136,3 +151,21 @@ def _score(reply):
     # no part of another number
     number = found and re.match(r"[ *]{0,3}(\d+(?:\.\d+)?)(?: ?/ ?10)?(?! ?/|[.,]?[\w%–-])", last)
     return float(number[1]) / 10 if number and float(number[1]) <= 10 else None
+
+
+def _path(cache):
+    return Path(cache or "~/.cache/nano_rlvr/judge.sqlite").expanduser()
+
+
+@contextlib.contextmanager
+def _open(cache):
+    _path(cache).parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(sqlite3.connect(_path(cache), timeout=10, isolation_level=None)) as db:
+        db.execute("pragma synchronous = off")  # with fsync the processes wait for each other
+        db.execute("create table if not exists verdicts (key primary key, score)")
+        yield db
+
+
+def _digest(text, size):
+    data = text.encode("utf-8", "surrogatepass")  # a model may write half a surrogate pair
+    return hashlib.blake2b(data, digest_size=size).hexdigest()

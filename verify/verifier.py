@@ -319,8 +319,8 @@ def parse_spec(spec, known):
     "my_file.py:function" or "installed.module:function". The weight is optional, by default 1.
     Raises a one-line ValueError for anything else.
 
-    >>> parse_spec("gsm8k, my_file.py:brief:-1e-1", {"gsm8k": "rewards:gsm8k_reward"})
-    [('gsm8k', 1.0, 'rewards:gsm8k_reward'), ('brief', -0.1, 'my_file.py:brief')]
+    >>> parse_spec("gsm8k,my_file.py:brief:0.1", {"gsm8k": "rewards:gsm8k_reward"})
+    [('gsm8k', 1.0, 'rewards:gsm8k_reward'), ('brief', 0.1, 'my_file.py:brief')]
     """
     parts = []
     for item in map(str.strip, spec.split(",")):
