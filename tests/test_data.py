@@ -182,3 +182,13 @@ def test_an_answer_of_an_evaluation_names_its_set(group, sources, columns, name)
 
 def test_docstring_examples():
     assert doctest.testmod(data).failed == 0 and doctest.testmod(data).attempted >= 2
+
+
+@pytest.mark.parametrize("name, text", [
+    ("twice.jsonl", '{"question": "1+1", "answer": "2", "answer": "3"}\n'),
+    ("twice.json", '[{"question": "1+1", "answer": "2", "answer": "3"}]'),
+    ("twice.csv", "question,answer,answer\n1+1,2,3\n")])
+def test_a_key_or_a_column_that_is_there_twice_is_named(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name}.*'answer' is there twice"):
+        list(data.read_rows(tmp_path / name))
