@@ -19,7 +19,7 @@ import sys
 import torch
 from safetensors.torch import load_file, save_file
 
-from runtime import dist, memory, trainer
+from runtime import __version__, dist, memory, trainer
 from runtime.dist import RunError
 from runtime.folder import sync, to_json
 from runtime.shape import ModelShape
@@ -140,7 +140,7 @@ class Checkpoints:
             save_file(tensors, part / f"trainer/{name}.safetensors")
             sync(part / f"trainer/{name}.safetensors")  # now: the other ranks wait for each tensor
         (part / "trainer/state.json").write_text(json.dumps({
-            "progress": dataclasses.asdict(self.progress), "logs": self.log.sizes(),
+            "version": __version__, "progress": dataclasses.asdict(self.progress), "logs": self.log.sizes(),
             "adamw_step": max(int(s["step"]) for s in trainer.adamw_states(self.engine))}))
         files = [path for path in part.rglob("*") if path.is_file()]
         manifest = {str(path.relative_to(part)): checksum(path) for path in files}
@@ -189,6 +189,7 @@ def read_state(folder):
     """trainer/state.json -> Progress, {log: bytes}, AdamW's steps."""
     state = json.loads((folder / "trainer/state.json").read_text())
     try:
+        state["version"]  # 0.2 wrote none, and other files
         return Progress(**state["progress"]), state["logs"], state["adamw_step"]
     except (KeyError, TypeError) as e:
         raise ValueError(f"{folder} was written by another version of this program ({e})") from e
@@ -201,7 +202,7 @@ def damage(folder):
         if "trainer/state.json" not in manifest:
             return "manifest.json does not list trainer/state.json"
         for name in manifest:
-            if checksum(folder / name) != manifest[name]:
+            if checksum(folder / name) not in manifest[name]:  # a list in version 0.2
                 return f"{name} has another checksum than when it was written"
     except (OSError, ValueError, TypeError) as e:
         return f"{type(e).__name__}: {e}"
