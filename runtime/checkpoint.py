@@ -140,7 +140,8 @@ class Checkpoints:
             save_file(tensors, part / f"trainer/{name}.safetensors")
             sync(part / f"trainer/{name}.safetensors")  # now: the other ranks wait for each tensor
         (part / "trainer/state.json").write_text(json.dumps({
-            "version": __version__, "progress": dataclasses.asdict(self.progress), "logs": self.log.sizes(),
+            "version": __version__, "progress": dataclasses.asdict(self.progress),
+            "logs": self.log.sizes(),
             "adamw_step": max(int(s["step"]) for s in trainer.adamw_states(self.engine))}))
         files = [path for path in part.rglob("*") if path.is_file()]
         manifest = {str(path.relative_to(part)): checksum(path) for path in files}
