@@ -159,6 +159,8 @@ def example_of(row, question_key, answer_key):
     if not isinstance(row[question_key], str):
         raise ValueError(f"'{question_key}' must be text")
     example = row | {"question": row[question_key]}
+    if is_empty(row.get("reward")):
+        example.pop("reward", None)
     if answer_key in flags:
         if isinstance(row[answer_key], (dict, list)):
             raise ValueError(f"'{answer_key}' must be text or a number; --answer_key none hands it "

@@ -402,10 +402,7 @@ def importance(mismatch, batch, cfg):
 
 
 def gated_objective(ratio, log_ratio, logp, advantage, cfg):
-    """Objective per token with a bound on the ratio, and whether the bound takes its gradient.
-
-    ratio, log_ratio, logp, advantage: (R,) -> (R,), (R,).
-    """
+    """Objective per token with a bounded ratio, and whether the bound takes its gradient: (R,)."""
     beyond = log_ratio.abs() > MAX_LOG_RATIO  # (R,) the ratio is constant there
     if cfg.gate == "clip":  # PPO, arXiv:1707.06347
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
@@ -439,6 +436,8 @@ def policy_loss(logp, old, ref, batch, cfg):
         log_ratio = sequence_mean(log_ratio, batch)  # (R,)
     elif cfg.ratio == "product":  # RLOO: the ratio of the whole sequence, for each of its tokens
         log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (R,)
+    elif cfg.ratio != "token":
+        raise ValueError(f"unknown ratio {cfg.ratio!r}")
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (R,) exp() could be inf
     objective, clipped = gated_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,), (R,)
     token_loss = -objective  # (R,)

@@ -64,7 +64,7 @@ FLAGS = [  # a command line, a part of the line
     ("--template nowhere.txt", "--template nowhere.txt: not one of chat, none"),
     ("--rewards gsm9k", "unknown reward 'gsm9k'"),
     ("--rewards gsm8k,gsm8k", "'gsm8k' is named twice"),
-    ("--rewards gsm8k:nan", "is not a weight"),
+    ("--rewards gsm8k:nan", "its weight must be a finite number"),
     *((f"--name {name}", "must be the plain name of a folder") for name in (
         "../x", "a/b", "..", ".", "a\0b", "a\nb")),
     ("--out a\0b", "created in --out 'a\\x00b'"),

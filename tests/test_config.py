@@ -225,7 +225,7 @@ def test_importing_the_script_loads_neither_vllm_nor_deepspeed_nor_dynamo():
 
 def test_pytorch_for_cuda_without_a_usable_gpu_is_no_run_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ValueError, match="CUDA 13.0.* driver 580 .*requirements-cpu"):
+    with pytest.raises(ValueError, match="driver 580 .*requirements-cpu"):
         nr.parse_config([])
 
 
@@ -244,15 +244,15 @@ def gpu(monkeypatch):
 def test_a_gpu_without_bfloat16_is_told_to_use_float32(gpu, capability, dtype, refused):
     gpu(*capability)
     if refused:
-        with pytest.raises(ValueError, match=r"8.0 .* has 7\.[05]: use --dtype float32"):
+        with pytest.raises(ValueError, match="capability 8.0: use --dtype float32"):
             nr.parse_config(["--dtype", dtype])
     else:
         nr.parse_config(["--dtype", dtype])
 
 
 @pytest.mark.parametrize("tools, offload, missing", [
-    ("clang", "none", ""), ("", "none", "a C compiler"), ("gcc g++ ninja", "optimizer", ""),
-    ("gcc ninja", "optimizer", r"'g\+\+'"), ("gcc g++", "optimizer", "'ninja'")])
+    ("clang", "none", ""), ("", "none", "gcc"), ("gcc g++ ninja", "optimizer", ""),
+    ("gcc ninja", "optimizer", r"g\+\+"), ("gcc g++", "optimizer", "ninja")])
 def test_a_gpu_needs_a_c_compiler_and_offload_one_for_cpp(
         gpu, monkeypatch, tools, offload, missing):
     gpu(9, 0)
@@ -260,7 +260,7 @@ def test_a_gpu_needs_a_c_compiler_and_offload_one_for_cpp(
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
     if missing:
-        with pytest.raises(ValueError, match=f"needs {missing}"):
+        with pytest.raises(ValueError, match=f"without {missing} "):
             nr.parse_config(["--offload", offload])
     else:
         nr.parse_config(["--offload", offload])
@@ -273,5 +273,5 @@ def test_a_python_without_its_header_is_refused_and_a_lock_is_named(monkeypatch,
     nr.parse_config([])
     assert f"will wait for {lock} to be removed: delete it" in capsys.readouterr().err
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    with pytest.raises(ValueError, match="Python.h is missing.*apt-get install python3-dev"):
+    with pytest.raises(ValueError, match="without .*Python.h .*python3-dev"):
         nr.parse_config([])

@@ -112,7 +112,7 @@ def same_math(gold, answer):
         words = [re.sub(r"\\[a-z]+|[^a-z0-9]", "", side.lower()) for side in (gold, answer)]
         if words[0] == words[1] and words[0].isalpha():  # no digits: 5.4 cents is not 54 cents
             return True
-    if pool.in_pool:
+    if pool.in_pool.is_set():
         equal = _compare(gold, answer)
     else:
         [future] = _own_pool(os.getpid()).submit([(gold, answer)])

@@ -34,7 +34,7 @@ START_SECONDS = 120.0  # limit of make_handler: importing torch from a network d
 FORK_SECONDS = 10.0  # limit of a fork: a fork server that was stopped, or hangs, is replaced
 MAX_SLOW = 32  # slow calls that may run beside the others at one time (see Pool._slow_at)
 WAITING = 64  # calls that wait for a network, at one time
-in_pool = False  # True in the fork server and the workers of a pool: calls there can be killed
+in_pool = threading.Event()  # set in the processes of a pool, where a call can be killed
 CPUS = os.sched_getaffinity(0)  # read before vLLM pins its threads
 
 
@@ -251,8 +251,8 @@ class Pool:
 
 def _serve():
     """The fork server: makes the handler, then forks a worker for each socket that it gets."""
-    global in_pool
-    in_pool, control = True, socket.socket(fileno=int(sys.argv[1]))
+    in_pool.set()
+    control = socket.socket(fileno=int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _keep(control)
     sys.path[:], cpus, memory, handler, args = pickle.load(sys.stdin.buffer)
