@@ -21,7 +21,7 @@ def test_the_tree_in_the_readme_names_every_file_and_folder():
                if path.is_dir() and path.name not in ("runs", "exercises")
                and path.name[0] not in "._"]
     for path in READMES:
-        tree = re.search(r"```\n(nano_rlvr.py .*?)```", PAGES[path], re.S)[1]
+        tree = re.search(r"<pre>\n(nano_rlvr.py .*?)</pre>", PAGES[path], re.S)[1]
         for name in ["runtime/", *files, *folders]:
             assert name.removeprefix("runtime/") in tree, (path.name, name)
 
