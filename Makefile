@@ -10,7 +10,11 @@ demo: $(READY)
 
 test: $(DEV)
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest tests -q -rs -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+	.venv/bin/python -m pytest tests -q -rs -n 2 --dist loadfile --no-loadscope-reorder --durations=10 \
+		--ignore tests/test_sampler.py --ignore tests/test_tools.py
+	# in processes of their own: after the other files, an engine of vLLM was left with open requests
+	.venv/bin/python -m pytest tests/test_sampler.py -q
+	.venv/bin/python -m pytest tests/test_tools.py -q
 
 # plant faults, or random mutants, one at a time, and see which test notices each (an hour and more)
 mutations mutants: $(DEV)
