@@ -148,7 +148,9 @@ def example_of(row, question_key, answer_key):
     # JSON can write half a surrogate pair, which no tokenizer takes: encode raises a ValueError
     json.dumps(row, ensure_ascii=False, default=str).encode()
     flags = {question_key: "--question_key"}
-    own_reward = row.get("reward") and is_empty(row.get(answer_key))
+    if is_empty(row.get("reward")):
+        row = {name: value for name, value in row.items() if name != "reward"}
+    own_reward = "reward" in row and is_empty(row.get(answer_key))
     if answer_key != "none" and not own_reward:
         flags[answer_key] = "--answer_key"
     for name, flag in flags.items():
@@ -159,8 +161,6 @@ def example_of(row, question_key, answer_key):
     if not isinstance(row[question_key], str):
         raise ValueError(f"'{question_key}' must be text")
     example = row | {"question": row[question_key]}
-    if is_empty(row.get("reward")):
-        example.pop("reward", None)
     if answer_key in flags:
         if isinstance(row[answer_key], (dict, list)):
             raise ValueError(f"'{answer_key}' must be text or a number; --answer_key none hands it "

@@ -441,7 +441,8 @@ def policy_loss(logp, old, ref, batch, cfg):
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (R,) exp() could be inf
     objective, clipped = gated_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,), (R,)
     token_loss = -objective  # (R,)
-    terms = {"ratio": ratio, "clipped": clipped, "mismatch": old - batch.vllm_logps}
+    terms = {"ratio": ratio, "clipped": clipped, "mismatch": old - batch.vllm_logps,
+             "mismatch/k3": k3(batch.vllm_logps, old)}
     if cfg.correction != "none":
         terms["correction"] = importance(terms["mismatch"], batch, cfg)  # (R,)
         token_loss = token_loss * terms["correction"]  # (R,)

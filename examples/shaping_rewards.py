@@ -22,7 +22,8 @@ def words_by_language(text):
     Each run of sentences with at least 40 letters is classified as a whole, because langid is
     unreliable on less. Chinese, Japanese and Korean are counted by character.
 
-    >>> words_by_language("Die Enten legen jeden Tag sechzehn Eier. Sie isst drei. 鸭子每天下蛋。")
+    >>> text = "Die Enten legen jeden Tag sechzehn Eier. Sie isst drei. 鸭子每天下蛋。"
+    >>> words_by_language(text)
     {'de': 10, 'zh': 6}
     """
     count = Counter()

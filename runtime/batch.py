@@ -292,8 +292,15 @@ def step_ends_in_tokens(rollouts, tokenizer):
     step that covers the whole text also covers the tokens without text after it, as the end of the
     sequence.
     """
-    for r in rollouts:
+    for r in (r for r in rollouts if r.steps):
+        pieces = tokenizer.batch_decode([[x] for x in r.completion], skip_special_tokens=True)
+        covered = list(itertools.accumulate(map(len, pieces)))  # characters
+        # no token has a part of a character, or a text that depends on the tokens before it
+        is_exact = "".join(pieces) == r.text
+
         def is_complete(tokens, end):  # whether so many tokens give the first `end` characters
+            if is_exact:  # decoding each prefix takes seconds for a long completion
+                return covered[tokens - 1] >= end
             text = tokenizer.decode(r.completion[:tokens], skip_special_tokens=True)
             return text[:end] == r.text[:end]
 

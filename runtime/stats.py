@@ -79,7 +79,7 @@ def pack_sums(loss, terms, entropy, weight, cfg):
     """
     mismatch = terms.pop("mismatch")  # (R,)
     terms |= {"entropy": entropy, "tokens": torch.ones_like(entropy),
-              "mismatch/k3": mismatch.expm1() - mismatch, "mismatch/mean_abs": mismatch.abs()}
+              "mismatch/mean_abs": mismatch.abs()}
     if cfg.correction != "none":
         correction = terms.pop("correction")  # (R,)
         uncapped = 1.0 if cfg.correction == "sequence_mask" else mismatch.exp()  # (R,)

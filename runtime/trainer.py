@@ -31,7 +31,6 @@ def start_deepspeed(module, cfg):
         "gradient_clipping": cfg.max_grad_norm,
         "bf16": {"enabled": cfg.dtype == "bfloat16"}, "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,  # torch's AdamW is not on DeepSpeed's list
     })[0]
 
 
@@ -48,9 +47,10 @@ def lr_at(step, cfg):
 
 def set_lr(engine, step, cfg):
     """Sets the learning rate of a step, and returns it."""
+    lr = lr_at(step, cfg)
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr_at(step, cfg)
-    return lr_at(step, cfg)
+        group["lr"] = lr
+    return lr
 
 
 def named_weights(engine):

@@ -67,7 +67,8 @@ def test_steps_gives_1_to_every_right_step_of_a_derivation_and_0_to_a_changed_on
 
 
 PIECES = st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "=", "3", "6", "1+2", "-",
-                          " ", "\n", ".", "None", "٣", "½", "\ud800", "\0", "answer is", "9" * 30])
+                          " ", "\n", ".", "None", "٣", "½", "\ud800", "\0", "answer is",
+                          "9" * 30])
 
 
 @settings(max_examples=100, deadline=None)

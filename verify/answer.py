@@ -28,7 +28,8 @@ CLEAN_UP = [  # (pattern, replacement); ¤ keeps apart what must not become one 
     (r"(?<=[A-Za-z])[-/](?=[A-Za-z])", " "),  # km/h
     (r"(?<![A-Za-z])([kcmd]?m|ft|in|units?|inches|feet|met(?:er|re)s?)\s{0,2}\^\{?[23]\}?", r"\1 "),
 ]
-DIGITS = str.maketrans("０１２３４５６７８９−–－＋，．％＄", "0123456789---+,.%$")
+DIGITS = str.maketrans(
+    "０１２３４５６７８９−–－＋，．％＄", "0123456789---+,.%$")
 CANDIDATE = re.compile(  # digits and all that is attached to them; NUMBER decides what is a number
     r"(?<![A-Za-z0-9_.^+*/\\-])[-+]?\.?\d"
     r"(?:[\d.,:/^]|[eE*×x+-](?=[-+]?\.?\d)| (?=\d{3}(?!\d))| (?=\d{1,9}/\d)| ?/ ?(?=\d))*")
