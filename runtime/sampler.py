@@ -168,7 +168,8 @@ def checksum(tensor):
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in tensor.reshape(-1).split(CHUNK):
         x = (part.view(BITS[part.element_size()]).long() + 1) * FACTORS[0]
-        total += ((x ^ (x >> 29)) * FACTORS[1]).sum()
+        x = (x ^ (x >> 29)) * FACTORS[1]
+        total += (x ^ (x >> 32)).sum()  # without this shift two equal changes could cancel
     return total
 
 

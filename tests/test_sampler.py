@@ -23,7 +23,8 @@ def test_a_checksum_is_a_sum_of_hashes_modulo_2_to_the_64_that_every_element_ent
     def by_hand(bits):  # of one element, as Python's unbounded integers say it
         wrap = lambda x: (x + 2**63) % 2**64 - 2**63  # noqa: E731
         x = wrap((bits + 1) * FACTORS[0])
-        return (x ^ (x >> 29)) * FACTORS[1]
+        x = wrap((x ^ (x >> 29)) * FACTORS[1])
+        return x ^ (x >> 32)
 
     x = torch.tensor([1.0, -2.0, 0.0, -0.0, 3e38])
     wanted = sum(map(by_hand, x.view(torch.int32).tolist()))
@@ -47,6 +48,25 @@ def test_every_single_bit_changes_it_and_the_order_does_not(dtype):
     x = torch.randn(700, 600).to(dtype)
     assert checksum(x) == checksum(x.T) == checksum(x.flip(0)) == sum(map(checksum, x))
     assert checksum(x[100:300]) == checksum(x[100:300].clone())
+
+
+@pytest.mark.exercise_15
+def test_two_changes_of_equal_size_do_not_cancel():
+    """The sum of a hash that ends with a product would not see that they took place together."""
+    def without_the_last_shift(bits):
+        x = (bits + 1) * FACTORS[0]
+        return x ^ (x >> 29)
+
+    bits = torch.arange(0, 2_000_000, 2)  # even: + 1 changes the last bit only
+    change = without_the_last_shift(bits + 1) - without_the_last_shift(bits)
+    change, order = change.sort()
+    bits = bits[order]
+    pairs = (change[1:] == change[:-1]).nonzero()[:, 0].tolist()
+    assert pairs
+    for i in pairs:
+        before = torch.stack([bits[i], bits[i + 1] + 1]).int().view(torch.float32)
+        after = torch.stack([bits[i] + 1, bits[i + 1]]).int().view(torch.float32)
+        assert checksum(before) != checksum(after)
 
 
 # ---- a model as vLLM keeps it
