@@ -52,7 +52,6 @@ from runtime.sampler import Sampler
 
 # ------------------------------------------------------------------------------------------ config
 
-
 @dataclass
 class Config(flags.RunFlags):
     """The flags that a student turns. Those of model, data, memory and files: runtime/flags.py.
@@ -115,8 +114,7 @@ ALGOS = {
     "sapo": dict(gate="soft", kl_coef=0.0),  # 2511.20347
     "rft": dict(baseline="none", scale="none", kl_coef=0.0),  # weight = reward, 2308.01825
     "maxrl": dict(scale="mean", aggregate="constant", kl_coef=0.0),  # 2602.02710
-    "kimi": dict(  # k1.5, 2501.12599
-        scale="none", ratio="product", gate="squared", tau=0.1, kl_coef=0.0),
+    "kimi": dict(scale="none", ratio="product", gate="squared", tau=0.1, kl_coef=0.0),  # 2501.12599
 }
 # model -> its differences from Config's defaults, which suit 1.5B parameters on one GPU
 MODELS = {
@@ -331,6 +329,14 @@ def assign_token_weights(rollouts, cfg):
     return [r for r in judged if r.weight]
 
 
+def make_batches(groups, filler, cfg):
+    """The packs of one optimizer step, as collate returns them. filler: for ranks with fewer."""
+    trained = assign_token_weights([r for group in groups for r in group], cfg)
+    trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
+    packs = pack_evenly(trained, filler, cfg.pack_tokens)
+    return [collate(pack, dist.device()) for pack in packs]  # 60 bytes per token
+
+
 # ------------------------------------------------------------------------------------ 5. log-probs
 
 class TokenLogps(torch.nn.Module):
@@ -351,8 +357,7 @@ class TokenLogps(torch.nn.Module):
         hidden = output.last_hidden_state[0, batch.predictors]  # (R, H)
         head = self.model.get_output_embeddings().weight  # (V, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, in chunks of the vocabulary
-        return HeadLogps.apply(
-            hidden, head, batch.targets, self.temperature, self.chunk)  # (R,), (R,)
+        return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # 2x (R,)
 
 
 @torch.no_grad()
@@ -557,13 +562,13 @@ def evaluate(llm, examples, verifier, cfg):
     return metrics | found, answers
 
 
-def train(run):
+def train(run, collect=collect_rollouts):
     """The loop. To try another one, write it from these stages and call main(argv, train=yours)."""
     cfg, llm, policy, ref = run.cfg, run.llm, run.policy, run.ref
     progress = run.checkpoints.progress
     sync_weights(policy, llm)
     for step in run.steps():  # evaluates and saves before a step
-        parts, sampled = collect_rollouts(run, step)  # 1. 2. groups per minibatch, all groups
+        parts, sampled = collect(run, step)  # 1. 2. groups per minibatch, all groups
         groups = [group for part in parts for group in part]
         filler = min((r for group in sampled for r in group), key=len)  # for ranks with fewer packs
         with timed(run.metrics, "sync"):
@@ -576,12 +581,7 @@ def train(run):
             if cfg.kl_in == "reward" and ref is not None:
                 run.metrics |= trainer.store_kl(policy, ref, groups, filler, cfg)
             progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
-            minibatches = []  # 4. a list of packs for each optimizer step
-            for part in parts:
-                trained = assign_token_weights([r for group in part for r in group], cfg)
-                trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
-                packs = pack_evenly(trained, filler, cfg.pack_tokens)
-                minibatches.append([collate(p, dist.device()) for p in packs])  # 60 bytes per token
+            minibatches = [make_batches(part, filler, cfg) for part in parts]  # 4.
             store_fixed_logps(policy, ref, sum(minibatches, []), cfg)  # 5. ref, old
             run.metrics["lr"] = trainer.set_lr(policy, step, cfg)
             history = []
@@ -602,8 +602,8 @@ def train(run):
 
 # ------------------------------------------------------------------------------------------- main
 
-def main(argv=None, train=train):
-    """Runs the command line. train: a loop of your own in place of the one above; it gets a Run."""
+def main(argv=None, train=train, sampler=Sampler):
+    """Runs the command line. train, sampler: your own loop, which gets a Run, and Sampler class."""
     stop.keep_printing()
     with stop.on_signals():
         with stop.with_one_line(ValueError, OSError, RuntimeError):
@@ -622,7 +622,7 @@ def main(argv=None, train=train):
         with stop.with_one_line(OSError, cfg=cfg, folder=log.folder):
             memory.limit_device(cfg)
             log.say("loading the model into vLLM ...")
-            llm = Sampler(cfg)  # before the trainer: vLLM measures how much GPU memory is free
+            llm = sampler(cfg)  # before the trainer: vLLM measures how much GPU memory is free
             llm.sleep()
             log.say("loading the model into the trainer ...")
             policy = make_policy(cfg)

@@ -2,6 +2,7 @@
 
     python bench/faults.py kill       kill -9 at 50 random moments; each run is continued (an hour)
     python bench/faults.py ranks      the same with two ranks, 10 times
+    python bench/faults.py async      the same with examples/async_rl.py: its trainer or its sampler
     python bench/faults.py signals    SIGTERM, SIGINT and SIGUSR1 at 12 random moments
     python bench/faults.py damage     checkpoints cut, changed, incomplete; a full disk
     python bench/faults.py soak       2,000 steps: memory, open files, processes, size of the folder
@@ -28,18 +29,20 @@ import common  # puts the repository on sys.path
 
 FLAGS = ("--steps 8 --prompts 8 --samples 4 --eval_size 16 --eval_every 4 --save_every 1 "
          "--max_tokens 64 --baseline running --epochs 2 --minibatches 2 --lr 3e-4").split()
+ONE = common.SCRIPT
+TWO = [*common.LAUNCHER, common.SCRIPT[1]]
+ASYNC = [sys.executable, "examples/async_rl.py"]
 TIMED = ("seconds/", "memory/", "tokens_per_second", "mfu")  # metrics that depend on time
 # with several threads two runs may add in another order
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def start(folder, *flags, ranks=1):
+def start(folder, *flags, command=ONE):
     """Starts a run in processes of its own. Its output is added to <folder>.log."""
-    launcher = common.LAUNCHER if ranks > 1 else [sys.executable]
     place = ["--out", folder.parent, "--name", folder.name]
-    command = [*launcher, common.SCRIPT[1], *FLAGS, *place, *flags]
     with open(f"{folder}.log", "a") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=ENV)
+        return subprocess.Popen(
+            [*command, *FLAGS, *place, *flags], stdout=log, stderr=log, env=ENV, cwd=common.ROOT)
 
 
 def rows(folder):
@@ -72,17 +75,17 @@ def differences(a, b):
     return found
 
 
-def whole_run(out, ranks=1):
+def whole_run(out, command=ONE):
     """(the folder of a run without a fault, its seconds)."""
     begin = time.time()
-    if start(out / "whole", ranks=ranks).wait():
+    if start(out / "whole", command=command).wait():
         sys.exit((out / "whole.log").read_text()[-3000:])
     return out / "whole", time.time() - begin
 
 
-def outcome(whole, folder, *flags, ranks=1):
+def outcome(whole, folder, *flags, command=ONE):
     """Continues a run to its end: "equal" to the whole run, or what went wrong."""
-    if code := start(folder, "--resume", *flags, ranks=ranks).wait():
+    if code := start(folder, "--resume", *flags, command=command).wait():
         return f"exit code {code}: {Path(f'{folder}.log').read_text()[-500:]}"
     different = differences(whole, folder)
     shutil.rmtree(folder)
@@ -113,21 +116,27 @@ def random_moment(process, folder, seconds, rng):
     return f"{lines} lines of metrics{writing}" if process.poll() is None else "ended"
 
 
-def kill(out, ranks=1, times=50):
+def kill(out, command=ONE, times=50):
     """kill -9 at random moments; every fifth run is killed twice."""
-    (whole, seconds), rng = whole_run(out, ranks), random.Random(0)
+    (whole, seconds), rng = whole_run(out, command), random.Random(0)
     for i in range(times):
         folder, moments = out / f"killed-{i}", []
         for _ in range(2 if i % 5 == 4 else 1):
-            process = start(folder, "--resume", ranks=ranks)
+            process = start(folder, "--resume", command=command)
             moments.append(random_moment(process, folder, seconds, rng))
-            victims = [process]
-            if ranks > 1:  # both, as when a machine fails, or one, whose end the other one notices
-                victims = psutil.Process(process.pid).children()[:1 + i % 2] or [process]
+            victims, children = [process], []
+            if process.poll() is None:
+                children = psutil.Process(process.pid).children()
+            if command is TWO:  # both, as when a machine fails, or one, whose end the other notices
+                victims = children[:1 + i % 2] or [process]
+            spawned = [child for child in children if "spawn_main" in str(child.cmdline())]
+            if command is ASYNC and i % 2 and spawned:
+                moments[-1] += ", the sampler"
+                victims = spawned
             for victim in victims:
                 victim.kill()
             process.wait()
-        yield "; ".join(moments), outcome(whole, folder, ranks=ranks)
+        yield "; ".join(moments), outcome(whole, folder, command=command)
 
 
 def signals(out):
@@ -226,7 +235,8 @@ def soak(out, steps=2000):
                f"{a:.1f} and {b:.1f} ({b / a - 1:+.1%})")
 
 
-BENCHES = {"kill": kill, "ranks": lambda out: kill(out, ranks=2, times=10), "signals": signals,
+BENCHES = {"kill": kill, "ranks": lambda out: kill(out, TWO, times=10),
+           "async": lambda out: kill(out, ASYNC, times=24), "signals": signals,
            "damage": damage, "soak": soak}
 
 

@@ -106,12 +106,8 @@ def train(run, critic):
             run.metrics["critic/explained"] = 1 - (errors.var() / returns.var()).item()
             critic.update(batches)
         with nr.timed(run.metrics, "update"):
-            packed = []  # as in nano_rlvr.train
-            for part in minibatches:
-                trained = nr.assign_token_weights([r for group in part for r in group], cfg)
-                packs = nr.pack_evenly(trained, sampled[0][0], cfg.pack_tokens)
-                packed.append([nr.collate(pack, dist.device()) for pack in packs])
-                nr.store_fixed_logps(policy, ref, packed[-1], cfg)
+            packed = [nr.make_batches(part, sampled[0][0], cfg) for part in minibatches]
+            nr.store_fixed_logps(policy, ref, sum(packed, []), cfg)
             run.metrics["lr"] = nr.trainer.set_lr(policy, step, cfg)
             history = []
             for _ in range(cfg.epochs):

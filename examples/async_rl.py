@@ -1,0 +1,119 @@
+"""Asynchronous RL that repeats bit for bit: vLLM samples while the trainer takes its step.
+
+    python examples/async_rl.py --lag 1 --steps 50     all flags of nano_rlvr.py work
+
+vLLM and the rewards run in a second process, on the second GPU or on cores of the CPU. The rollouts
+of step t come from the weights before step t - lag; --lag 0 is synchronous. No queue decides which
+weights sample what: the same command gives the same bits, and so does a run that was killed and
+continues. The importance weight (--correction) is pi_trainer / pi_vllm: it covers old weights, too.
+"""
+import argparse
+import ctypes
+import os
+import signal
+import sys
+from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+import nano_rlvr as nr  # noqa: E402
+from runtime import checkpoint, dist, flags, sampler  # noqa: E402
+
+here = {}  # in the sampler's process: "run", its Run, and "path", the file whose weights vLLM has
+
+
+def start(cfg):
+    """Makes a Run without a trainer."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends when the trainer ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both: the trainer decides
+    del os.environ["RANK"]  # a process group of its own
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[-1]  # the trainer takes the first
+    dist.init_process_group(cfg.timeout)
+    train_set, eval_set = nr.data.load_splits(cfg, flags.load_tokenizer(cfg))
+    verifier = nr.evaluation.start_verifier(cfg, train_set, eval_set)
+    here["run"] = nr.Run(
+        cfg, train_set, eval_set, verifier, None, None, nr.Sampler(cfg), None, None)
+
+
+def answer(path, step, *request):
+    """Rollouts of a step, or (None) what vLLM generates for a request, with a file's weights."""
+    run = here["run"]
+    if path != here.pop("path", None):
+        with safe_open(path, "pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}
+            if file.metadata() != {name: str(sampler.checksum(w)) for name, w in weights.items()}:
+                raise dist.RunError(f"{path} has other weights than the trainer wrote")
+        run.llm.sleep()
+        run.llm.load(weights.items(), len(weights))
+    here["path"], run.metrics = path, {}
+    if step is None:
+        return run.llm.generate(*request, use_tqdm=False)
+    return *nr.collect_rollouts(run, step), run.metrics
+
+
+class RemoteSampler:
+    """A Sampler in a process of its own, which answers calls in order. Each names its weights."""
+
+    def __init__(self, cfg, lag):
+        if dist.world_size() > 1 or torch.cuda.device_count() == 1:
+            raise dist.RunError("async_rl needs one trainer, and two GPUs or none")
+        tokenizer = flags.load_tokenizer(cfg)
+        self.get_tokenizer = lambda: tokenizer
+        self.sleep = lambda: None  # vLLM has a device of its own
+        self.lag, self.futures = lag, {}  # step -> the rollouts to come
+        self.folder = Path(cfg.out) / cfg.name / f"weights-lag-{lag}"
+        self.folder.mkdir(exist_ok=True)
+        self.process = ProcessPoolExecutor(1, get_context("spawn"))
+        self.process.submit(start, cfg).result()
+
+    def load(self, named_weights, total=0):
+        """Writes the weights before the next step, and deletes those that nobody needs any more."""
+        self.version += 1
+        weights = {name: w.to("cpu", copy=True) for name, w in named_weights}
+        sums = {name: str(sampler.checksum(w)) for name, w in weights.items()}
+        save_file(weights, self.folder / "part", sums)
+        (self.folder / "part").rename(self.folder / str(self.version))
+        starts = (self.version, *checkpoint.on_disk(self.folder.parent))  # where the run may go on
+        for path in self.folder.glob("[0-9]*"):
+            if not any(step - self.lag <= int(path.name) <= step for step in starts):
+                path.unlink()
+
+    def generate(self, *request, use_tqdm=False):
+        """LLM.generate with the newest weights, for the evaluation."""
+        return self.process.submit(answer, self.folder / str(self.version), None, *request).result()
+
+    def collect(self, run, step):
+        """nr.collect_rollouts of this step, after it asked for those of the next `lag` steps."""
+        for ahead in range(step, min(step + self.lag + 1, run.cfg.steps)):
+            if ahead not in self.futures:
+                path = self.folder / str(max(0, ahead - self.lag))
+                self.futures[ahead] = self.process.submit(answer, path, ahead)
+        with nr.timed(run.metrics, "rollout"):  # the time that the trainer waits
+            parts, sampled, metrics = self.futures.pop(step).result()
+        run.metrics |= {k: x for k, x in metrics.items() if not k.startswith(("seconds", "memory"))}
+        return parts, sampled
+
+
+def train(run):
+    """nano_rlvr's loop. If the sampler's process ends, the run ends with one line."""
+    run.llm.version = run.checkpoints.progress.step - 1  # load() begins with this step's weights
+    try:
+        nr.train(run, run.llm.collect)
+    except BrokenProcessPool as e:
+        raise dist.RunError("the sampler's process has ended; --resume continues the run") from e
+    finally:
+        run.llm.process.shutdown(cancel_futures=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--lag", type=int, default=1)
+    own, argv = parser.parse_known_args()
+    bound = ["--mismatch_bound", "20"] * (own.lag > 0)  # log-probs under old weights differ
+    nr.main([*bound, *argv], train, lambda cfg: RemoteSampler(cfg, own.lag))
