@@ -476,7 +476,7 @@ def make_reference(cfg, policy=None, stays_on_gpu=False):
     return ref
 
 
-def update(policy, batches, cfg):
+def update(policy, batches, cfg, policy_loss=policy_loss):
     """One optimizer step: a backward pass per pack, whose gradients add up, then AdamW. Collective.
 
     batches: packs, as collate returns them. The CPU does not wait for the GPU before the last one.
@@ -562,13 +562,14 @@ def evaluate(llm, examples, verifier, cfg):
     return metrics | found, answers
 
 
-def train(run, collect=collect_rollouts):
-    """The loop. To try another one, write it from these stages and call main(argv, train=yours)."""
+def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advantages,
+          policy_loss=policy_loss):
+    """The loop. To try another stage, or another loop of these stages: main(argv, train=yours)."""
     cfg, llm, policy, ref = run.cfg, run.llm, run.policy, run.ref
     progress = run.checkpoints.progress
     sync_weights(policy, llm)
     for step in run.steps():  # evaluates and saves before a step
-        parts, sampled = collect(run, step)  # 1. 2. groups per minibatch, all groups
+        parts, sampled = collect_rollouts(run, step)  # 1. 2. groups per minibatch, all groups
         groups = [group for part in parts for group in part]
         filler = min((r for group in sampled for r in group), key=len)  # for ranks with fewer packs
         with timed(run.metrics, "sync"):
@@ -586,9 +587,8 @@ def train(run, collect=collect_rollouts):
             run.metrics["lr"] = trainer.set_lr(policy, step, cfg)
             history = []
             for _ in range(cfg.epochs):
-                for batches in minibatches:
-                    if batches:  # empty if all groups are flat or have no verdict
-                        history.append(update(policy, batches, cfg))  # 5. 6. 7.
+                for batches in filter(None, minibatches):  # without those of flat groups only
+                    history.append(update(policy, batches, cfg, policy_loss))  # 5. 6. 7.
             run.metrics |= stats.step_means(history)
             progress.skipped = guard.count_skipped(
                 progress.skipped, step, history, groups, run.log.folder)

@@ -104,7 +104,7 @@ def train(run):
     """nano_rlvr's loop. If the sampler's process ends, the run ends with one line."""
     run.llm.version = run.checkpoints.progress.step - 1  # load() begins with this step's weights
     try:
-        nr.train(run, run.llm.collect)
+        nr.train(run, collect_rollouts=run.llm.collect)
     except BrokenProcessPool as e:
         raise dist.RunError("the sampler's process has ended; --resume continues the run") from e
     finally:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 
 import nano_rlvr as nr  # noqa: E402
-from runtime import dist, stats  # noqa: E402
+from runtime import dist  # noqa: E402
 
 
 def gae(rewards, values, gamma=1.0, lam=1.0):
@@ -89,35 +89,17 @@ class Critic(torch.nn.Module):
 
 def train(run, critic):
     """nano_rlvr's loop, with GAE in place of the group's mean."""
-    cfg, llm, policy, ref = run.cfg, run.llm, run.policy, run.ref
-    nr.sync_weights(policy, llm)
-    for step in run.steps():
-        minibatches, sampled = nr.collect_rollouts(run, step)
-        groups = [group for part in minibatches for group in part]
+    def assign_advantages(groups, cfg, running_mean):
         judged = [r for group in groups for r in group if r.reward is not None]
-        llm.sleep()
-        if cfg.kl_in == "reward" and ref is not None:
-            run.metrics |= nr.trainer.store_kl(policy, ref, groups, sampled[0][0], cfg)
-        with nr.timed(run.metrics, "critic"):
-            batches = critic.assign_advantages(judged)
-            returns = torch.cat([batch.returns for batch in batches])  # (tokens,)
-            errors = returns - torch.cat([batch.values for batch in batches])  # (tokens,)
-            # share of the variance of the returns that V explains, before it is trained on them
-            run.metrics["critic/explained"] = 1 - (errors.var() / returns.var()).item()
-            critic.update(batches)
-        with nr.timed(run.metrics, "update"):
-            packed = [nr.make_batches(part, sampled[0][0], cfg) for part in minibatches]
-            nr.store_fixed_logps(policy, ref, sum(packed, []), cfg)
-            run.metrics["lr"] = nr.trainer.set_lr(policy, step, cfg)
-            history = []
-            for _ in range(cfg.epochs):
-                for batches in filter(None, packed):
-                    history.append(nr.update(policy, batches, cfg))
-            run.metrics |= stats.step_means(history)
-        with nr.timed(run.metrics, "sync"):
-            nr.sync_weights(policy, llm)
-        run.metrics |= nr.summary(cfg, groups, sampled, run.metrics)
-        run.log.write(step, run.metrics, sampled, run.answers)
+        batches = critic.assign_advantages(judged)
+        returns = torch.cat([batch.returns for batch in batches])  # (tokens,)
+        errors = returns - torch.cat([batch.values for batch in batches])  # (tokens,)
+        # share of the variance of the returns that V explains, before it is trained on them
+        run.metrics["critic/explained"] = 1 - (errors.var() / returns.var()).item()
+        critic.update(batches)
+        return running_mean
+
+    nr.train(run, assign_advantages=assign_advantages)
 
 
 if __name__ == "__main__":

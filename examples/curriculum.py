@@ -1,0 +1,77 @@
+"""Curriculum: train on the questions that the model sometimes gets right.
+
+    python examples/curriculum.py --band 0.2 0.8 --steps 30        flags of nano_rlvr.py work
+    python examples/curriculum.py --band 0.2 0.8 --fixed           the band of the starting model
+
+A group whose samples are all right, or all wrong, has advantage 0. So the questions whose pass rate
+is in a band are drawn (Kimi k1.5, arXiv:2501.12599, section 2.3.2). Before the first step, vLLM
+samples `--probe` answers to each of the first `--pool` questions. Later, each group of a step gives
+its question a new pass rate, so solved questions leave the band and harder ones come in; --fixed
+keeps the first rates. Pass rates are in <run>/pass_rates.jsonl, which --resume reads again.
+"""
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import nano_rlvr as nr  # noqa: E402
+from runtime import dist, stats  # noqa: E402
+
+
+def in_band(examples, rates, low, high, least):
+    """The examples with a pass rate in [low, high]; if fewer than `least`, the nearest to it."""
+    def distance(example):
+        rate = rates[example["question"]]
+        return max(low - rate, rate - high, 0.0)
+
+    nearest = sorted(examples, key=distance)  # stable: of equals, in the order of the data
+    return nearest[:max(least, sum(distance(e) == 0 for e in examples))]
+
+
+def train(run, low, high, pool, probe, fixed):
+    """nano_rlvr's loop, on the questions of the band."""
+    cfg, path = run.cfg, run.log.folder / "pass_rates.jsonl"
+    everything, rates = run.train_set[:pool], {}
+    questions = {tuple(e["prompt_ids"]): e["question"] for e in everything}
+
+    def add(step, groups):  # known before this step
+        new = {questions[tuple(g[0].prompt)]: fmean(map(stats.is_right, g)) for g in groups}
+        rates.update(new)
+        with path.open("a") as file:
+            print(json.dumps({"step": step, "rates": new}), file=file)
+
+    for line in path.read_text().splitlines() if path.exists() else []:
+        row = json.loads(line)
+        if row["step"] <= run.checkpoints.progress.step:  # the later ones are taken again
+            rates |= row["rates"]
+    if not rates:
+        run.log.say(f"pass rates of {len(everything)} questions, from {probe} samples each ...")
+        seeds = [nr.data.request_seed(cfg.seed, "probe", i) for i in range(len(everything))]
+        prompts = [e["prompt_ids"] for e in everything]
+        samples = nr.rollout(run.llm, prompts, probe, cfg.temperature, cfg.max_tokens, seeds)
+        nr.score(samples, everything, run.verifier)
+        add(0, [samples[i:i + probe] for i in range(0, len(samples), probe)])
+
+    def collect_rollouts(run, step):
+        run.train_set = in_band(everything, rates, low, high, cfg.prompts)
+        run.metrics["curriculum/questions"] = len(run.train_set)
+        parts, sampled = nr.collect_rollouts(run, step)
+        if not fixed:
+            add(step + 1, sampled)
+        return parts, sampled
+
+    nr.train(run, collect_rollouts=collect_rollouts)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--band", type=float, nargs=2, default=(0.2, 0.8))
+    parser.add_argument("--pool", type=int, default=1024)
+    parser.add_argument("--probe", type=int, default=8)
+    parser.add_argument("--fixed", action="store_true")
+    own, argv = parser.parse_known_args()
+    if dist.world_size() > 1:
+        sys.exit("nano_rlvr: examples/curriculum.py runs in one process: leave out torchrun")
+    nr.main(argv, lambda run: train(run, *own.band, own.pool, own.probe, own.fixed))

@@ -1,0 +1,59 @@
+"""On-policy distillation: the student samples, and a teacher grades each of its tokens.
+
+    python examples/distill.py --teacher runs/x/final --steps 20     flags of nano_rlvr.py work
+
+The advantage of a token is log pi_teacher - log pi_student: the sum over a completion is minus the
+KL that the student pays, and each token gets its own share of it, with no reward to wait for
+(arXiv:2306.13649 with the reverse KL; arXiv:2306.08543). Rewards are only shown. With
+--teacher_prompt, a text is put before the teacher's prompt: without --teacher, the model then
+learns to do without that text (context distillation). Teacher and student share a tokenizer.
+"""
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import nano_rlvr as nr  # noqa: E402
+from runtime import dist, trainer  # noqa: E402
+from runtime.model import on_device  # noqa: E402
+
+
+def token_advantages(policy, teacher, rollouts, prefix, cfg):
+    """Fills r.advantages with log pi_teacher - log pi_student of each sampled token.
+
+    prefix: token ids that stand before the teacher's prompts. Returns the mean: minus the KL.
+    """
+    seen = [dataclasses.replace(r, prompt=prefix + r.prompt) for r in rollouts]
+    with on_device(teacher):
+        theirs = trainer.token_logps(teacher, seen, seen[0], cfg)
+    ours = trainer.token_logps(policy, rollouts, rollouts[0], cfg)
+    for r, a, b in zip(rollouts, theirs, ours):
+        gaps = iter([x - y for x, y in zip(a, b)])
+        r.advantages = [next(gaps) if sampled else 0.0 for sampled in r.sampled]
+        r.reward = 0.0 if r.reward is None else r.reward  # trained without a verdict, too
+    total, tokens = dist.all_sum(
+        sum(map(sum, (r.advantages for r in rollouts))), sum(r.length for r in rollouts))
+    return total / tokens
+
+
+def train(run, name, text):
+    """nano_rlvr's loop with these advantages. name: the teacher, "" = the starting model."""
+    cfg = dataclasses.replace(run.cfg, model=name or run.cfg.model)
+    teacher = nr.make_reference(dataclasses.replace(cfg, kl_coef=1.0, lora_rank=0))
+    prefix = run.llm.get_tokenizer().encode(text, add_special_tokens=False)
+
+    def assign_advantages(groups, cfg, running_mean):
+        rollouts = [r for group in groups for r in group]
+        run.metrics["teacher/kl"] = -token_advantages(run.policy, teacher, rollouts, prefix, cfg)
+        return running_mean
+
+    nr.train(run, assign_advantages=assign_advantages)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--teacher", default="")
+    parser.add_argument("--teacher_prompt", default="")
+    own, argv = parser.parse_known_args()
+    nr.main(["--kl_coef", "0", *argv], lambda run: train(run, own.teacher, own.teacher_prompt))

@@ -1,0 +1,79 @@
+"""DPO on verified pairs: of the samples of a prompt, a right and a wrong one are a pair.
+
+    python examples/dpo.py --steps 20                flags of nano_rlvr.py work
+    python examples/dpo.py --offline --steps 20      all pairs are sampled from the starting model
+
+DPO (arXiv:2305.18290, eq. 7) minimises the mean over the pairs of -log sigmoid(margin), with
+
+    margin = beta * [log pi(right) - log ref(right) - log pi(wrong) + log ref(wrong)].
+
+Its gradient is -beta sigmoid(-margin) [grad log pi(right) - grad log pi(wrong)]: a policy gradient
+in which a right completion has the advantage beta sigmoid(-margin), a wrong one minus that, and all
+others 0. So DPO takes the place of the group's mean. One optimizer step per batch of rollouts: the
+margin is that before the step.
+"""
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch  # noqa: E402
+
+import nano_rlvr as nr  # noqa: E402
+from runtime import dist, stats, trainer  # noqa: E402
+from runtime.model import on_device  # noqa: E402
+
+
+def assign_pairs(groups, policy, ref, beta, cfg):
+    """Fills the advantages of the pairs: (first right, first wrong) of each group. Collective.
+
+    With --aggregate constant the weight of a token is 1 / (N max_tokens) for N rollouts with a
+    reward. The advantages make up for it: the loss is the mean over the pairs. Returns metrics.
+    """
+    judged = [[r for r in group if r.reward is not None] for group in groups]
+    right = [[r for r in group if stats.is_right(r)] for group in judged]
+    wrong = [[r for r in group if not stats.is_right(r)] for group in judged]
+    pairs = [(a[0], b[0]) for a, b in zip(right, wrong) if a and b]
+    total, sequences = dist.all_sum(len(pairs), sum(map(len, judged)))
+    rollouts = [r for pair in pairs for r in pair]
+    ours = trainer.token_logps(policy, rollouts, groups[0][0], cfg)
+    with on_device(ref):
+        theirs = trainer.token_logps(ref, rollouts, groups[0][0], cfg)
+    ratios = torch.tensor([sum(a) - sum(b) for a, b in zip(ours, theirs)])  # (2 pairs,)
+    margins = beta * (ratios[::2] - ratios[1::2])  # (pairs,)
+    scale = sequences * cfg.max_tokens / max(1, total)
+    for r in sum(groups, []):
+        r.advantages = [0.0] * len(r.completion)
+    for pair, push in zip(pairs, (scale * beta * torch.sigmoid(-margins)).tolist()):
+        for r, sign in zip(pair, (1, -1)):
+            r.advantages = [sign * push] * len(r.completion)
+    [loss] = dist.all_sum(-torch.nn.functional.logsigmoid(margins).sum().item())
+    return {"dpo/pairs": total, "dpo/loss": loss / max(1, total)}
+
+
+def train(run, beta, offline):
+    """nano_rlvr's loop with these advantages."""
+    ref = nr.TokenLogps(nr.load_model(run.cfg).eval().requires_grad_(False), run.cfg.temperature)
+
+    def assign_advantages(groups, cfg, running_mean):
+        run.metrics |= assign_pairs(groups, run.policy, ref, beta, cfg)
+        return running_mean
+
+    def collect_rollouts(run, step):
+        if offline:
+            weights = ref.model.state_dict()
+            run.llm.sleep()
+            run.llm.load(weights.items(), len(weights))
+        return nr.collect_rollouts(run, step)
+
+    nr.train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advantages)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--beta", type=float, default=0.1)
+    parser.add_argument("--offline", action="store_true")
+    own, argv = parser.parse_known_args()
+    stale = ["--mismatch_bound", "20", "--correction", "none"] if own.offline else []
+    nr.main(["--aggregate", "constant", "--kl_coef", "0", *stale, *argv],
+            lambda run: train(run, own.beta, own.offline))

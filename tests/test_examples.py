@@ -1,0 +1,143 @@
+"""examples/: each idea against its formula. What they import is nano_rlvr as it is."""
+import copy
+import json
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+
+import nano_rlvr as nr
+from conftest import ENV, EXACT, ROOT, close, fixed_rollouts, make_config, within
+
+sys.path.append(str(ROOT / "examples"))
+import curriculum  # noqa: E402
+import distill  # noqa: E402
+import dpo  # noqa: E402
+
+ENV = ENV | {"OMP_NUM_THREADS": "1"}  # with several threads two runs may add in another order
+
+
+@pytest.fixture
+def models(in_float64):
+    """A policy and another model, both TokenLogps in float64."""
+    torch.manual_seed(0)
+    policy = nr.TokenLogps(nr.load_model(make_config()))
+    other = copy.deepcopy(policy).requires_grad_(False)
+    for p in other.parameters():
+        p += 0.02 * torch.randn_like(p)
+    return policy, other
+
+
+def groups_of(tokenizer):
+    """4 groups of 4 rollouts: right and wrong ones, only wrong ones, one without a verdict."""
+    rollouts = fixed_rollouts(tokenizer)
+    for i, r in enumerate(rollouts):
+        r.reward = float(i % 4 == 1 and i // 4 != 2)
+        r.parts = {"x": r.reward}
+    rollouts[0].reward, rollouts[0].parts = None, {"x": None}
+    return [rollouts[i:i + 4] for i in range(0, 16, 4)]
+
+
+def logps_one_at_a_time(model, r, prefix=()):
+    """(L,) log-probs of a completion, from one forward pass of transformers over its sequence."""
+    row = torch.tensor([[*prefix, *r.prompt, *r.completion]])
+    logits = model.model(row, use_cache=False).logits[0, -len(r.completion) - 1:-1]  # (L, V)
+    return logits.log_softmax(-1).gather(1, row[0, -len(r.completion):, None])[:, 0]  # (L,)
+
+
+def test_dpo_has_the_gradient_of_its_loss(models, tokenizer):
+    """Of -log sigmoid of the margin of each pair, from autograd, one sequence at a time."""
+    policy, ref = models
+    groups = groups_of(tokenizer)
+    cfg = make_config(aggregate="constant", kl_coef=0.0, correction="none")
+    found = dpo.assign_pairs(groups, policy, ref, 0.3, cfg)
+    for batch in nr.make_batches(groups, groups[0][0], cfg):
+        logp, _ = policy(batch)
+        nr.policy_loss(logp, None, None, batch, cfg)[0].backward()
+    ours = [p.grad.clone() for p in policy.parameters()]
+    policy.zero_grad()
+    for model in models:
+        model.model.set_attn_implementation("eager")
+    places = [(0, 1, 2), (1, 1, 0), (3, 1, 0)]  # group, first right, first wrong
+    pairs = [(groups[g][right], groups[g][wrong]) for g, right, wrong in places]
+    losses = []
+    for pair in pairs:
+        right, wrong = (logps_one_at_a_time(policy, r).sum() - logps_one_at_a_time(ref, r).sum()
+                        for r in pair)
+        losses.append(-torch.nn.functional.logsigmoid(0.3 * (right - wrong)))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    assert found["dpo/pairs"] == 3
+    close(found["dpo/loss"], loss)
+    for p, own in zip(policy.parameters(), ours):
+        close(own, p.grad)
+
+
+def test_a_distilled_token_has_the_advantage_log_teacher_minus_log_student(models, tokenizer):
+    student, teacher = models
+    prefix = tokenizer.encode("Think.", add_special_tokens=False)
+    rollouts = fixed_rollouts(tokenizer)
+    rollouts[1].sampled[0] = False  # a tool wrote it
+    mean = distill.token_advantages(student, teacher, rollouts, prefix, make_config())
+    for model in models:
+        model.model.set_attn_implementation("eager")
+    gaps = []
+    for r in rollouts:
+        with torch.no_grad():
+            gap = logps_one_at_a_time(teacher, r, prefix) - logps_one_at_a_time(student, r)  # (L,)
+        gap *= torch.tensor(r.sampled)
+        close(r.advantages, gap)
+        gaps += gap.tolist()
+    within(abs(mean - sum(gaps) / (len(gaps) - 1)), EXACT)
+
+
+def test_the_band_has_the_questions_in_it_or_the_nearest():
+    rates = {"a": 0.0, "b": 0.1, "c": 0.5, "d": 0.6, "e": 1.0}
+    examples = [{"question": q} for q in rates]
+    names = lambda *args: "".join(e["question"] for e in curriculum.in_band(*args))  # noqa: E731
+    assert names(examples, rates, 0.2, 0.8, 1) == "cd"
+    assert names(examples, rates, 0.2, 0.8, 3) == "cdb"  # b is 0.1 away, a and e 0.2
+    assert names(examples, rates, 0.0, 1.0, 2) == "abcde"
+
+
+def test_asynchronous_runs_are_equal_to_synchronous_ones_and_survive_kill_9(tmp_path):
+    """--lag 0 is nano_rlvr.py bit for bit. With --lag 1, a killed sampler ends the run with a line,
+    and the run that continues it has the bits of the run that was not killed."""
+    flags = ("--steps 3 --prompts 4 --samples 4 --eval_size 4 --eval_every 2 --save_every 1 "
+             "--max_tokens 32 --lr_end 1").split()
+
+    def start(name, script, *more):
+        command = [sys.executable, ROOT / script, *flags, "--out", tmp_path, "--name", name, *more]
+        return subprocess.Popen(command, env=ENV, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT)
+
+    def weights(name):
+        return (tmp_path / name / "final/model.safetensors").read_bytes()
+
+    asynchronous = "examples/async_rl.py", "--lag"
+    killed = start("killed", *asynchronous, "1")
+    for line in killed.stdout:
+        if line.startswith("step    1  reward"):
+            [sampler] = [child for child in psutil.Process(killed.pid).children()
+                         if "spawn_main" in str(child.cmdline())]
+            sampler.send_signal(signal.SIGKILL)
+            break
+    rest = killed.communicate()[0]
+    assert killed.returncode == 1 and "Traceback" not in rest
+    assert rest.count("nano_rlvr: the sampler's process has ended; --resume continues") == 1
+    for names in ((("sync", "nano_rlvr.py"), ("lag-0", *asynchronous, "0")),
+                  (("killed", *asynchronous, "1", "--resume"), ("lag-1", *asynchronous, "1"))):
+        for process in [start(*name) for name in names]:
+            output = process.communicate()[0]
+            assert process.returncode == 0, output[-3000:]
+        a, b = (name[0] for name in names)
+        assert weights(a) == weights(b)
+        rollouts = [(tmp_path / name / "rollouts.jsonl").read_text() for name in (a, b)]
+        assert rollouts[0] == rollouts[1]
+    assert weights("lag-0") != weights("lag-1")
+    metrics = (tmp_path / "lag-1/metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in metrics.splitlines()]
+    assert rows[0]["mismatch/mean_abs"] < 1e-4 < rows[1]["mismatch/mean_abs"]  # of older weights
