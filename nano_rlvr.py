@@ -10,7 +10,7 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     1. rollout     vLLM samples n completions for each of G prompts, with log-probs of the tokens
     2. reward      verifiers (rewards.py) turn texts into numbers; None is "no verdict", not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): no critic is needed
-    4. pack        sequences lie end to end, without padding; each prompt is stored once
+    4. pack        sequences lie end to end, without padding; a pack stores each prompt once
     5. log-probs   log pi(token) of each completion token, without storing logits
     6. loss        clipped policy gradient per token + kl_coef * k3 KL to the frozen starting model
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
@@ -19,7 +19,7 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
 A textbook PPO has a critic, GAE, padding and means per micro-batch. Here, the loss is a sum over
 tokens, each with a weight that makes it a mean over the whole optimizer step: the weights come from
 the numbers of sequences and tokens of all ranks. So the gradient is the same for any packing and
-any number of ranks.
+any number of ranks, up to rounding.
 
 Shapes: G prompts, n completions per prompt, N = G*n sequences. Per pack: B sequences, R sampled
 tokens, T tokens with each prompt stored once, K tokens with the prompt repeated for each sequence.
@@ -73,22 +73,22 @@ class Config(flags.RunFlags):
     scale: Literal["group", "batch", "mean", "none"] = "group"  # the advantage is divided by it
     ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old per token or sequence
     gate: Literal["clip", "detach", "soft", "squared"] = "clip"  # how it is bounded
-    aggregate: Literal["sequence", "token", "constant"] = "sequence"  # mean of losses
+    aggregate: Literal["sequence", "token", "constant"] = "sequence"  # see token_weights
     clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low ...
     clip_high: float = 0.2  # ... and 1 + clip_high
     delta: float = 0.0  # largest ratio for negative advantages (two-sided clip); 0 = off
     tau: float = 1.0  # soft gate: temperature for positive advantages; squared: penalty weight
     tau_neg: float = 1.05  # soft gate: temperature for negative advantages
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference
-    kl_in: Literal["loss", "reward"] = "loss"  # add k3 to the loss, or subtract k1
+    kl_in: Literal["loss", "reward"] = "loss"  # add k3 to the loss, or take k1 from the reward
     # importance weight for the difference between vLLM's and the trainer's log-probs
     correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     correction_cap: float = 2.0  # largest importance weight pi_trainer / pi_vllm
     drop_flat_groups: bool = False  # no update from groups in which all rewards are the same
     resample: int = 0  # draw further prompts, up to this many times, until G groups are left
     mask_truncated: bool = False  # truncated completions count in the group but get no gradient
-    overlong_buffer: float = 0.0  # penalty in this last share of max_tokens; 0 = off
-    epochs: int = 1  # passes over a rollout batch
+    overlong_buffer: float = 0.0  # the reward "overlong" in this last share of max_tokens; 0 = off
+    epochs: int = 1  # passes over a rollout batch; 1 pass of 1 step: the ratio is 1, no clip acts
     minibatches: int = 1  # optimizer steps per pass
     # optimizer
     lr: float = 1e-6  # AdamW's learning rate
@@ -135,7 +135,8 @@ def parse_config(argv=None):
 def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     """Samples n completions for each of G prompts (token ids): G*n Rollouts, in prompt order.
 
-    llm: a runtime.sampler.Sampler. seeds: one per prompt. sampling: more of vLLM's SamplingParams.
+    llm: a runtime.sampler.Sampler. seeds: one per prompt; vLLM adds the number of the sample to it.
+    sampling: more of vLLM's SamplingParams.
     """
     from vllm import SamplingParams
     tokenizer = llm.get_tokenizer()
@@ -195,9 +196,8 @@ def collect_rollouts(run, step):
 
     With drop_flat_groups, groups whose rewards are all the same are left out. With resample, new
     prompts are then drawn until the ranks together have enough: DAPO's dynamic sampling. Of the
-    groups of all ranks, the first in the order of the data are kept. Step s always has the batches
-    of prompts from s * (1 + resample) on, drawn or not: the data is the same after any past.
-    Collective.
+    groups of all ranks, the first in the order of the data are kept. Step s owns 1 + resample
+    batches of prompts, drawn or not, so its data does not depend on earlier steps. Collective.
     """
     cfg, share = run.cfg, run.cfg.prompts // dist.world_size()
     first = dist.rank() * share  # number of this rank's first prompt in a batch
@@ -278,7 +278,7 @@ def assign_advantages(groups, cfg, running_mean):
     running_mean: moving average of the reward, for --baseline running; NaN before the first step.
     """
     outcomes = [[math.nan if r.reward is None else r.reward - cfg.kl_coef * r.kl for r in group]
-                for group in groups]
+                for group in groups]  # r.kl is 0 unless --kl_in reward
     all_rewards = torch.tensor(dist.all_gather(outcomes)).view(-1, cfg.samples)  # (G, n) all ranks
     if any(dist.all_gather([any(r.steps for group in groups for r in group)])):
         all_rewards = step_rewards(groups, cfg)  # (G, n K)
@@ -407,8 +407,8 @@ def importance(mismatch, batch, cfg):
 
 
 def gated_objective(ratio, log_ratio, logp, advantage, cfg):
-    """Objective per token with a bounded ratio, and whether the bound takes its gradient: (R,)."""
-    beyond = log_ratio.abs() > MAX_LOG_RATIO  # (R,) the ratio is constant there
+    """Objective per token with a bounded ratio, and whether the bound made its gradient 0: (R,)."""
+    beyond = log_ratio.abs() > MAX_LOG_RATIO  # (R,) policy_loss has clamped the ratio there
     if cfg.gate == "clip":  # PPO, arXiv:1707.06347
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
         # delta > 1 + clip_high, so it changes the minimum only for negative advantages
@@ -437,7 +437,7 @@ def policy_loss(logp, old, ref, batch, cfg):
     if old is None:
         old = logp.detach()  # (R,)
     log_ratio = logp - old  # (R,) on-policy it is 0, but has a gradient
-    if cfg.ratio == "sequence":  # GSPO: geometric mean; it also averages advantages per step
+    if cfg.ratio == "sequence":  # GSPO: geometric mean; it also averages the step advantages
         log_ratio = sequence_mean(log_ratio, batch)  # (R,)
     elif cfg.ratio == "product":  # RLOO: the ratio of the whole sequence, for each of its tokens
         log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (R,)
@@ -466,7 +466,7 @@ def make_policy(cfg):
 
 
 def make_reference(cfg, policy=None, stays_on_gpu=False):
-    """The frozen model of the KL term, in host memory while it is not in use. None without KL."""
+    """The frozen model of the KL term. It waits in host memory or stays_on_gpu. None without KL."""
     if not cfg.kl_coef:
         return None
     if cfg.lora_rank:
@@ -499,7 +499,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 # ----------------------------------------------------------------------------------------- 8. sync
 
 def sync_weights(policy, llm):
-    """Copies the policy's weights into vLLM; RunError if any bit differs afterwards. Collective."""
+    """Wakes vLLM with the policy's weights; RunError if any bit differs. Collective."""
     trainer.place_frozen_weights(policy, "cpu")  # LoRA with offload: they make room for vLLM's
     llm.load(trainer.named_weights(policy), trainer.count_weights(policy))
 
@@ -517,7 +517,7 @@ class Run:
     checkpoints: Checkpoints
     llm: Sampler
     policy: Any  # DeepSpeed's engine around TokenLogps
-    ref: Any  # frozen TokenLogps, or None
+    ref: Any  # the frozen model of the KL, or None
     metrics: dict[str, float] = field(default_factory=dict)  # of the current step
     answers: list[dict] = field(default_factory=list)  # of its evaluation, if there is one
 
@@ -573,9 +573,9 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         groups = [group for part in parts for group in part]
         filler = min((r for group in sampled for r in group), key=len)  # for ranks with fewer packs
         with timed(run.metrics, "sync"):
-            llm.sleep()  # GPU memory: from vLLM to the trainer, and back in sync_weights
+            llm.sleep()  # GPU memory: from vLLM to the trainer; sync_weights wakes it up
             trainer.place_frozen_weights(policy, dist.device())
-        shown = run.log.rollouts_with_tokens(step, sampled)  # in the report; none in most steps
+        shown = run.log.rollouts_with_tokens(step, sampled)  # by the report; none in most steps
         with timed(run.metrics, "report"):
             before = trainer.token_logps(policy, shown, filler, cfg)
         with timed(run.metrics, "update"):
