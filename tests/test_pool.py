@@ -266,20 +266,22 @@ def test_a_closed_verifier_raises_and_leaves_no_process(my):
 
 @pytest.fixture
 def trainer(my):
-    """trainer(tail) -> (process that has started workers, [pid of its fork server, of workers])."""
+    """trainer(tail, texts) -> (process with two busy workers, [pid of its fork server, of them])."""
     program = f"""import os, signal, sys, threading, time; sys.path.insert(0, {str(ROOT)!r})
 import rewards
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
 verify = rewards.Verifier({f"{my}:misbehaves"!r}, workers=2, timeout=60)
-threading.Thread(target=lambda: verify(["hang", "hang", "ok"]), daemon=True).start()
-while len(verify.pool.workers) < 2: time.sleep(0.1)
+threading.Thread(target=lambda: verify(TEXTS, trainer=os.getpid()), daemon=True).start()
+hang = lambda: sum(w.task is not None and b"hang" in w.task.payload for w in verify.pool.workers)
+while hang() < 2: time.sleep(0.1)
 print(verify.pool.fork_server.pid, *[w.pid for w in verify.pool.workers], flush=True)
 """
     started, words = [], []
 
-    def start(tail):
+    def start(tail, texts=("hang", "hang")):
+        code = program.replace("TEXTS", repr(texts)) + tail
         process = subprocess.Popen(
-            [sys.executable, "-c", program + tail], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, start_new_session=True)
         started.append(process)
         while not words or not words[0].isdigit():
@@ -302,11 +304,7 @@ def becomes(there):
 @pytest.mark.parametrize("number, text", [
     (signal.SIGTERM, "child"), (signal.SIGKILL, "a daemon"), (signal.SIGKILL, "a daemon, stop")])
 def test_all_that_was_started_ends_with_a_trainer_that_was_killed(trainer, number, text):
-    process, pids = trainer(f"""verify([{text!r}], trainer=os.getpid())
-print("started", flush=True)
-time.sleep(600)""")
-    while process.stdout.readline() != "started\n":  # after what the reward functions print
-        assert process.poll() is None
+    process, pids = trainer("time.sleep(600)", ("hang", text, "hang"))
     assert becomes(True)
     process.send_signal(number)
     process.communicate()

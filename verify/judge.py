@@ -5,7 +5,6 @@ openai package: with its retries and a limit over all of them, a failing endpoin
 """
 import contextlib
 import hashlib
-import http.client
 import json
 import os
 import re
@@ -34,22 +33,15 @@ Question:
 Say briefly what is right and wrong. Then end with one line: SCORE: n, \
 where n is a whole number from 0 to 10."""
 
-# of an endpoint: no connection or an HTTP status; no HTTP; no JSON, or JSON of another shape
-ERRORS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
-
 
 def ask(text, question, rubric, answer, url, model, cache, seconds):
     """The model's score of a text, 0.0 to 1.0; None if its reply does not end with a valid score.
 
     `cache` is the path of the SQLite file, by default ~/.cache/nano_rlvr/judge.sqlite. Raises
-    TimeoutError if there is no reply within `seconds`, another one of ERRORS if the endpoint fails,
-    sqlite3.Error if the cache cannot be read.
+    TimeoutError if there is no reply within `seconds`, another exception if the endpoint fails or
+    the cache cannot be read.
     """
-    fence = "=" * 20 + _digest(text, 8)  # a hash of the text, so the text cannot contain it
-    reference = f"Reference answer:\n{answer}\n\n" if answer else ""
-    rubric = rubric or "A correct, complete, clear answer."
-    prompt = PROMPT.format(fence=fence, question=question, text=text, rubric=rubric,
-                           reference=reference)
+    prompt = _prompt(text, question, rubric, answer)
     key = _digest(f"{url}\n{model}\n{prompt}", 16)
     with _open(cache) as db:
         if row := db.execute("select score from verdicts where key = ?", (key,)).fetchone():
@@ -67,18 +59,16 @@ def check(judge_url=None, judge_model=None, judge_cache=None, timeout=5.0, **_):
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
         raise ValueError("OPENAI_BASE_URL must look like http://localhost:8000/v1, without "
                          "password or query (a key is read from OPENAI_API_KEY)")
+    if not judge_model:
+        raise ValueError("--rewards judge needs --judge_model")
     try:
         with _open(judge_cache) as db:
             db.execute("select score from verdicts where key = ''")
     except (sqlite3.Error, OSError) as e:
         raise ValueError(f"the judge's cache {_path(judge_cache)} cannot be read: {e}") from None
-    if not judge_model:
-        raise ValueError("--rewards judge needs --judge_model")
-    prompt = PROMPT.format(fence="=" * 20, question="2 + 2 = ?", text="4", rubric="Be right.",
-                           reference="")
     try:
-        reply = _chat(judge_url, judge_model, prompt, 0.9 * timeout)
-    except ERRORS as e:
+        reply = _chat(judge_url, judge_model, _prompt("4", "2 + 2 = ?"), 0.9 * timeout)
+    except Exception as e:  # no connection or an HTTP status; no HTTP; no JSON, or of another shape
         raise ValueError(f"the judge at {judge_url}: {_reason(e)}") from None
     if _score(reply) is None:
         raise ValueError(
@@ -89,16 +79,25 @@ def check(judge_url=None, judge_model=None, judge_cache=None, timeout=5.0, **_):
 def _reason(e):
     """Why a request failed and what to do, in one line."""
     if isinstance(e, urllib.error.HTTPError):
-        advice = {401: "; set OPENAI_API_KEY", 403: "; set OPENAI_API_KEY"}.get(e.code, "")
-        if 300 <= e.code < 400:
-            advice = f"; give the address it leads to, {e.headers['Location']}"
-        return f"HTTP {e.code} {e.reason}{advice}"
+        return f"{e}; set OPENAI_API_KEY" if e.code in (401, 403) else str(e)
     if isinstance(e, TimeoutError):
         return "no reply in time; is the judge running? A slow one needs a longer --reward_timeout"
     if isinstance(e, OSError):
         return f"{e.strerror or e}; start the judge, or correct the address"
     return (f"not the reply of an OpenAI-compatible endpoint ({type(e).__name__}: {str(e)[:100]}); "
             "its address usually ends with /v1")
+
+
+def _prompt(text, question, rubric=None, answer=None):
+    fence = "=" * 20 + _digest(text, 8)  # a hash of the text, so the text cannot contain it
+    return PROMPT.format(fence=fence, question=question, text=text,
+                         rubric=rubric or "A correct, complete, clear answer.",
+                         reference=f"Reference answer:\n{answer}\n\n" if answer else "")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_):
+        return None  # HTTPError: our key would follow, also to another host
 
 
 def _chat(url, model, prompt, seconds):
@@ -108,11 +107,16 @@ def _chat(url, model, prompt, seconds):
     """
     body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
             "max_tokens": 512}
+    # http.client would print a key that has a line break
+    key = "".join(os.environ.get("OPENAI_API_KEY", "-").split())
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url.rstrip("/") + "/chat/completions",
+                                     json.dumps(body).encode(), headers)
     future, end = Future(), time.monotonic() + seconds
 
     def fetch():
         try:
-            future.set_result(_fetch(url.rstrip("/") + "/chat/completions", body, end))
+            future.set_result(_fetch(request, end))
         except Exception as e:  # URLError hides a TimeoutError, ConnectionRefusedError
             reason = getattr(e, "reason", None)
             future.set_exception(reason if isinstance(reason, OSError) else e)
@@ -121,17 +125,8 @@ def _chat(url, model, prompt, seconds):
     return str(future.result(seconds)["choices"][0]["message"]["content"])
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_):
-        return None  # HTTPError: our key would follow, also to another host
-
-
-def _fetch(url, body, end):
-    # http.client would print a key that has a line break
-    key, pause = "".join(os.environ.get("OPENAI_API_KEY", "-").split()), 0.25
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    opener = urllib.request.build_opener(_NoRedirect)
+def _fetch(request, end):
+    opener, pause = urllib.request.build_opener(_NoRedirect), 0.25
     while True:
         try:
             with opener.open(request, timeout=max(0.01, end - time.monotonic())) as response:

@@ -126,13 +126,9 @@ class Verifier:
 
     def _judge(self, calls, completions, columns, values):
         """Make calls (name of a function, indices of completions) and enter what they return."""
-        jobs = []
-        for waits in False, True:
-            mine = [call for call in calls if self.traits[call[0]].waits == waits]
-            tasks = [(name, *_select(completions, columns, rows)) for name, rows in mine]
-            jobs += zip(mine, tasks, self.pool.submit(tasks, waits))
-        for (name, rows), task, future in jobs:
-            result = future.result()
+        tasks = [(name, *_select(completions, columns, rows)) for name, rows in calls]
+        waits = [self.traits[name].waits for name, _ in calls]
+        for (name, rows), task, result in zip(calls, tasks, self.pool.run(tasks, waits)):
             if isinstance(result, str) and result != Pool.TIMEOUT and name not in self.crashes:
                 self.crashes[name] = f"{name}: {result.strip().splitlines()[-1]}"
                 print(f"reward {name!r} crashed (printed once, then counted in reward/crashes) on "
@@ -167,8 +163,8 @@ class Verifier:
             judged = self._judged_by(name, examples)
             sample = judged[::math.ceil(len(judged) / at_most) or 1]
             rows = [{key: [value] for key, value in example.items()} for example in sample]
-            futures = self.pool.submit([(name, [""], row) for row in rows])
-            bad = [e for e, future in zip(sample, futures) if future.result() != [0.0]]
+            values = self.pool.run([(name, [""], row) for row in rows])
+            bad = [e for e, value in zip(sample, values) if value != [0.0]]
             if not bad:
                 continue
             says = (f"reward {name}: {len(bad)} of {len(sample)} answers cannot be read, one is "
