@@ -266,7 +266,7 @@ def test_a_closed_verifier_raises_and_leaves_no_process(my):
 
 @pytest.fixture
 def trainer(my):
-    """trainer(tail, texts) -> (process with two busy workers, [pid of its fork server, of them])."""
+    """trainer(tail, texts) -> (process with two busy workers, pids of fork server and workers)."""
     program = f"""import os, signal, sys, threading, time; sys.path.insert(0, {str(ROOT)!r})
 import rewards
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT

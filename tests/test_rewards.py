@@ -11,6 +11,7 @@ import threading
 import time
 from unittest import mock
 
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -177,7 +178,7 @@ def test_a_column_that_a_reward_needs_and_no_row_has_is_named(tmp_path):
     spec = (f"code,overlong,{SHAPING['length_kimi']},countdown,instruction,random,{trl},"
             f"{tmp_path}/my.py:mine")
     with rewards.Verifier(spec, max_tokens=9, allow_unsafe_code=True) as made:
-        assert made.needed == {
+        assert {name: traits.needs for name, traits in made.traits.items()} == {
             "code": {"tests"}, "overlong": {"completion_ids"}, "length_kimi": {"prompts"},
             "countdown": {"numbers", "target"}, "instruction": {"instruction_id_list", "kwargs"},
             "random": set(), "accuracy_reward": {"solution"}, "think_format_reward": set(),
@@ -366,6 +367,7 @@ def endpoint_at(host, tmp_path):
             body = endpoint.body or json.dumps({"choices": choices}).encode()
             self.send_response(endpoint.statuses.pop(0) if endpoint.statuses else endpoint.status)
             self.send_header("Location", endpoint.location)
+            self.send_header("Content-Type", "application/json")
             if endpoint.drips == "head":
                 self.flush_headers()
                 self.drip(b"X: " + b"x" * 300)
@@ -428,9 +430,9 @@ def test_the_key_does_not_follow_a_redirect_to_another_host(judge, monkeypatch, 
         judge.location = f"{other.settings['judge_url']}/chat/completions"
         for status in 301, 302, 303, 307, 308:
             judge.status = status
-            with pytest.raises(ValueError, match=f"HTTP {status} .*; .* {judge.location}$"):
+            with pytest.raises(ValueError, match=f"/v1: HTTP {status} "):
                 rewards.judge.check(**judge.settings)
-            with pytest.raises(rewards.judge.ERRORS):
+            with pytest.raises(openai.APIStatusError):
                 judge.judge("x")
         assert len(judge.asked) == 10 and other.asked == []
 
@@ -470,25 +472,25 @@ def test_a_busy_judge_is_asked_again_and_one_that_fails_is_a_crash_with_its_reas
         judge.status = 400  # not asked again; and not the other reward alone, which would train
         values, _, metrics = verify(["y", "z"], question=["Why?"] * 2)
     assert values == [None, None] and metrics == {"reward/timeouts": 0.0, "reward/crashes": 2.0}
-    assert len(judge.asked) == 5 + 2 and "HTTP Error 400" in verify.crashes["judge"]
+    assert len(judge.asked) == 5 + 2 and "BadRequestError" in verify.crashes["judge"]
     assert capfd.readouterr().err.count("crashed") == 1
 
 
 @pytest.mark.parametrize("faults, says", [
-    ({"judge_url": "http://127.0.0.1:9/v1"}, "^the judge at .*:9/v1: Connection refused; start"),
+    ({"judge_url": "http://127.0.0.1:9/v1"}, "^the judge at .*:9/v1: .*onnect.*; start the"),
     ({"judge_url": "http://no-such-host.invalid/v1"}, "host.invalid/v1: .*; start the judge"),
     ({"judge_url": "localhost:8000/v1"}, "must look like http"),
     ({"judge_url": ""}, "OPENAI_BASE_URL must look like http"),
     ({"judge_url": "http://me:secret@localhost:8000/v1"}, "must look like .* OPENAI_API_KEY"),
     ({"judge_url": "http://localhost:8000/v1?key=secret"}, "must look like .* OPENAI_API_KEY"),
-    ({"judge_url": "http://localhost:port/v1"}, "nonnumeric port"),
+    ({"judge_url": "http://localhost:port/v1"}, ":port/v1: .*[Pp]ort"),
     ({"judge_model": ""}, "needs --judge_model$"),
     ({"status": 401}, "/v1: HTTP 401 Unauthorized .*; set OPENAI_API_KEY$"),
     ({"status": 404, "body": b"no model m"}, "/v1: HTTP 404 Not Found no model m$"),
     ({"status": 500, "body": b"two\nlines"}, "HTTP 500 Internal Server Error two lines$"),
     ({"delay": 60}, "no reply in time; .* --reward_timeout$"),
     ({"body": b"\xff junk"}, "not the reply of an OpenAI-compatible endpoint"),
-    ({"body": b"{}"}, r"not the reply .*\(KeyError: 'choices'\); its address usually ends with"),
+    ({"body": b"{}"}, "not the reply .*(TypeError: .*); its address usually ends"),
     ({"says": "Is\nright"}, r"--judge_model m ends its reply with 'Is\\nright' and not with"),
     ({"judge_cache": "/dev/null/x"}, "the judge's cache /dev/null/x cannot be read: "),
     ({"judge_cache": __file__}, "the judge's cache .*rewards.py cannot be read: file is not a"),

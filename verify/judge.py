@@ -1,19 +1,13 @@
 """A language model as a judge (arXiv 2306.05685), behind an OpenAI-compatible endpoint.
 
-Scores are cached in an SQLite file, so that a resumed run gets the scores it had. Why not the
-openai package: with its retries and a limit over all of them, a failing endpoint is a time-out.
+Scores are cached in an SQLite file, so that a resumed run gets the scores it had.
 """
+import asyncio
 import contextlib
 import hashlib
-import json
 import os
 import re
 import sqlite3
-import threading
-import time
-import urllib.error
-import urllib.request
-from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -67,8 +61,8 @@ def check(judge_url=None, judge_model=None, judge_cache=None, timeout=5.0, **_):
     except (sqlite3.Error, OSError) as e:
         raise ValueError(f"the judge's cache {_path(judge_cache)} cannot be read: {e}") from None
     try:
-        reply = _chat(judge_url, judge_model, _prompt("4", "2 + 2 = ?"), 0.9 * timeout)
-    except Exception as e:  # no connection or an HTTP status; no HTTP; no JSON, or of another shape
+        reply = _chat(judge_url, judge_model, _prompt("4", "2 + 2 = ?"), 0.9 * timeout, retries=0)
+    except Exception as e:  # openai's own types, and any if the reply is no JSON or of another shape
         raise ValueError(f"the judge at {judge_url}: {_reason(e)}") from None
     if _score(reply) is None:
         raise ValueError(
@@ -78,66 +72,48 @@ def check(judge_url=None, judge_model=None, judge_cache=None, timeout=5.0, **_):
 
 def _reason(e):
     """Why a request failed and what to do, in one line."""
-    if isinstance(e, urllib.error.HTTPError):
-        return f"{e}; set OPENAI_API_KEY" if e.code in (401, 403) else str(e)
+    import openai
+
     if isinstance(e, TimeoutError):
         return "no reply in time; is the judge running? A slow one needs a longer --reward_timeout"
-    if isinstance(e, OSError):
-        return f"{e.strerror or e}; start the judge, or correct the address"
+    if isinstance(e, openai.APIStatusError):
+        said = " ".join(f"{e.response.reason_phrase} {e.response.text}".split())[:200]
+        return f"HTTP {e.status_code} {said}" + "; set OPENAI_API_KEY" * (e.status_code in (401, 403))
+    if isinstance(e, openai.APIConnectionError):
+        while e.__cause__:
+            e = e.__cause__
+        return f"{e}; start the judge, or correct the address"
     return (f"not the reply of an OpenAI-compatible endpoint ({type(e).__name__}: {str(e)[:100]}); "
             "its address usually ends with /v1")
 
 
 def _prompt(text, question, rubric=None, answer=None):
+    text = text.encode("utf-8", "replace").decode()  # a model may write half a surrogate pair
     fence = "=" * 20 + _digest(text, 8)  # a hash of the text, so the text cannot contain it
     return PROMPT.format(fence=fence, question=question, text=text,
                          rubric=rubric or "A correct, complete, clear answer.",
                          reference=f"Reference answer:\n{answer}\n\n" if answer else "")
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_):
-        return None  # HTTPError: our key would follow, also to another host
+def _chat(url, model, prompt, seconds, retries=4):
+    """The reply (str) of a model to one message. openai retries after 429, 5xx and lost connections.
 
-
-def _chat(url, model, prompt, seconds):
-    """The reply (str) of a model to one message. HTTP 429 and 5xx are tried again within `seconds`.
-
-    Raises TimeoutError after `seconds`: urllib limits each read, but a reply may come in drops.
+    Raises TimeoutError after `seconds`: httpx limits each read, but a reply may come in drops.
     """
-    body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
-            "max_tokens": 512}
-    # http.client would print a key that has a line break
-    key = "".join(os.environ.get("OPENAI_API_KEY", "-").split())
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url.rstrip("/") + "/chat/completions",
-                                     json.dumps(body).encode(), headers)
-    future, end = Future(), time.monotonic() + seconds
+    import openai  # takes 0.7 s
 
-    def fetch():
-        try:
-            future.set_result(_fetch(request, end))
-        except Exception as e:  # URLError hides a TimeoutError, ConnectionRefusedError
-            reason = getattr(e, "reason", None)
-            future.set_exception(reason if isinstance(reason, OSError) else e)
+    async def answered():
+        # httpx would print a key that has a line break
+        key = "".join(os.environ.get("OPENAI_API_KEY", "-").split())
+        http = openai.DefaultAsyncHttpxClient(follow_redirects=False)  # our key would follow
+        client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=None, max_retries=retries,
+                                    http_client=http)
+        async with client, asyncio.timeout(seconds):
+            return await client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": prompt}], temperature=0,
+                max_tokens=512)
 
-    threading.Thread(target=fetch, daemon=True).start()
-    return str(future.result(seconds)["choices"][0]["message"]["content"])
-
-
-def _fetch(request, end):
-    opener, pause = urllib.request.build_opener(_NoRedirect), 0.25
-    while True:
-        try:
-            with opener.open(request, timeout=max(0.01, end - time.monotonic())) as response:
-                return json.loads(response.read(1 << 20))
-        except urllib.error.HTTPError as e:
-            if e.code != 429 and e.code < 500 or time.monotonic() + pause >= end:
-                said = e.read(1000).decode("utf-8", "replace")
-                e.msg = " ".join(f"{e.msg} {said}".split())[:200]
-                raise
-        time.sleep(pause)
-        pause *= 2
+    return str(asyncio.run(answered()).choices[0].message.content)
 
 
 def _score(reply):
@@ -162,5 +138,4 @@ def _open(cache):
 
 
 def _digest(text, size):
-    data = text.encode("utf-8", "surrogatepass")  # a model may write half a surrogate pair
-    return hashlib.blake2b(data, digest_size=size).hexdigest()
+    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()

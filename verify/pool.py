@@ -85,19 +85,19 @@ class Pool:
         """The results of tasks, in their order. `waits`: for each, whether it waits for a network.
 
         As many tasks run at a time as the pool has workers, and WAITING tasks that wait. Raises
-        RuntimeError if the pool is closed, also meanwhile, or if the fork server cannot be replaced.
+        RuntimeError if the pool is closed or the fork server has died and cannot be replaced.
         """
-        tasks = [Task(pickle.dumps(task), bool(wait)) for task, wait in zip(tasks, waits)]
+        tasks = [Task(pickle.dumps(task), wait) for task, wait in zip(tasks, waits)]
         with self.lock:
-            pending = {wait: deque(task for task in tasks if task.waits == wait)
-                       for wait in (False, True)}
+            if self.closed:
+                raise RuntimeError("the verifier pool is closed")
+            pending = {waits: deque(task for task in tasks if task.waits == waits)
+                       for waits in (False, True)}
             for worker in self.workers[:]:
                 if worker.conn.poll():  # end of file: it has died since the last run
                     self._remove(worker)
             try:
                 while any(pending.values()) or any(worker.task for worker in self.workers):
-                    if self.closed:
-                        raise RuntimeError("the verifier pool is closed")
                     self._assign(pending)
                     self._step()
             except BaseException:  # Ctrl-C too: the next run starts new processes
@@ -107,10 +107,9 @@ class Pool:
         return [task.result for task in tasks]
 
     def close(self):
-        """Kill all processes of the pool."""
-        self.closed = True
-        self._hang_up()  # ends what another thread runs
+        """Kill all processes of the pool, after a `run` of another thread."""
         with self.lock:
+            self.closed = True
             self._end_fork_server()
 
     def _assign(self, pending):
@@ -154,11 +153,8 @@ class Pool:
             self._remove(worker)
 
     def _slow_at(self, worker):
-        """When the task of this worker counts as slow; infinity if it may not.
-
-        Relative to the mean: where every call takes long, replacing every worker would start more
-        processes than there are cores.
-        """
+        """When the task of this worker counts as slow. Relative to the mean: where every call takes
+        long, replacing every worker would start more processes than there are cores."""
         if worker.slow or worker.task.waits or sum(w.slow for w in self.workers) >= MAX_SLOW:
             return float("inf")
         return worker.started + max(self.timeout / 25, 4 * self.mean_seconds)
@@ -190,13 +186,10 @@ class Pool:
                 self._end_fork_server()
                 self._start_fork_server()
 
-    def _hang_up(self):
-        """Let the fork server, its workers and all that they have started be killed."""
+    def _end_fork_server(self):
+        """Kill the fork server, its workers and all that they have started."""
         with contextlib.suppress(OSError):  # closed before
             self.control.shutdown(socket.SHUT_RDWR)
-
-    def _end_fork_server(self):
-        self._hang_up()
         self.control.close()
         self.fork_server.send_signal(signal.SIGCONT)  # a function may have stopped all above it
         self.fork_server.wait()
