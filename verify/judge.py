@@ -62,7 +62,7 @@ def check(judge_url=None, judge_model=None, judge_cache=None, timeout=5.0, **_):
         raise ValueError(f"the judge's cache {_path(judge_cache)} cannot be read: {e}") from None
     try:
         reply = _chat(judge_url, judge_model, _prompt("4", "2 + 2 = ?"), 0.9 * timeout, retries=0)
-    except Exception as e:  # openai's own types, and any if the reply is no JSON or of another shape
+    except Exception as e:  # any type, if the reply is no JSON or has another shape
         raise ValueError(f"the judge at {judge_url}: {_reason(e)}") from None
     if _score(reply) is None:
         raise ValueError(
@@ -78,11 +78,10 @@ def _reason(e):
         return "no reply in time; is the judge running? A slow one needs a longer --reward_timeout"
     if isinstance(e, openai.APIStatusError):
         said = " ".join(f"{e.response.reason_phrase} {e.response.text}".split())[:200]
-        return f"HTTP {e.status_code} {said}" + "; set OPENAI_API_KEY" * (e.status_code in (401, 403))
+        advice = "; set OPENAI_API_KEY" if e.status_code in (401, 403) else ""
+        return f"HTTP {e.status_code} {said}{advice}"
     if isinstance(e, openai.APIConnectionError):
-        while e.__cause__:
-            e = e.__cause__
-        return f"{e}; start the judge, or correct the address"
+        return f"{e.__cause__ or e}; start the judge, or correct the address"
     return (f"not the reply of an OpenAI-compatible endpoint ({type(e).__name__}: {str(e)[:100]}); "
             "its address usually ends with /v1")
 
@@ -96,7 +95,7 @@ def _prompt(text, question, rubric=None, answer=None):
 
 
 def _chat(url, model, prompt, seconds, retries=4):
-    """The reply (str) of a model to one message. openai retries after 429, 5xx and lost connections.
+    """The reply (str) of a model to one message. openai retries 429, 5xx and lost connections.
 
     Raises TimeoutError after `seconds`: httpx limits each read, but a reply may come in drops.
     """
