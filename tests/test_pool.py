@@ -4,7 +4,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -50,11 +49,6 @@ def twice(completions, **_):
     return [float(len(completions[0]))]
 def late(completions, **_):
     raise TimeoutError("of its own")
-def meets(completions, folder, **_):  # ends when 50 calls run at the same time
-    open(f"{folder}/{os.getpid()}", "w").close()
-    while len(os.listdir(folder)) < 50: time.sleep(0.05)
-    return [1.0]
-meets.waits = True
 async def later(completions, **_):
     return [2.0]
 def modules(completions, **_):
@@ -62,9 +56,6 @@ def modules(completions, **_):
     return [float(any(m in sys.modules for m in heavy))]
 def strict(completions, answer):
     return [float(c == a) for c, a in zip(completions, answer)]
-def centred(completions, index, correct, **_):
-    return [float(i) + c for i, c in zip(index, correct)]
-centred.whole_batch = True
 def greedy(completions, **_):
     return [float(len(bytearray(200 << 20)) > 0)]
 here = os.getpid()
@@ -85,8 +76,8 @@ def my(tmp_path_factory):
 @pytest.fixture(scope="module")
 def judge(my):
     """judge("odd:2,late", texts, **columns) -> (rewards, parts, metrics), from one pool."""
-    specs = ["misbehaves", "misbehaves:0.5,odd:2", "odd", "late", "strict,later:0.5", "odd,centred",
-             "twice", "greedy", "pid", "server", "modules"]
+    specs = ["misbehaves", "misbehaves:0.5,odd:2", "odd", "late", "strict,later:0.5", "twice",
+             "greedy", "pid", "server", "modules"]
     full = {spec: ",".join(f"{my}:{part}" for part in spec.split(",")) for spec in specs}
     kimi = f"{ROOT}/examples/shaping_rewards.py:length_kimi"
     full |= {spec: spec.replace("length_kimi", kimi)
@@ -151,8 +142,6 @@ def test_a_batch_that_cannot_be_judged_raises_at_once(judge):
 
 
 def test_whole_batch_functions_see_every_completion_and_the_first_part(judge):
-    parts = judge("odd,centred", ["a", "bb", "c"])[1]
-    assert parts == {"odd": [1.0, 0.0, 1.0], "centred": [1.0, 1.0, 3.0]}
     columns = {"answer": ["72"] * 3, "prompts": ["p"] * 3}
     texts = [r"\boxed{72}", r"it is \boxed{72}", r"\boxed{71}"]
     # `correct` is gsm8k's part, wherever it stands; without it, math decides
@@ -161,11 +150,6 @@ def test_whole_batch_functions_see_every_completion_and_the_first_part(judge):
     values, parts, _ = judge("gsm8k,length_kimi:0.5", texts, **columns)
     assert parts == wanted and values == [1.25, 0.75, 0.0]
     assert judge("length_kimi", texts, **columns)[0] == [0.5, -0.5, 0.0]
-
-
-def test_calls_that_wait_for_a_network_are_not_bound_to_the_cores(my, tmp_path):
-    with rewards.Verifier(f"{my}:meets,{my}:odd", timeout=30, workers=1) as verify:
-        assert verify(["a"] * 50, folder=str(tmp_path))[0] == [2.0] * 50
 
 
 def test_a_function_that_forks_and_returns_twice_changes_no_other_verdict(judge):
@@ -242,23 +226,21 @@ def test_a_call_over_memory_mb_crashes_also_where_math_verify_says_unequal(my, j
     assert metrics == {"reward/timeouts": 0.0, "reward/crashes": 3.0}
 
 
+def test_ctrl_c_in_a_call_leaves_a_verifier_that_works(judge):
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    with pytest.raises(KeyboardInterrupt):
+        judge("misbehaves", ["hang"] * 3)
+    assert judge("misbehaves", ["ok", "none"])[0] == [0.5, None]
+
+
 def test_a_closed_verifier_raises_and_leaves_no_process(my):
-    verify, caught = rewards.Verifier(f"{my}:misbehaves", workers=2, timeout=60), []
-
-    def call():
-        with pytest.raises(RuntimeError, match="closed") as e:
-            verify(["hang"] * 3)
-        caught.append(e)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    while len(verify.pool.workers) < 2:
-        time.sleep(0.1)
-    pids = [verify.pool.fork_server.pid, *(w.pid for w in verify.pool.workers)]
-    verify.close()
-    thread.join()
-    call()
-    assert len(caught) == 2 and len(pids) >= 3 and gone(pids)
+    with rewards.Verifier(f"{my}:odd", workers=2) as verify:
+        verify(["a"] * 9)
+        pids = [verify.pool.fork_server.pid, *(w.pid for w in verify.pool.workers)]
+    assert len(pids) == 3 and gone(pids)
+    with pytest.raises(RuntimeError, match="closed"):
+        verify(["a"])
 
 
 # ---- a trainer that ends

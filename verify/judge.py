@@ -87,11 +87,11 @@ def _reason(e):
 
 
 def _prompt(text, question, rubric=None, answer=None):
-    text = text.encode("utf-8", "replace").decode()  # a model may write half a surrogate pair
     fence = "=" * 20 + _digest(text, 8)  # a hash of the text, so the text cannot contain it
-    return PROMPT.format(fence=fence, question=question, text=text,
-                         rubric=rubric or "A correct, complete, clear answer.",
-                         reference=f"Reference answer:\n{answer}\n\n" if answer else "")
+    prompt = PROMPT.format(fence=fence, question=question, text=text,
+                           rubric=rubric or "A correct, complete, clear answer.",
+                           reference=f"Reference answer:\n{answer}\n\n" if answer else "")
+    return prompt.encode("utf-8", "replace").decode()  # a model may write half a surrogate pair
 
 
 def _chat(url, model, prompt, seconds, retries=4):
@@ -103,7 +103,7 @@ def _chat(url, model, prompt, seconds, retries=4):
 
     async def answered():
         # httpx would print a key that has a line break
-        key = "".join(os.environ.get("OPENAI_API_KEY", "-").split())
+        key = "".join(os.environ.get("OPENAI_API_KEY", "").split()) or "-"
         http = openai.DefaultAsyncHttpxClient(follow_redirects=False)  # our key would follow
         client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=None, max_retries=retries,
                                     http_client=http)
@@ -137,4 +137,4 @@ def _open(cache):
 
 
 def _digest(text, size):
-    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=size).hexdigest()
