@@ -339,7 +339,7 @@ def test_code_takes_the_last_block_after_thinking():
 
 @contextlib.contextmanager
 def endpoint_at(host, tmp_path):
-    """A fake OpenAI-compatible endpoint. A reply has the first of `statuses`, the last one stays."""
+    """A fake OpenAI-compatible endpoint; a reply has the next of `statuses`, the last one stays."""
     class Endpoint(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             endpoint.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
