@@ -321,17 +321,13 @@ def test_countdown_agrees_with_python_on_expressions_of_its_kind(numbers, rng):
 def test_code_takes_the_last_block_after_thinking():
     tests = [{"input": "2", "output": "4"}, {"input": "3", "output": "6"}]
     bad, good = "```python\nprint(4)\n```\n", "```python\nprint(int(input()) * 2)\n```\n"
-    f = rewards.code_reward
-    right = [bad + good, f"<think>{bad}</think>{good}", good.replace("python", ""),
-             "<answer>print(int(input()) * 2)</answer>",
+    right = [f"<think>{bad}</think>{bad}{good}", "<answer>print(int(input()) * 2)</answer>",
              "```bash\npip install x\n```\n" + good + "It prints:\n```text\n4\n```"]
     wrong = [good + bad, f"<think>{good}</think>{bad}", "print(4)", "", good[:-4]]
-    assert f(right + wrong, tests=[tests] * 10) == [1.0] * 5 + [0.0] * 5
+    assert rewards.code_reward(right + wrong, [tests] * 8) == [1.0] * 3 + [0.0] * 5
     both = json.dumps(["assert double(2) == 4", {"input": "2", "output": "0"}])
-    assert f(["```python\ndef double(x): return 2 * x\nprint(0)\n```"], tests=[both]) == [1.0]
-    assert f([bad], tests=[tests]) == [0.0] and f([good], tests=[[]]) == [None]
-    assert f(["```python\nprint('a  \\nb\\n\\n')\n```", "```python\nprint(' a')\n```"],
-             tests=[[{"input": "", "output": "a\nb"}]] * 2) == [1.0, 0.0]
+    program = "```\ndef double(x): return 2 * x\nprint('0  \\n')\n```"
+    assert rewards.code_reward([program, good], tests=[both, []]) == [1.0, None]
 
 
 # ---- judge
@@ -559,8 +555,8 @@ def test_random_is_a_fair_coin_that_ignores_the_answer_and_is_reproducible(verif
     texts, n = ["<answer>72</answer>", "<answer>5</answer>"] * 2000, 4000
     coins = rewards.random_reward(texts, prompts=["p"] * n, answer=["72"] * n)
     assert coins == rewards.random_reward(texts, prompts=["p"] * n, answer=["5"] * n)
-    right, wrong = sum(coins[::2]) / 2000, sum(coins[1::2]) / 2000
-    assert abs(right - 0.5) < 0.05 and abs(wrong - 0.5) < 0.05  # 4.5 standard deviations
+    for half in coins[::2], coins[1::2]:
+        assert abs(sum(half) / 2000 - 0.5) < 0.05  # 4.5 standard deviations
     for other in ({"random_seed": 1}, {"step": 1}, {"prompts": ["q"] * n}):
         changed = rewards.random_reward(texts, **{"prompts": ["p"] * n, **other})
         assert 0.4 < sum(a != b for a, b in zip(coins, changed)) / n < 0.6
