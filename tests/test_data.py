@@ -61,7 +61,7 @@ def test_every_file_format_gives_the_same_examples(tmp_path):
 def test_blank_lines_count_as_lines_and_rows_without_an_answer_are_read_when_told_so(tmp_path):
     row = {"question": "a", "tests": []}
     path = write(tmp_path / "a.jsonl", [{"question": "a", "answer": 0}, row])
-    (tmp_path / "a.jsonl").write_text(f"\n\n{(tmp_path / 'a.jsonl').read_text()}")
+    (tmp_path / "a.jsonl").write_text("\n\n" + (tmp_path / "a.jsonl").read_text())
     with pytest.raises(ValueError, match=r"a.jsonl:4: no 'answer' \(it has question, tests\);"):
         data.load(path)
     assert data.load(write(tmp_path / "b.jsonl", [row]), answer_key="none") == [row]

@@ -138,8 +138,7 @@ def test_every_math500_answer_gets_1_and_0_against_the_next_answer(verify):
     same = [(22, "5", "x=5"), (186, "7", "7"), (403, "3", "3")]  # neighbours with equal answers
     assert verify(solutions, answer=solutions, reward="math")[0] == [1.0] * 500
     forms = ["The final answer is ${}$. I hope it is correct.", "Final Answer: {}",
-             r"So the answer is \({}\). This follows from 2 + 2 = 4.",
-             "The answer is:\n$$\n{}\n$$\nDone.", "**Answer: ${}$**"]
+             "The answer is:\n$$\n{}\n$$\nDone."]
     for texts in solutions, *([form.replace("{}", a) for a in answers] for form in forms):
         values, _, metrics = verify(texts * 2, answer=answers + following, reward="math")
         assert values[:500] == [1.0] * 500 and not any(metrics.values())
@@ -191,8 +190,7 @@ def test_a_row_that_lacks_a_column_gets_the_default_of_each():
     *((f"gsm8k:{weight}", "must be a finite number") for weight in ("x", "", "1:2", "nan", "inf")),
     ("gsm8k,gsm8k:2", "named twice"), ("nowhere.py:f", "'nowhere.py' does not exist"),
     ("no_such_module:f", "No module named"), ("math_verify:no_such_function", "no_such_function"),
-    ("json:f:g:1", "must be a finite number"), ("sys:path", "is not a function"),
-    ("my.py", "unknown reward 'my.py'"),
+    ("sys:path", "is not a function"), ("my.py", "unknown reward 'my.py'"),
 ])
 def test_a_bad_spec_raises_a_one_line_error(spec, says):
     with pytest.raises(ValueError) as caught:
@@ -240,8 +238,7 @@ PIECES = st.sampled_from([
     "1,000", "1/2", "^", "**", "\\frac", "$", "answer is", "A:", "(", ")", "=", "\0", "\ud800",
     "\u202e", "٣", "½", "\n", " ", "\\", "```python\n", "```", "[", "]", "x", "SCORE: 10", "sin",
     "\\sqrt", "\\infty", "!", "%"])
-ANY_TEXT = st.one_of(st.text(st.characters(), max_size=200),
-                     st.lists(PIECES, max_size=30).map("".join))
+ANY_TEXT = st.lists(PIECES | st.text(st.characters(), max_size=30), max_size=30).map("".join)
 
 
 @settings(max_examples=80, deadline=5000)
@@ -286,17 +283,6 @@ def test_after_a_marked_answer_only_another_mark_counts(n, other, way, second, w
     counts = second is not WAYS[3]  # the phrase "the answer is" does not replace a marked answer
     text = f"{way(n)}\n{words}\n{second(other)}"
     assert one("gsm8k", text, answer=str(n)) == float(other == n or not counts)
-
-
-@settings(deadline=None)
-@given(st.fractions(max_denominator=1000), st.integers(1, 9))
-def test_fractions_are_exact(x, k):
-    gold = f"{x.numerator}/{x.denominator}"
-    near = f"{x.numerator * 1000 + 1}/{x.denominator * 1000}"
-    for text in (f"{x.numerator * k}/{x.denominator * k}",
-                 rf"\frac{{{x.numerator}}}{{{x.denominator}}}"):
-        assert one("gsm8k", f"<answer>{text}</answer>", answer=gold) == 1.0
-        assert one("gsm8k", f"<answer>{text}</answer>", answer=near) == 0.0
 
 
 @pytest.mark.exercise_10
@@ -589,11 +575,10 @@ def test_our_reward_functions_run_unchanged_in_trls_trainer(monkeypatch):
     trainer = mock.MagicMock(reward_funcs=functions, reward_func_names=names, environments=None,
                              reward_processing_classes=names)
     trainer.accelerator.device = "cpu"
-    columns = {"answer": ["18"] * 2, "numbers": [[6, 12]] * 2, "target": [18] * 2}
-    rows = [dict(zip(columns, row)) for row in zip(*columns.values())]
-    columns |= {"prompts": ["6+12"] * 2, "completion_ids": [[1, 2, 3, 4, 5], [1, 1, 1, 1, 1, 1]],
-                "completions": ["<answer>6 + 12</answer>", r"<think>6</think>\boxed{18}"]}
-    given = grpo_trainer.GRPOTrainer._calculate_rewards(
-        trainer, rows, *(columns[name] for name in ("prompts", "completions", "completion_ids")))
-    wanted = [function(**columns) for function in functions]  # (7, 2)
-    assert given.T.tolist() == [pytest.approx(values) for values in wanted] and wanted[0] == [0, 1]
+    row = {"answer": "18", "numbers": [6, 12], "target": 18}
+    given = {"prompts": ["6+12"] * 2, "completions": ["<answer>6 + 12</answer>", r"\boxed{18}"],
+             "completion_ids": [[1, 2, 3, 4, 5], [1, 1, 1, 1, 1, 1]]}
+    values = grpo_trainer.GRPOTrainer._calculate_rewards(trainer, [row] * 2, *given.values())
+    columns = {name: [value] * 2 for name, value in row.items()}
+    wanted = [function(**given, **columns) for function in functions]  # (7, 2)
+    assert values.T.tolist() == [pytest.approx(x) for x in wanted] and wanted[0] == [0, 1]
