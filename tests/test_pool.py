@@ -283,14 +283,16 @@ def becomes(there):
     return False
 
 
-@pytest.mark.parametrize("number, text", [
-    (signal.SIGTERM, "child"), (signal.SIGKILL, "a daemon"), (signal.SIGKILL, "a daemon, stop")])
-def test_all_that_was_started_ends_with_a_trainer_that_was_killed(trainer, number, text):
-    process, pids = trainer("time.sleep(600)", ("hang", text, "hang"))
-    assert becomes(True)
-    process.send_signal(number)
-    process.communicate()
-    assert gone(pids) and becomes(False)
+@pytest.mark.parametrize("text, number", [
+    ("child", signal.SIGTERM), ("a daemon", signal.SIGKILL), ("a daemon, stop", signal.SIGKILL),
+    ("a daemon", None)])  # None: it exits without close
+def test_all_that_was_started_ends_with_the_trainer(trainer, text, number):
+    process, pids = trainer("time.sleep(600)" * bool(number), ("hang", text, "hang"))
+    assert number is None or becomes(True)
+    if number:
+        process.send_signal(number)
+    process.communicate(timeout=120)
+    assert process.returncode == -(number or 0) and gone(pids) and becomes(False)
 
 
 @pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
@@ -308,12 +310,6 @@ verify(["```python\\nimport os\\nos.fork()\\nwhile True: pass\\n```"], tests=[["
     process.kill()
     process.communicate()
     assert len(running) >= 5 and gone(running)  # fork server, worker, jail, supervisor, programs
-
-
-def test_workers_end_with_a_trainer_that_exits_without_close(trainer):
-    process, pids = trainer("")
-    process.communicate(timeout=120)
-    assert process.returncode == 0 and len(pids) >= 3 and gone(pids)
 
 
 def test_ctrl_c_prints_one_traceback_not_one_per_worker(trainer):

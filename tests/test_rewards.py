@@ -78,8 +78,8 @@ def adversarial_cases():
         elif name == "instruction":
             known, arguments = given.split(" ", 1)
             columns = {"instruction_id_list": [known], "kwargs": [json.loads(arguments)]}
-        elif name in ("format", "language"):
-            columns = {"format_partial": given == "partial", "question": given}
+        elif name == "language":
+            columns = {"question": given}
         wanted = {"+": 1, "-": 0, "?": None}[sign] if sign in "+-?" else float(sign)
         for text in map(plain, texts.replace("\n", "").split("¦")):
             text, reward = (rf"So \boxed{{{text}}}.", "math") if name == "boxed" else (text, name)

@@ -22,15 +22,11 @@ JAIL_PROCESSES = 32
 SCRATCH = "/scratch"
 
 
-class NoIsolation(RuntimeError):
-    """Linux namespaces do not work here."""
-
-
 def run_program(program, inputs, seconds=4.0, output=1 << 16, allow_unsafe_code=False):
     r"""Run a Python program in a jail, once for each text of `inputs`, which is its standard input.
 
     Returns a list with the standard output of each run, cut at `output` bytes; None if the run
-    failed, was killed or did not end within `seconds`, which all runs share. Raises NoIsolation
+    failed, was killed or did not end within `seconds`, which all runs share. Raises RuntimeError
     where no jail can be built, unless allow_unsafe_code.
 
     >>> run_program("print(int(input()) + 1)", ["1", "41", "x"])
@@ -62,10 +58,10 @@ def run_asserts(program, tests, seconds=4.0, allow_unsafe_code=False):
 
 
 def check(allow_unsafe_code=False):
-    """Whether the jail works here. Where not, raises NoIsolation unless allow_unsafe_code."""
+    """Whether the jail works here. Where not, raises RuntimeError unless allow_unsafe_code."""
     works = isolates()
     if not works and not allow_unsafe_code:
-        raise NoIsolation(
+        raise RuntimeError(
             "no isolation for the model's programs on this machine: allow Linux namespaces "
             "(unshare), or accept the risk with --allow_unsafe_code")
     return works

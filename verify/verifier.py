@@ -152,16 +152,15 @@ class Verifier:
                     f"reward {name}: it reads the column '{column}', which {source} does not have "
                     f"in the rows with this reward (it has {', '.join(map(str, judged[0]))})")
 
-    def count_unreadable(self, examples, notify=print, at_most=256):
+    def count_unreadable(self, examples, notify=print):
         """Call notify(text) for each reward that cannot read some gold answers of the `examples`
         (dicts) that it judges. Raises ValueError if it can read none.
 
-        Each reward judges an empty completion of every example; of more than `at_most`, of an even
-        sample.
+        Each judges an empty completion of every example; of more than 256, of an even sample.
         """
         for name in [name for name, traits in self.traits.items() if traits.reads_gold]:
             judged = self._judged_by(name, examples)
-            sample = judged[::math.ceil(len(judged) / at_most) or 1]
+            sample = judged[::math.ceil(len(judged) / 256) or 1]
             rows = [{key: [value] for key, value in example.items()} for example in sample]
             values = self.pool.run([(name, [""], row) for row in rows])
             bad = [e for e, value in zip(sample, values) if value != [0.0]]
