@@ -8,7 +8,7 @@ import pytest
 
 import data
 import nano_rlvr as nr
-from conftest import SHARED, make_config
+from conftest import make_config
 from runtime import evaluation
 
 
@@ -139,14 +139,6 @@ def test_an_epoch_shows_every_example_once_and_ranks_share_a_batch():
         ranks = [data.batch_at(examples, step, 4, seed=3, rank=rank, world=2) for rank in (0, 1)]
         assert data.batch_at(examples, step, 4, seed=3) == ranks[0] + ranks[1]
     assert len(data.batch_at([1, 2], 0, 8)) == 8  # a small data set is repeated within a batch
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no folder with the data sets")
-def test_all_examples_of_the_published_files_are_read():
-    for name, count in {"gsm8k/train": 7473, "gsm8k/test": 1319, "math500/test": 500,
-                        "aime24/test": 30, "amc23/test": 83}.items():
-        examples = data.load(str(SHARED / f"{name}.jsonl"))
-        assert len(examples) == count and all(e["question"] and e["answer"] for e in examples)
 
 
 @pytest.mark.parametrize("sources, columns, name", [

@@ -442,20 +442,17 @@ def test_a_busy_judge_is_asked_again_one_that_fails_is_a_crash_and_one_that_hang
 
 @pytest.mark.parametrize("faults, says", [
     ({"judge_url": "http://127.0.0.1:9/v1"}, "^the judge at .*:9/v1: .*onnect.*; start the"),
-    ({"judge_url": "http://no-such-host.invalid/v1"}, "host.invalid/v1: .*; start the judge"),
     ({"judge_url": "localhost:8000/v1"}, "must look like http"),
     ({"judge_url": "http://me:secret@localhost:8000/v1"}, "must look like .* OPENAI_API_KEY"),
     ({"judge_url": "http://localhost:8000/v1?key=secret"}, "must look like .* OPENAI_API_KEY"),
     ({"judge_url": "http://localhost:port/v1"}, ":port/v1: .*[Pp]ort"),
     ({"judge_model": ""}, "needs --judge_model$"),
     ({"statuses": [401]}, "/v1: HTTP 401 Unauthorized .*; set OPENAI_API_KEY$"),
-    ({"statuses": [404], "body": b"no model m"}, "/v1: HTTP 404 Not Found no model m$"),
     ({"statuses": [500], "body": b"two\nlines"}, "HTTP 500 Internal Server Error two lines$"),
     ({"wait": threading.Event().wait}, "no reply in time; .* --reward_timeout$"),
     ({"body": b"\xff junk"}, "not the reply of an OpenAI-compatible endpoint"),
     ({"body": b"{}"}, "not the reply .*(TypeError: .*); its address usually ends"),
     ({"says": "Is\nright"}, r"--judge_model m ends its reply with 'Is\\nright' and not with"),
-    ({"judge_cache": "/dev/null/x"}, "the judge's cache /dev/null/x cannot be read: "),
     ({"judge_cache": __file__}, "the judge's cache .*rewards.py cannot be read: file is not a"),
 ])
 def test_a_judge_that_cannot_work_ends_in_one_line_at_the_start(judge, monkeypatch, faults, says):

@@ -118,7 +118,7 @@ def test_a_token_in_which_the_marker_ends_is_kept_whole(llm, prompts, monkeypatc
 # ---- 2. limits, seeds
 
 
-@pytest.mark.parametrize("max_tokens", [9, 40, MAX_TOKENS])
+@pytest.mark.parametrize("max_tokens", [9, 40])
 def test_sampled_tokens_and_output_together_are_at_most_max_tokens(llm, prompts, calls, max_tokens):
     for r in sample(llm, prompts, max_tokens=max_tokens):
         n = len(r.completion)
@@ -206,7 +206,6 @@ SAMPLE = "rs = rollout(llm, prompts, n, temperature, max_tokens, seeds, **sampli
     ("rs[0].sampled[0] = 2", "Rollout 0 .* sampled 2; .* a bool"),
     ("rs[3].vllm_logps += [-1.0]", "Rollout 3 .* must be lists of one length"),
     ("rs[0].sampled = [False] * len(rs[0].sampled)", "Rollout 0 .* no token of it is sampled"),
-    ("rs[0].text = None", "Rollout 0 .* its text must be a str"),
     ("raise KeyError('the\\nserver')", "KeyError: 'the.*server' .*mine0.py:4"),
     ("raise SystemExit(0)", "SystemExit: 0 .*mine0.py:4"),
     ("rollout(llm, [[1] * 999], 1, 1.0, 8)", "VLLM.*: .* 999 .*mine0.py:4"),  # too long
