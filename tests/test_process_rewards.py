@@ -114,6 +114,7 @@ ADDED = [  # spec, what it gives the text "aBcD"
     ("letters:0,size", 4.0),  # without weight: no steps, only the part
     # correct: the mean of the letters' steps
     ("letters,batch:0.5", [(1, 0), (2, 1 + 0.5 * 0.5), (3, 0.5 * 1), (4, 1)]),
+    ("letters:0,batch", [(1, 0), (2, 0.5), (3, 1)]),
     ("letters,never", None),
 ]
 
