@@ -289,22 +289,19 @@ TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
 
 @each
-def format_reward(text, format_partial=False):
+def format_reward(text):
     """1.0 for <think>...</think><answer>...</answer> and nothing else (R1, arXiv 2501.12948).
 
     Each tag once, in this order; the answer is not empty; only white space between and around the
-    two blocks. The opening <think> may be missing, because the prompt may end with it. Else 0.0, or
-    with format_partial=True 0.2 for each tag that occurs exactly once.
+    two blocks. The opening <think> may be missing, because the prompt may end with it. Else 0.0.
     """
     if "<think>" not in text and "</think>" in text:
         text = "<think>" + text
     pieces = re.split(f"({'|'.join(TAGS)})", text)  # text, tag, text, tag, ..., text
-    tags = pieces[1::2]
-    if tags == TAGS:
-        before, between, answer, after = pieces[0], pieces[4], pieces[6], pieces[8]
-        if answer.strip() and not (before + between + after).strip():
-            return 1.0
-    return 0.2 * sum(tags.count(tag) == 1 for tag in TAGS) * format_partial
+    if pieces[1::2] != TAGS:
+        return 0.0
+    before, between, answer, after = pieces[0], pieces[4], pieces[6], pieces[8]
+    return float(bool(answer.strip()) and not (before + between + after).strip())
 
 
 FENCE = re.compile(r"```[ \t]{0,9}([\w+-]{0,20})[^\n`]{0,99}\n(.*?)\n?```", re.S)
@@ -333,7 +330,7 @@ def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False):
     input and output, compared line by line without spaces at line ends, or "assert add(2, 3) == 5",
     Python that runs after the program. All tests of a completion share 0.9 * timeout seconds; a
     program that needs longer fails. Programs run in the jail of verify/jail.py. Raises
-    jail.NoIsolation where it cannot be built.
+    RuntimeError where it cannot be built.
     """
     end = time.monotonic() + 0.9 * timeout
     tests = json.loads(tests) if isinstance(tests, str) else tests

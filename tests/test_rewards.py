@@ -11,6 +11,7 @@ import threading
 import time
 from unittest import mock
 
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,7 +38,6 @@ COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}
            "random": {"prompts": "p"}, "overlong": {"completion_ids": [1] * 9, "max_tokens": 10},
            "length_kimi": {"prompts": "p", "correct": 1.0}}
 SPECS = {name: SHAPING.get(name, name) for name in COLUMNS}
-ALL = ",".join(SPECS.values())
 
 
 def one(name, text, **columns):
@@ -47,8 +47,8 @@ def one(name, text, **columns):
 
 @pytest.fixture(scope="module")
 def verify():
-    """One pool for all tests. Column reward: one reward, or ALL."""
-    specs = [*SPECS.values(), ALL]
+    """One pool for all tests."""
+    specs = SPECS.values()
     with rewards.Verifier("gsm8k", timeout=40.0, max_tokens=10, row_specs=specs) as made:
         yield made
 
@@ -78,8 +78,8 @@ def adversarial_cases():
         elif name == "instruction":
             known, arguments = given.split(" ", 1)
             columns = {"instruction_id_list": [known], "kwargs": [json.loads(arguments)]}
-        elif name in ("format", "language"):
-            columns = {"format_partial": given == "partial", "question": given}
+        elif name == "language":
+            columns = {"question": given}
         wanted = {"+": 1, "-": 0, "?": None}[sign] if sign in "+-?" else float(sign)
         for text in map(plain, texts.replace("\n", "").split("¦")):
             text, reward = (rf"So \boxed{{{text}}}.", "math") if name == "boxed" else (text, name)
@@ -126,13 +126,9 @@ def test_every_gsm8k_solution_gets_1_and_0_against_a_shifted_answer():
     assert rewards.gsm8k_reward(golds, answer=golds) == right
     assert rewards.gsm8k_reward(golds, answer=numbers) == right
     assert rewards.gsm8k_reward([rf"So \boxed{{{n}}}" for n in numbers], answer=golds) == right
-    numbers = [n.replace(",", "") for n in numbers]
-    for shift in (lambda n: str(int(n) + 1), lambda n: n + "0", lambda n: n + ".5",
-                  lambda n: "-" * (n[0] == "-") + "1" + n.lstrip("-"),
-                  lambda n: "-" + n if n[0] != "-" else n[1:]):
-        wrong = [shift(n) for n in numbers]
-        values = rewards.gsm8k_reward(golds, answer=wrong)
-        assert {w for w, value in zip(wrong, values) if value != 0} <= {"00", "-0"}
+    for shift in (lambda n: n + 1, lambda n: 10 * n or 1, lambda n: -n or 1, "{}.5".format):
+        wrong = [str(shift(int(n.replace(",", "")))) for n in numbers]
+        assert not any(rewards.gsm8k_reward(golds, answer=wrong))
 
 
 def test_every_math500_answer_gets_1_and_0_against_the_next_answer(verify):
@@ -142,9 +138,7 @@ def test_every_math500_answer_gets_1_and_0_against_the_next_answer(verify):
     same = [(22, "5", "x=5"), (186, "7", "7"), (403, "3", "3")]  # neighbours with equal answers
     assert verify(solutions, answer=solutions, reward="math")[0] == [1.0] * 500
     forms = ["The final answer is ${}$. I hope it is correct.", "Final Answer: {}",
-             "The answer is {}.", r"So the answer is \({}\). This follows from 2 + 2 = 4.",
-             "The answer is:\n$$\n{}\n$$\nDone.", "**Answer: ${}$**",
-             "The answer is ${}$, because 1 + 1 = 2."]
+             "The answer is:\n$$\n{}\n$$\nDone."]
     for texts in solutions, *([form.replace("{}", a) for a in answers] for form in forms):
         values, _, metrics = verify(texts * 2, answer=answers + following, reward="math")
         assert values[:500] == [1.0] * 500 and not any(metrics.values())
@@ -170,22 +164,18 @@ def test_gold_answers_that_cannot_be_read_are_counted_and_if_none_can_be_it_is_a
         count([{"answer": "{}"}] * 3)
 
 
-def test_a_column_that_a_reward_needs_and_no_row_has_is_named(tmp_path):
+def test_the_columns_that_a_reward_needs_are_its_parameters_without_a_default(tmp_path):
     (tmp_path / "my.py").write_text(
         "def mine(completions, prompts, gold, timeout, why=None, **_): return []")
     trl = "trl.rewards:accuracy_reward,trl.rewards:think_format_reward"
     spec = (f"code,overlong,{SHAPING['length_kimi']},countdown,instruction,random,{trl},"
             f"{tmp_path}/my.py:mine")
     with rewards.Verifier(spec, max_tokens=9, allow_unsafe_code=True) as made:
-        assert made.needed == {
+        assert {name: traits.needs for name, traits in made.traits.items()} == {
             "code": {"tests"}, "overlong": {"completion_ids"}, "length_kimi": {"prompts"},
             "countdown": {"numbers", "target"}, "instruction": {"instruction_id_list", "kwargs"},
             "random": set(), "accuracy_reward": {"solution"}, "think_format_reward": set(),
             "mine": {"prompts", "gold"}}
-        with pytest.raises(ValueError, match=(
-                "^reward code: it reads the column 'tests', which x.jsonl does not have in the "
-                r"rows with this reward \(it has question, gold\)$")):
-            made.check_columns([{"question": "q", "gold": 1}, {"question": "p"}], "x.jsonl")
 
 
 def test_a_row_that_lacks_a_column_gets_the_default_of_each():
@@ -200,8 +190,7 @@ def test_a_row_that_lacks_a_column_gets_the_default_of_each():
     *((f"gsm8k:{weight}", "must be a finite number") for weight in ("x", "", "1:2", "nan", "inf")),
     ("gsm8k,gsm8k:2", "named twice"), ("nowhere.py:f", "'nowhere.py' does not exist"),
     ("no_such_module:f", "No module named"), ("math_verify:no_such_function", "no_such_function"),
-    ("json:f:g:1", "must be a finite number"), ("sys:path", "is not a function"),
-    ("my.py", "unknown reward 'my.py'"),
+    ("sys:path", "is not a function"), ("my.py", "unknown reward 'my.py'"),
 ])
 def test_a_bad_spec_raises_a_one_line_error(spec, says):
     with pytest.raises(ValueError) as caught:
@@ -249,14 +238,13 @@ PIECES = st.sampled_from([
     "1,000", "1/2", "^", "**", "\\frac", "$", "answer is", "A:", "(", ")", "=", "\0", "\ud800",
     "\u202e", "٣", "½", "\n", " ", "\\", "```python\n", "```", "[", "]", "x", "SCORE: 10", "sin",
     "\\sqrt", "\\infty", "!", "%"])
-ANY_TEXT = st.one_of(st.text(st.characters(), max_size=200),
-                     st.lists(PIECES, max_size=30).map("".join))
+ANY_TEXT = st.lists(PIECES | st.text(st.characters(), max_size=30), max_size=30).map("".join)
 
 
 @settings(max_examples=80, deadline=5000)
 @given(ANY_TEXT)
 def test_any_text_gets_a_number_or_none_and_always_the_same(text):
-    for name in COLUMNS.keys() - {"math"}:  # math may hang: it is tested in the pool
+    for name in COLUMNS.keys() - {"math"}:  # math may hang: the next test has a time limit
         value = one(name, text)
         assert value is None or isinstance(value, float) and -1 <= value <= 1
         assert value == one(name, [{"role": "assistant", "content": text}])
@@ -264,12 +252,9 @@ def test_any_text_gets_a_number_or_none_and_always_the_same(text):
 
 @settings(max_examples=8, deadline=None)
 @given(st.lists(ANY_TEXT, min_size=30, max_size=30))
-def test_any_text_gets_a_number_or_none_within_the_time_limit(verify, texts):
-    row = {key: [value] * 30 for columns in COLUMNS.values() for key, value in columns.items()
-           if key not in ("correct", "max_tokens")}
-    values, parts, metrics = verify(texts, **row, reward=ALL)
-    assert metrics["reward/crashes"] == 0 and len(values) == 30
-    assert all(v is None or isinstance(v, float) for part in parts.values() for v in part)
+def test_any_text_gets_a_number_or_none_from_math(verify, texts):
+    values, _, metrics = verify(texts, answer=[r"\frac{1}{2}"] * 30, reward="math")
+    assert metrics["reward/crashes"] == 0 and set(values) <= {0.0, 1.0, None}
 
 
 NUMBERS = st.integers(-10**12, 10**12)
@@ -300,17 +285,6 @@ def test_after_a_marked_answer_only_another_mark_counts(n, other, way, second, w
     assert one("gsm8k", text, answer=str(n)) == float(other == n or not counts)
 
 
-@settings(deadline=None)
-@given(st.fractions(max_denominator=1000), st.integers(1, 9))
-def test_fractions_are_exact(x, k):
-    gold = f"{x.numerator}/{x.denominator}"
-    near = f"{x.numerator * 1000 + 1}/{x.denominator * 1000}"
-    for text in (f"{x.numerator * k}/{x.denominator * k}",
-                 rf"\frac{{{x.numerator}}}{{{x.denominator}}}"):
-        assert one("gsm8k", f"<answer>{text}</answer>", answer=gold) == 1.0
-        assert one("gsm8k", f"<answer>{text}</answer>", answer=near) == 0.0
-
-
 @pytest.mark.exercise_10
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 99), min_size=2, max_size=5), st.randoms(use_true_random=False))
@@ -333,44 +307,36 @@ def test_countdown_agrees_with_python_on_expressions_of_its_kind(numbers, rng):
 def test_code_takes_the_last_block_after_thinking():
     tests = [{"input": "2", "output": "4"}, {"input": "3", "output": "6"}]
     bad, good = "```python\nprint(4)\n```\n", "```python\nprint(int(input()) * 2)\n```\n"
-    f = rewards.code_reward
-    right = [bad + good, f"<think>{bad}</think>{good}", good.replace("python", ""),
-             "<answer>print(int(input()) * 2)</answer>",
+    right = [f"<think>{bad}</think>{bad}{good}", "<answer>print(int(input()) * 2)</answer>",
              "```bash\npip install x\n```\n" + good + "It prints:\n```text\n4\n```"]
     wrong = [good + bad, f"<think>{good}</think>{bad}", "print(4)", "", good[:-4]]
-    assert f(right + wrong, tests=[tests] * 10) == [1.0] * 5 + [0.0] * 5
+    assert rewards.code_reward(right + wrong, [tests] * 8) == [1.0] * 3 + [0.0] * 5
     both = json.dumps(["assert double(2) == 4", {"input": "2", "output": "0"}])
-    assert f(["```python\ndef double(x): return 2 * x\nprint(0)\n```"], tests=[both]) == [1.0]
-    assert f([bad], tests=[tests]) == [0.0] and f([good], tests=[[]]) == [None]
-    assert f(["```python\nprint('a  \\nb\\n\\n')\n```", "```python\nprint(' a')\n```"],
-             tests=[[{"input": "", "output": "a\nb"}]] * 2) == [1.0, 0.0]
+    program = "```\ndef double(x): return 2 * x\nprint('0  \\n')\n```"
+    assert rewards.code_reward([program, good], tests=[both, []]) == [1.0, None]
 
 
 # ---- judge
 
 
-@pytest.fixture
-def judge(tmp_path):
-    with endpoint_at("127.0.0.1", tmp_path) as endpoint:
-        yield endpoint
-
-
 @contextlib.contextmanager
 def endpoint_at(host, tmp_path):
-    """A fake OpenAI-compatible endpoint that answers endpoint.says and keeps endpoint.asked."""
+    """A fake OpenAI-compatible endpoint; a reply has the next of `statuses`, the last one stays."""
     class Endpoint(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             endpoint.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             endpoint.wait()
-            choices = [{"message": {"content": endpoint.says}}]
-            body = endpoint.body or json.dumps({"choices": choices}).encode()
-            self.send_response(endpoint.statuses.pop(0) if endpoint.statuses else endpoint.status)
+            body = json.dumps({"choices": [{"message": {"content": endpoint.says}}]}).encode()
+            statuses = endpoint.statuses
+            self.send_response(statuses.pop(0) if len(statuses) > 1 else statuses[0])
             self.send_header("Location", endpoint.location)
+            self.send_header("Content-Type", "application/json")
             if endpoint.drips == "head":
                 self.flush_headers()
                 self.drip(b"X: " + b"x" * 300)
             self.end_headers()
-            (self.drip if endpoint.drips == "body" else self.wfile.write)(b" " * 300 + body)
+            write = self.drip if endpoint.drips == "body" else self.wfile.write
+            write(b" " * 300 + (endpoint.body or body))
 
         def drip(self, data):  # takes 15 s: the whole reply is valid, and no read waits for long
             for i in range(len(data)):
@@ -384,9 +350,8 @@ def endpoint_at(host, tmp_path):
         request_queue_size = 256
 
     endpoint = Server((host, 0), Endpoint)
-    endpoint.says, endpoint.asked, endpoint.body = "Good.\nSCORE: 7", [], b""
-    endpoint.delay, endpoint.status, endpoint.statuses = 0, 200, []
-    endpoint.drips, endpoint.location, endpoint.wait = "", "", lambda: time.sleep(endpoint.delay)
+    vars(endpoint).update(says="Good.\nSCORE: 7", asked=[], body=b"", statuses=[200], drips="",
+                          location="", wait=lambda: None)
     endpoint.settings = {"judge_url": f"http://{host}:{endpoint.server_port}/v1",
                          "judge_model": "m", "judge_cache": str(tmp_path / "a/judge.sqlite")}
     endpoint.judge = lambda text, **more: rewards.judge_reward(
@@ -395,6 +360,12 @@ def endpoint_at(host, tmp_path):
     yield endpoint
     endpoint.shutdown()
     endpoint.server_close()
+
+
+@pytest.fixture
+def judge(tmp_path):
+    with endpoint_at("127.0.0.1", tmp_path) as endpoint:
+        yield endpoint
 
 
 def test_the_judge_sees_rubric_and_reference_but_not_the_thinking_and_is_asked_once(judge):
@@ -413,31 +384,30 @@ def test_the_judge_sees_rubric_and_reference_but_not_the_thinking_and_is_asked_o
 
 @pytest.mark.parametrize("score, value", [
     ("0", 0.0), ("7", 0.7), ("7.5", 0.75), ("10.0", 1.0), ("**7**", 0.7), ("7.", 0.7),
-    ("7, as it is right", 0.7), ("7/10", 0.7), ("7.5 / 10.", 0.75), ("7/100", None),
-    ("7 / 20", None), ("7,5", None), ("7-8", None), ("70%", None), ("-3", None), ("11", None),
-    ("10.5", None), ("100", None), ("1e1", None), ("7.5.1", None), ("ten", None), ("", None),
-    ("10\n" + "bye " * 100, None),
+    ("7, as it is right", 0.7), ("7.5 / 10.", 0.75), ("7/100", None), ("7 / 20", None),
+    ("7,5", None), ("7-8", None), ("70%", None), ("-3", None), ("10.5", None), ("1e1", None),
+    ("7.5.1", None), ("ten", None), ("", None), ("10\n" + "bye " * 100, None),
 ])
 def test_a_number_from_0_to_10_is_a_score_and_no_part_of_another_number_is(score, value):
     assert rewards.judge._score(f"Not SCORE: 4.\nSCORE: {score}") == value
 
 
-def test_the_key_does_not_follow_a_redirect_to_another_host(judge, monkeypatch, tmp_path):
+@pytest.mark.parametrize("status", [302, 307])
+def test_the_key_does_not_follow_a_redirect_to_another_host(judge, monkeypatch, tmp_path, status):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    judge.statuses = [status]
     with endpoint_at("localhost", tmp_path) as other:
         judge.location = f"{other.settings['judge_url']}/chat/completions"
-        for status in 301, 302, 303, 307, 308:
-            judge.status = status
-            with pytest.raises(ValueError, match=f"HTTP {status} .*; .* {judge.location}$"):
-                rewards.judge.check(**judge.settings)
-            with pytest.raises(rewards.judge.ERRORS):
-                judge.judge("x")
-        assert len(judge.asked) == 10 and other.asked == []
+        with pytest.raises(ValueError, match=f"/v1: HTTP {status} "):
+            rewards.judge.check(**judge.settings)
+        with pytest.raises(openai.APIStatusError):
+            judge.judge("x")
+        assert len(judge.asked) == 2 and other.asked == []
 
 
 @pytest.mark.parametrize("part, status", [("head", 200), ("body", 400)])
 def test_a_judge_that_replies_in_drops_has_a_time_limit(judge, part, status):
-    judge.drips, judge.status = part, status
+    judge.drips, judge.statuses = part, [status]
     with pytest.raises(ValueError, match="^the judge at http://127.*/v1: no reply in time;"):
         rewards.judge.check(timeout=0.7, **judge.settings)
     with pytest.raises(TimeoutError):
@@ -453,44 +423,36 @@ def test_a_judge_has_50_requests_at_the_same_time_and_each_score_is_kept(judge):
     assert len(judge.asked) == 1 + 50  # one at the start
 
 
-def test_a_hanging_judge_counts_as_timed_out(judge, capfd):
-    with rewards.Verifier("judge,format", timeout=2.0, workers=1, **judge.settings) as verify:
-        judge.delay = 60
-        values, parts, metrics = verify([f"x{i}" for i in range(16)], question=["Why?"] * 16)
-        assert values == parts["judge"] == [None] * 16 and parts["format"] == [0.0] * 16
-        assert metrics == {"reward/timeouts": 16.0, "reward/crashes": 0.0}
-    assert "crashed" not in capfd.readouterr().err
-
-
-def test_a_busy_judge_is_asked_again_and_one_that_fails_is_a_crash_with_its_reason(judge, capfd):
-    with rewards.Verifier("format,judge", timeout=30, **judge.settings) as verify:
-        judge.statuses = [429, 503, 500]
+def test_a_busy_judge_is_asked_again_one_that_fails_is_a_crash_and_one_that_hangs_a_time_out(
+        judge, capfd):
+    with rewards.Verifier("format,judge", timeout=4, **judge.settings) as verify:
+        judge.statuses = [429, 503, 200]
         values, _, metrics = verify(["x"], question=["Why?"])
-        assert values == [0.7] and not any(metrics.values()) and len(judge.asked) == 1 + 4
-        judge.status = 400  # not asked again; and not the other reward alone, which would train
+        assert values == [0.7] and not any(metrics.values()) and len(judge.asked) == 1 + 3
+        judge.statuses = [400]  # not asked again; and not the other reward alone, which would train
         values, _, metrics = verify(["y", "z"], question=["Why?"] * 2)
-    assert values == [None, None] and metrics == {"reward/timeouts": 0.0, "reward/crashes": 2.0}
-    assert len(judge.asked) == 5 + 2 and "HTTP Error 400" in verify.crashes["judge"]
+        assert values == [None, None] and metrics == {"reward/timeouts": 0, "reward/crashes": 2}
+        assert len(judge.asked) == 4 + 2 and "BadRequestError" in verify.crashes["judge"]
+        judge.wait = threading.Event().wait
+        values, parts, metrics = verify(["hang"] * 9, question=["Why?"] * 9)
+        assert values == [None] * 9 and parts["format"] == [0.0] * 9
+        assert metrics == {"reward/timeouts": 9, "reward/crashes": 0}
     assert capfd.readouterr().err.count("crashed") == 1
 
 
 @pytest.mark.parametrize("faults, says", [
-    ({"judge_url": "http://127.0.0.1:9/v1"}, "^the judge at .*:9/v1: Connection refused; start"),
-    ({"judge_url": "http://no-such-host.invalid/v1"}, "host.invalid/v1: .*; start the judge"),
+    ({"judge_url": "http://127.0.0.1:9/v1"}, "^the judge at .*:9/v1: .*onnect.*; start the"),
     ({"judge_url": "localhost:8000/v1"}, "must look like http"),
-    ({"judge_url": ""}, "OPENAI_BASE_URL must look like http"),
     ({"judge_url": "http://me:secret@localhost:8000/v1"}, "must look like .* OPENAI_API_KEY"),
     ({"judge_url": "http://localhost:8000/v1?key=secret"}, "must look like .* OPENAI_API_KEY"),
-    ({"judge_url": "http://localhost:port/v1"}, "nonnumeric port"),
+    ({"judge_url": "http://localhost:port/v1"}, ":port/v1: .*[Pp]ort"),
     ({"judge_model": ""}, "needs --judge_model$"),
-    ({"status": 401}, "/v1: HTTP 401 Unauthorized .*; set OPENAI_API_KEY$"),
-    ({"status": 404, "body": b"no model m"}, "/v1: HTTP 404 Not Found no model m$"),
-    ({"status": 500, "body": b"two\nlines"}, "HTTP 500 Internal Server Error two lines$"),
-    ({"delay": 60}, "no reply in time; .* --reward_timeout$"),
+    ({"statuses": [401]}, "/v1: HTTP 401 Unauthorized .*; set OPENAI_API_KEY$"),
+    ({"statuses": [500], "body": b"two\nlines"}, "HTTP 500 Internal Server Error two lines$"),
+    ({"wait": threading.Event().wait}, "no reply in time; .* --reward_timeout$"),
     ({"body": b"\xff junk"}, "not the reply of an OpenAI-compatible endpoint"),
-    ({"body": b"{}"}, r"not the reply .*\(KeyError: 'choices'\); its address usually ends with"),
+    ({"body": b"{}"}, "not the reply .*(TypeError: .*); its address usually ends"),
     ({"says": "Is\nright"}, r"--judge_model m ends its reply with 'Is\\nright' and not with"),
-    ({"judge_cache": "/dev/null/x"}, "the judge's cache /dev/null/x cannot be read: "),
     ({"judge_cache": __file__}, "the judge's cache .*rewards.py cannot be read: file is not a"),
 ])
 def test_a_judge_that_cannot_work_ends_in_one_line_at_the_start(judge, monkeypatch, faults, says):
@@ -521,18 +483,15 @@ def test_several_instructions_give_1_only_if_all_are_followed():
         rewards.instruction_reward(["x"], instruction_id_list=[["be:nice"]], kwargs=[[{}]])
 
 
-EN = ("First we count the eggs that the ducks lay every day. "
-      "Then we subtract those that she eats for breakfast.")
-DE = ("Zuerst zählen wir die Eier, die die Enten jeden Tag legen. "
-      "Dann ziehen wir die ab, die sie zum Frühstück isst.")
+EN = "First we count the eggs that the ducks lay. Then we subtract those that she eats."
+DE = "Zuerst zählen wir die Eier, die die Enten legen. Dann ziehen wir die ab, die sie isst."
 ZH = "首先我们计算鸭子每天下的蛋的数量，然后减去她早餐吃掉的数量。"
 
 
 def test_language_is_the_share_of_words_in_the_language_of_the_question():
     def share(text, question=EN):
         return shaping.language([f"<think>{text}</think>{ZH}"], question=[question])[0]
-    assert share(EN) == 1.0 and share(DE) == 0.0 and share(ZH) == 0.0
-    assert share(DE, question=DE) == 1.0
+    assert [share(EN), share(DE), share(ZH), share(DE, question=DE)] == [1.0, 0.0, 0.0, 1.0]
     assert 0.3 < share(EN + DE) < 0.7 and 0.0 < share(EN + ZH) < 1.0
     assert share("So x = 3 + 5 and therefore the number of eggs is 8. 16 - 3 - 4 = 9.") == 1.0
     assert share("3 + 4 = 7") is None and share("") is None
@@ -579,8 +538,8 @@ def test_random_is_a_fair_coin_that_ignores_the_answer_and_is_reproducible(verif
     texts, n = ["<answer>72</answer>", "<answer>5</answer>"] * 2000, 4000
     coins = rewards.random_reward(texts, prompts=["p"] * n, answer=["72"] * n)
     assert coins == rewards.random_reward(texts, prompts=["p"] * n, answer=["5"] * n)
-    right, wrong = sum(coins[::2]) / 2000, sum(coins[1::2]) / 2000
-    assert abs(right - 0.5) < 0.05 and abs(wrong - 0.5) < 0.05  # 4.5 standard deviations
+    for half in coins[::2], coins[1::2]:
+        assert abs(sum(half) / 2000 - 0.5) < 0.05  # 4.5 standard deviations
     for other in ({"random_seed": 1}, {"step": 1}, {"prompts": ["q"] * n}):
         changed = rewards.random_reward(texts, **{"prompts": ["p"] * n, **other})
         assert 0.4 < sum(a != b for a, b in zip(coins, changed)) / n < 0.6
@@ -613,11 +572,10 @@ def test_our_reward_functions_run_unchanged_in_trls_trainer(monkeypatch):
     trainer = mock.MagicMock(reward_funcs=functions, reward_func_names=names, environments=None,
                              reward_processing_classes=names)
     trainer.accelerator.device = "cpu"
-    columns = {"answer": ["18"] * 2, "numbers": [[6, 12]] * 2, "target": [18] * 2}
-    rows = [dict(zip(columns, row)) for row in zip(*columns.values())]
-    columns |= {"prompts": ["6+12"] * 2, "completion_ids": [[1, 2, 3, 4, 5], [1, 1, 1, 1, 1, 1]],
-                "completions": ["<answer>6 + 12</answer>", r"<think>6</think>\boxed{18}"]}
-    given = grpo_trainer.GRPOTrainer._calculate_rewards(
-        trainer, rows, *(columns[name] for name in ("prompts", "completions", "completion_ids")))
-    wanted = [function(**columns) for function in functions]  # (7, 2)
-    assert given.T.tolist() == [pytest.approx(values) for values in wanted] and wanted[0] == [0, 1]
+    row = {"answer": "18", "numbers": [6, 12], "target": 18}
+    given = {"prompts": ["6+12"] * 2, "completions": ["<answer>6 + 12</answer>", r"\boxed{18}"],
+             "completion_ids": [[1, 2, 3, 4, 5], [1, 1, 1, 1, 1, 1]]}
+    values = grpo_trainer.GRPOTrainer._calculate_rewards(trainer, [row] * 2, *given.values())
+    columns = {name: [value] * 2 for name, value in row.items()}
+    wanted = [function(**given, **columns) for function in functions]  # (7, 2)
+    assert values.T.tolist() == [pytest.approx(x) for x in wanted] and wanted[0] == [0, 1]

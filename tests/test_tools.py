@@ -7,7 +7,7 @@ ends there.
 import json
 import sys
 from collections import Counter
-from itertools import cycle, groupby
+from itertools import groupby
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ def test_a_token_in_which_the_marker_ends_is_kept_whole(llm, prompts, monkeypatc
 # ---- 2. limits, seeds
 
 
-@pytest.mark.parametrize("max_tokens", [9, 40, MAX_TOKENS])
+@pytest.mark.parametrize("max_tokens", [9, 40])
 def test_sampled_tokens_and_output_together_are_at_most_max_tokens(llm, prompts, calls, max_tokens):
     for r in sample(llm, prompts, max_tokens=max_tokens):
         n = len(r.completion)
@@ -129,49 +129,36 @@ def test_sampled_tokens_and_output_together_are_at_most_max_tokens(llm, prompts,
         assert all(x == 0.0 for x, sampled in zip(r.vllm_logps, r.sampled) if not sampled)
 
 
-def test_turns_are_functions_of_the_seeds_and_the_first_is_that_of_plain_sampling(
-        llm, prompts, calls):
+def test_turns_are_functions_of_seeds_that_differ_between_samples_and_turns(
+        llm, prompts, calls, monkeypatch):
+    used, rollout = [], python_tool.rollout
+    monkeypatch.setattr(python_tool, "rollout", lambda *args, **sampling: (
+        used.append(args[5]) or rollout(*args, **sampling)))
     plain = nr.rollout(llm, prompts, 4, 1.0, MAX_TOKENS, SEEDS)
     once, again, other = (sample(llm, prompts, seeds=[seed + more for seed in SEEDS])
                           for more in (0, 0, 100))
     assert [r.completion for r in once] == [r.completion for r in again]
     assert [r.completion for r in once] != [r.completion for r in other]
-    for a, b in zip(plain, once):
+    for a, b in zip(plain, once):  # the first turn is that of plain sampling
         first = segments(b)[0][1]
         assert a.completion[:len(first)] == first
+    later = sum(used[1:1 + python_tool.CALLS], [])
+    assert used[0] == SEEDS and used[2] and len(set(later)) == len(later) > 6
     greedy, same = (sample(llm, prompts, 1, 0.0, seeds=None) for _ in range(2))
     assert [r.completion for r in greedy] == [r.completion for r in same]
     assert not all(all(r.sampled) for r in greedy)
-
-
-def test_seeds_of_the_later_turns_differ_between_samples_and_turns(
-        llm, prompts, calls, monkeypatch):
-    used, plain = [], python_tool.rollout
-
-    def record(llm, prompts, n, temperature, max_tokens, seeds, **sampling):
-        used.append(seeds)
-        return plain(llm, prompts, n, temperature, max_tokens, seeds, **sampling)
-    monkeypatch.setattr(python_tool, "rollout", record)
-    sample(llm, prompts)
-    assert used[0] == SEEDS and len(used[1]) > 6 and used[2]
-    later = sum(used[1:], [])
-    assert len(set(later)) == len(later)
 
 
 # ---- 3. programs
 
 
 @pytest.mark.parametrize("program, output", [
-    ("print(347*86)", "29842"),
     ("print('a')\n\nprint('b')  ", "a\nb"),
     ("while True: pass", python_tool.NO_RESULT),
-    ("import os; os.kill(os.getpid(), 9)", python_tool.NO_RESULT),
     ("print('x' * 30_000_000)", python_tool.NO_RESULT),
     ("print('é' * 3_000_000)", "é" * python_tool.CHARACTERS),
     ("14+2=16", "SyntaxError: "),
-    ("print(1)\nprint(1/0)", "1\nZeroDivisionError: division by zero"),
-    ("raise SystemExit(3)", "SystemExit: 3"),
-    ("print(open('/etc/passwd').read())", "FileNotFoundError: "),
+    ("print(1)\nraise SystemExit(3)", "1\nSystemExit: 3"),
     ("\ud83d", "SyntaxError: "),
 ])
 def test_a_program_that_fails_is_output_and_not_an_error(monkeypatch, program, output):
@@ -183,24 +170,10 @@ def test_a_program_that_fails_is_output_and_not_an_error(monkeypatch, program, o
 
 def test_a_call_is_the_text_between_the_last_opening_marker_and_the_closing_one():
     of = python_tool.called_program
-    assert of("Let me see. <python>print(1)</python>") == "print(1)"
     assert of("<python> or <python>print(1)</python>\n") == "print(1)"
     assert of("print(1)</python>") == "print(1)"  # no opening marker: all of it
     assert of("<python>print(1)") is None
     assert python_tool.tool_calls(["a", "<python>1</python><output></output>2</python>"]) == [0, 2]
-
-
-def test_programs_that_hang_or_print_megabytes_or_do_not_compile_are_read_by_the_model(
-        llm, prompts, monkeypatch):
-    programs = cycle(["while True: pass", "print('x' * 3_000_000)", "14+2="])
-    called = python_tool.called_program
-    for name, value in dict(CLOSE="=", SECONDS=3.0, CHARACTERS=50, CALLS=1).items():
-        monkeypatch.setattr(python_tool, name, value)
-    monkeypatch.setattr(python_tool, "called_program",
-                        lambda turn: None if called(turn) is None else next(programs))
-    text = "".join(r.text for r in sample(llm, prompts, max_tokens=2 * MAX_TOKENS))
-    for output in (python_tool.NO_RESULT, "x" * 50 + "</output>", "SyntaxError"):
-        assert f"<output>{output}" in text
 
 
 # ---- 4. functions of a user
@@ -223,21 +196,16 @@ SAMPLE = "rs = rollout(llm, prompts, n, temperature, max_tokens, seeds, **sampli
 
 @pytest.mark.parametrize("body, says", [
     ("return None", "it must return a list of 2 Rollouts for each of 2 prompts, not None"),
-    ("return (r for r in rs)", "it must return .* not <generator"),
     ("return rs[:3]", "it must return a list of 2"),
     ("return [vars(r) for r in rs]", "Rollout 0 does not fit: it is {'prompt': .*, not a Rollout"),
     ("return [rs[i] for i in (0, 2, 1, 3)]", "Rollout 1 does not fit: it has another prompt"),
-    ("prompts[1].append(7); return rs", "Rollout 2 does not fit: it has another prompt"),
     *((f"rs[2].completion[3] = {x}", f"Rollout 2 .* a token has id {x}, .* an int below 263")
-      for x in ("263", "-1", "'a'", "True")),
+      for x in ("263", "-1", "True")),
     *((f"rs[3].vllm_logps[1] = float('{x}')", f"Rollout 3 .* log-prob {x}, .* finite and at most 0")
       for x in ("nan", "-inf", "0.5")),
     ("rs[0].sampled[0] = 2", "Rollout 0 .* sampled 2; .* a bool"),
-    ("rs[3].completion = 'abc'", "Rollout 3 .* must be lists of one length"),
     ("rs[3].vllm_logps += [-1.0]", "Rollout 3 .* must be lists of one length"),
     ("rs[0].sampled = [False] * len(rs[0].sampled)", "Rollout 0 .* no token of it is sampled"),
-    ("rs[0].text = None", "Rollout 0 .* its text must be a str"),
-    ("rs[0].gold", "AttributeError: 'Rollout' object has no attribute 'gold' .*mine0.py:4"),
     ("raise KeyError('the\\nserver')", "KeyError: 'the.*server' .*mine0.py:4"),
     ("raise SystemExit(0)", "SystemExit: 0 .*mine0.py:4"),
     ("rollout(llm, [[1] * 999], 1, 1.0, 8)", "VLLM.*: .* 999 .*mine0.py:4"),  # too long
@@ -249,7 +217,6 @@ def test_a_function_that_fails_or_returns_what_does_not_fit_is_named_in_one_line
 
 
 @pytest.mark.parametrize("parameters, says", [
-    ("llm, prompts", "too many positional arguments; it must take llm, prompts, n, temp"),
     ("llm, prompts, n, temperature, max_tokens, seeds=None", "unexpected keyword argument 'top_p'"),
     ("llm, prompts, n, temperature, max_tokens, seeds, **sampling", "required argument: 'seeds'"),
 ])
@@ -263,13 +230,6 @@ def test_a_failed_sync_and_a_full_device_are_not_blamed_on_the_user(user):
     for error in ("RunError('lost')", "RuntimeError('out of memory')"):
         with pytest.raises(RuntimeError, match="^(lost|out of memory)$"):
             user(f"from runtime.dist import RunError; raise {error}")
-
-
-def test_a_completion_that_has_grown_can_be_packed(user):
-    rollouts = user(SAMPLE + "rs[0].completion += [5]; rs[0].sampled += [False]; "
-                    "rs[0].vllm_logps += [0.0]; return rs")
-    assert not all(rollouts[0].sampled)
-    assert nr.collate(rollouts).lengths.tolist() == [r.length for r in rollouts]
 
 
 def test_log_probs_of_another_computation_name_the_function_that_returned_them():
@@ -324,10 +284,11 @@ def test_log_probs_of_the_trainer_are_those_of_vllm_on_sampled_tokens(llm, promp
 def test_the_gradient_is_that_of_the_sampled_tokens_one_sequence_at_a_time(in_float64, tokenizer):
     """GRPO: the mean over sequences of the mean over their sampled tokens."""
     rollouts, noise = fixed_rollouts(tokenizer), torch.Generator().manual_seed(0)
-    for r in rollouts:  # about a third of the tokens is output, and not the last one
+    for r in rollouts:  # about a third of the tokens is output, not always before the last one
         n = len(r.completion)
         runs = torch.rand(n // 4 + 1, generator=noise).gt(0.33).repeat_interleave(4)[:n].tolist()
-        r.sampled = [*runs[:-1], True]
+        r.sampled = [True, *runs[1:]]
+    assert not all(r.sampled[-1] for r in rollouts)
     cfg = make_config(correction="none", kl_coef=0.0)
     ours, naive = nr.TokenLogps(load_model(cfg)), load_model(cfg)
     batch = nr.collate(nr.assign_token_weights(rollouts, cfg))

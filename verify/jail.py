@@ -22,15 +22,11 @@ JAIL_PROCESSES = 32
 SCRATCH = "/scratch"
 
 
-class NoIsolation(RuntimeError):
-    """Linux namespaces do not work here."""
-
-
 def run_program(program, inputs, seconds=4.0, output=1 << 16, allow_unsafe_code=False):
     r"""Run a Python program in a jail, once for each text of `inputs`, which is its standard input.
 
     Returns a list with the standard output of each run, cut at `output` bytes; None if the run
-    failed, was killed or did not end within `seconds`, which all runs share. Raises NoIsolation
+    failed, was killed or did not end within `seconds`, which all runs share. Raises RuntimeError
     where no jail can be built, unless allow_unsafe_code.
 
     >>> run_program("print(int(input()) + 1)", ["1", "41", "x"])
@@ -62,10 +58,10 @@ def run_asserts(program, tests, seconds=4.0, allow_unsafe_code=False):
 
 
 def check(allow_unsafe_code=False):
-    """Whether the jail works here. Where not, raises NoIsolation unless allow_unsafe_code."""
+    """Whether the jail works here. Where not, raises RuntimeError unless allow_unsafe_code."""
     works = isolates()
     if not works and not allow_unsafe_code:
-        raise NoIsolation(
+        raise RuntimeError(
             "no isolation for the model's programs on this machine: allow Linux namespaces "
             "(unshare), or accept the risk with --allow_unsafe_code")
     return works
@@ -122,14 +118,13 @@ def _jailed(arguments):
     The new root is built on /sys: it exists everywhere, and no interpreter is installed below it.
     """
     # what a program may read, {path outside: inside}: system libraries and the interpreter
-    system = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+    system = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache",
+              "/dev/null", "/dev/urandom")  # not zero: see refused_calls about shared memory
     paths = {path: path for path in system if os.path.exists(path)}
     python, prefix = os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
     if not prefix.startswith("/usr"):  # perhaps below /root, closed to the jail's user
         paths[prefix] = "/python"
         python = python.replace(prefix, "/python", 1)
-    for name in ("null", "urandom"):  # not zero: see refused_calls about shared memory
-        paths[f"/dev/{name}"] = f"/dev/{name}"
     show = "; ".join(shlex.join(("show", outside, inside)) for outside, inside in paths.items())
     script = f"""set -e
         options=size={JAIL_DISK},nosuid,nodev
@@ -148,11 +143,11 @@ def _jailed(arguments):
         exec "$@" """
     drop = ["setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
     user = 1_000_000_000 + os.getpid()
-    as_root = os.getuid() == 0
-    if as_root:  # an unused user id: RLIMIT_NPROC does not apply to user 0
-        drop += [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
     namespaces = ["--mount", "--net", "--pid", "--ipc", "--uts"]
-    namespaces += [] if as_root else ["--user", "--map-root-user"]
+    if os.getuid() == 0:  # an unused user id: RLIMIT_NPROC does not apply to user 0
+        drop += [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    else:
+        namespaces += ["--user", "--map-root-user"]
     return ["unshare", *namespaces, "--fork", "--kill-child", "sh", "-c", script, "sh", *drop,
             python, *arguments]
 
@@ -216,13 +211,11 @@ def _supervise():
               "NOFILE": 64, "CPU": int(job["seconds"]) + 2}
 
     def file(text=""):
-        fd = os.open(".io", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        f = open(".io", "x+b")
         os.unlink(".io")
-        data = text.encode("utf-8", "replace")
-        while data:
-            data = data[os.write(fd, data):]
-        os.lseek(fd, 0, 0)
-        return fd
+        f.write(text.encode("utf-8", "replace"))
+        f.seek(0)
+        return f
 
     def memory():
         """Bytes in use by all processes of the program, their page tables included."""
@@ -236,26 +229,21 @@ def _supervise():
         return kilobytes << 10
 
     def reap(flags):
-        while True:
-            try:
-                pid, status = os.waitpid(-1, flags)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            ended[pid] = os.waitstatus_to_exitcode(status)
+        with contextlib.suppress(ChildProcessError):  # none is left
+            while (child := os.waitpid(-1, flags))[0]:
+                ended[child[0]] = os.waitstatus_to_exitcode(child[1])
 
     results = []
     for text, tests in job["runs"]:
         ended = {}  # pid: exit status
         # descriptors 0 to 4: standard input, output, error, the tests and their report
-        fds = [file(text), file(), os.open(os.devnull, os.O_WRONLY), file(tests), file()]
+        files = file(text), file(), open(os.devnull, "wb"), file(tests), file()
         pid = os.fork()
         if pid == 0:
             try:
                 os.setsid()
-                for n, fd in enumerate(fds):
-                    os.dup2(fd, n)
+                for n, f in enumerate(files):
+                    os.dup2(f.fileno(), n)
                 os.closerange(5, 64)
                 for name, value in limits.items():
                     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
@@ -270,10 +258,9 @@ def _supervise():
         with contextlib.suppress(ProcessLookupError):  # no process is left
             os.kill(-1, signal.SIGKILL) if jailed else os.killpg(pid, signal.SIGKILL)
         reap(0)
-        output = os.pread(fds[1], job["output"], 0), os.pread(fds[4], 1 << 16, 0)
-        results.append([status, *(data.decode("utf-8", "replace") for data in output)])
-        for fd in fds:
-            os.close(fd)
+        output = [os.pread(files[n].fileno(), size, 0).decode("utf-8", "replace")
+                  for n, size in ((1, job["output"]), (4, 1 << 16))]
+        results.append([status, *output])
     print(json.dumps(results))
 
 

@@ -1,20 +1,13 @@
 """A language model as a judge (arXiv 2306.05685), behind an OpenAI-compatible endpoint.
 
-Scores are cached in an SQLite file, so that a resumed run gets the scores it had. Why not the
-openai package: with its retries and a limit over all of them, a failing endpoint is a time-out.
+Scores are cached in an SQLite file, so that a resumed run gets the scores it had.
 """
+import asyncio
 import contextlib
 import hashlib
-import http.client
-import json
 import os
 import re
 import sqlite3
-import threading
-import time
-import urllib.error
-import urllib.request
-from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -34,22 +27,15 @@ Question:
 Say briefly what is right and wrong. Then end with one line: SCORE: n, \
 where n is a whole number from 0 to 10."""
 
-# of an endpoint: no connection or an HTTP status; no HTTP; no JSON, or JSON of another shape
-ERRORS = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
-
 
 def ask(text, question, rubric, answer, url, model, cache, seconds):
     """The model's score of a text, 0.0 to 1.0; None if its reply does not end with a valid score.
 
     `cache` is the path of the SQLite file, by default ~/.cache/nano_rlvr/judge.sqlite. Raises
-    TimeoutError if there is no reply within `seconds`, another one of ERRORS if the endpoint fails,
-    sqlite3.Error if the cache cannot be read.
+    TimeoutError if there is no reply within `seconds`, another exception if the endpoint fails or
+    the cache cannot be read.
     """
-    fence = "=" * 20 + _digest(text, 8)  # a hash of the text, so the text cannot contain it
-    reference = f"Reference answer:\n{answer}\n\n" if answer else ""
-    rubric = rubric or "A correct, complete, clear answer."
-    prompt = PROMPT.format(fence=fence, question=question, text=text, rubric=rubric,
-                           reference=reference)
+    prompt = _prompt(text, question, rubric, answer)
     key = _digest(f"{url}\n{model}\n{prompt}", 16)
     with _open(cache) as db:
         if row := db.execute("select score from verdicts where key = ?", (key,)).fetchone():
@@ -67,18 +53,16 @@ def check(judge_url=None, judge_model=None, judge_cache=None, timeout=5.0, **_):
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
         raise ValueError("OPENAI_BASE_URL must look like http://localhost:8000/v1, without "
                          "password or query (a key is read from OPENAI_API_KEY)")
+    if not judge_model:
+        raise ValueError("--rewards judge needs --judge_model")
     try:
         with _open(judge_cache) as db:
             db.execute("select score from verdicts where key = ''")
     except (sqlite3.Error, OSError) as e:
         raise ValueError(f"the judge's cache {_path(judge_cache)} cannot be read: {e}") from None
-    if not judge_model:
-        raise ValueError("--rewards judge needs --judge_model")
-    prompt = PROMPT.format(fence="=" * 20, question="2 + 2 = ?", text="4", rubric="Be right.",
-                           reference="")
     try:
-        reply = _chat(judge_url, judge_model, prompt, 0.9 * timeout)
-    except ERRORS as e:
+        reply = _chat(judge_url, judge_model, _prompt("4", "2 + 2 = ?"), 0.9 * timeout, retries=0)
+    except Exception as e:  # any type, if the reply is no JSON or has another shape
         raise ValueError(f"the judge at {judge_url}: {_reason(e)}") from None
     if _score(reply) is None:
         raise ValueError(
@@ -88,61 +72,47 @@ def check(judge_url=None, judge_model=None, judge_cache=None, timeout=5.0, **_):
 
 def _reason(e):
     """Why a request failed and what to do, in one line."""
-    if isinstance(e, urllib.error.HTTPError):
-        advice = {401: "; set OPENAI_API_KEY", 403: "; set OPENAI_API_KEY"}.get(e.code, "")
-        if 300 <= e.code < 400:
-            advice = f"; give the address it leads to, {e.headers['Location']}"
-        return f"HTTP {e.code} {e.reason}{advice}"
+    import openai
+
     if isinstance(e, TimeoutError):
         return "no reply in time; is the judge running? A slow one needs a longer --reward_timeout"
-    if isinstance(e, OSError):
-        return f"{e.strerror or e}; start the judge, or correct the address"
+    if isinstance(e, openai.APIStatusError):
+        said = " ".join(f"{e.response.reason_phrase} {e.response.text}".split())[:200]
+        advice = "; set OPENAI_API_KEY" if e.status_code in (401, 403) else ""
+        return f"HTTP {e.status_code} {said}{advice}"
+    if isinstance(e, openai.APIConnectionError):
+        return f"{e.__cause__ or e}; start the judge, or correct the address"
     return (f"not the reply of an OpenAI-compatible endpoint ({type(e).__name__}: {str(e)[:100]}); "
             "its address usually ends with /v1")
 
 
-def _chat(url, model, prompt, seconds):
-    """The reply (str) of a model to one message. HTTP 429 and 5xx are tried again within `seconds`.
+def _prompt(text, question, rubric=None, answer=None):
+    fence = "=" * 20 + _digest(text, 8)  # a hash of the text, so the text cannot contain it
+    prompt = PROMPT.format(fence=fence, question=question, text=text,
+                           rubric=rubric or "A correct, complete, clear answer.",
+                           reference=f"Reference answer:\n{answer}\n\n" if answer else "")
+    return prompt.encode("utf-8", "replace").decode()  # a model may write half a surrogate pair
 
-    Raises TimeoutError after `seconds`: urllib limits each read, but a reply may come in drops.
+
+def _chat(url, model, prompt, seconds, retries=4):
+    """The reply (str) of a model to one message. openai retries 429, 5xx and lost connections.
+
+    Raises TimeoutError after `seconds`: httpx limits each read, but a reply may come in drops.
     """
-    body = {"model": model, "messages": [{"role": "user", "content": prompt}], "temperature": 0,
-            "max_tokens": 512}
-    future, end = Future(), time.monotonic() + seconds
+    import openai  # takes 0.7 s
 
-    def fetch():
-        try:
-            future.set_result(_fetch(url.rstrip("/") + "/chat/completions", body, end))
-        except Exception as e:  # URLError hides a TimeoutError, ConnectionRefusedError
-            reason = getattr(e, "reason", None)
-            future.set_exception(reason if isinstance(reason, OSError) else e)
+    async def answered():
+        # httpx would print a key that has a line break
+        key = "".join(os.environ.get("OPENAI_API_KEY", "").split()) or "-"
+        http = openai.DefaultAsyncHttpxClient(follow_redirects=False)  # our key would follow
+        client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=None, max_retries=retries,
+                                    http_client=http)
+        async with client, asyncio.timeout(seconds):
+            return await client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": prompt}], temperature=0,
+                max_tokens=512)
 
-    threading.Thread(target=fetch, daemon=True).start()
-    return str(future.result(seconds)["choices"][0]["message"]["content"])
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_):
-        return None  # HTTPError: our key would follow, also to another host
-
-
-def _fetch(url, body, end):
-    # http.client would print a key that has a line break
-    key, pause = "".join(os.environ.get("OPENAI_API_KEY", "-").split()), 0.25
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    opener = urllib.request.build_opener(_NoRedirect)
-    while True:
-        try:
-            with opener.open(request, timeout=max(0.01, end - time.monotonic())) as response:
-                return json.loads(response.read(1 << 20))
-        except urllib.error.HTTPError as e:
-            if e.code != 429 and e.code < 500 or time.monotonic() + pause >= end:
-                said = e.read(1000).decode("utf-8", "replace")
-                e.msg = " ".join(f"{e.msg} {said}".split())[:200]
-                raise
-        time.sleep(pause)
-        pause *= 2
+    return str(asyncio.run(answered()).choices[0].message.content)
 
 
 def _score(reply):
@@ -167,5 +137,4 @@ def _open(cache):
 
 
 def _digest(text, size):
-    data = text.encode("utf-8", "surrogatepass")  # a model may write half a surrogate pair
-    return hashlib.blake2b(data, digest_size=size).hexdigest()
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=size).hexdigest()

@@ -1,6 +1,6 @@
 """A pool of processes for calls that may hang, crash or use too much memory. It knows no rewards.
 
-    trainer (one thread of Pool) -> fork server (imports the functions) -> workers (3 ms per fork)
+    trainer (Pool) -> fork server (imports the functions) -> workers (3 ms per fork)
 
 The fork server and each worker have a parent that only waits (_keep) and kills all that they have
 started.
@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import itertools
 import os
 import pickle
 import resource
@@ -25,8 +26,7 @@ import sys
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -42,7 +42,7 @@ CPUS = os.sched_getaffinity(0)  # read before vLLM pins its threads
 class Task:
     payload: bytes
     waits: bool  # for a network, more than it computes
-    future: Future = field(default_factory=Future)
+    result: object = None
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Pool:
     """Runs calls in processes that can be killed.
 
         pool = Pool("module:make_handler", args)
-        results = [future.result() for future in pool.submit(tasks)]
+        results = pool.run(tasks)
 
     `make_handler(*args)` is called once, in the fork server, and returns the function `handle` and
     `about`, what the caller must know. The result of a task is handle(task), Pool.TIMEOUT after
@@ -76,66 +76,59 @@ class Pool:
         self.setup = pickle.dumps((list(sys.path), CPUS, memory, handler, args))
         self.timeout = timeout
         self.size = workers or len(CPUS)
-        self.pending = {False: deque(), True: deque()}  # tasks that compute; that wait
         self.workers, self.closed = [], False
         self.mean_seconds = 0.0  # running mean of the time of a task that computes
-        self.wake_reader, self.wake_writer = os.pipe()  # other threads wake the pool's with a byte
-        self.lock = threading.Lock()  # no task may be queued after the thread has ended
+        self.lock = threading.Lock()  # one `run` at a time
         self._start_fork_server()
-        self.thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
-        self.thread.start()
 
-    def submit(self, tasks, waits=False):
-        """Queue tasks. Returns a list of Futures of their results.
+    def run(self, tasks, waits=itertools.repeat(False)):
+        """The results of tasks, in their order. `waits`: for each, whether it waits for a network.
 
-        As many tasks run at a time as the pool has workers; with waits=True WAITING tasks. Raises
-        RuntimeError if the pool is closed, as does a Future that is unfinished when it is closed.
+        As many tasks run at a time as the pool has workers, and WAITING tasks that wait. Raises
+        RuntimeError if the pool is closed or the fork server has died and cannot be replaced.
         """
-        tasks = [Task(pickle.dumps(payload), waits) for payload in tasks]
+        tasks = [Task(pickle.dumps(task), wait) for task, wait in zip(tasks, waits)]
         with self.lock:
             if self.closed:
                 raise RuntimeError("the verifier pool is closed")
-            self.pending[waits].extend(tasks)
-            os.write(self.wake_writer, b"!")
-        return [task.future for task in tasks]
+            pending = {waits: deque(task for task in tasks if task.waits == waits)
+                       for waits in (False, True)}
+            for worker in self.workers[:]:
+                if worker.conn.poll():  # end of file: it has died since the last run
+                    self._remove(worker)
+            try:
+                while any(pending.values()) or any(worker.task for worker in self.workers):
+                    self._assign(pending)
+                    self._step()
+            except BaseException:  # Ctrl-C too: the next run starts new processes
+                self._end_fork_server()
+                self.workers.clear()
+                raise
+        return [task.result for task in tasks]
 
     def close(self):
-        """Kill all processes of the pool."""
-        with self.lock:
-            if not self.closed:
-                self.closed = True
-                os.write(self.wake_writer, b"!")
-        self.thread.join()
-
-    # Everything below runs in the pool's own thread, which never blocks on a worker.
-
-    def _run(self):
-        error = RuntimeError("the verifier pool is closed")
-        try:
-            while not self.closed:
-                self._step()
-        except BaseException as e:  # otherwise a bug here would leave the trainer waiting for ever
-            error = e
+        """Kill all processes of the pool, after a `run` of another thread."""
         with self.lock:
             self.closed = True
-        self._end_fork_server()
-        for worker in self.workers:
-            worker.conn.close()
-        os.close(self.wake_reader)
-        os.close(self.wake_writer)
-        running = [worker.task for worker in self.workers if worker.task]
-        for task in [*running, *self.pending[False], *self.pending[True]]:
-            task.future.set_exception(error)
+            self._end_fork_server()
+
+    def _assign(self, pending):
+        """Give tasks to workers. pending: {waits: deque of tasks}."""
+        for waits, limit in (False, self.size), (True, WAITING):
+            busy = sum(w.task is not None and w.task.waits == waits and not w.slow
+                       for w in self.workers)
+            for _ in range(min(limit - busy, len(pending[waits]))):
+                idle = [worker for worker in self.workers if not worker.task]
+                worker = idle[0] if idle else self._fork_worker()
+                worker.task, worker.started = pending[waits].popleft(), time.monotonic()
+                with contextlib.suppress(OSError):  # it has just died: _step reads end of file
+                    worker.conn.send_bytes(worker.task.payload)
 
     def _step(self):
-        """Assign tasks, wait for the next event, handle it."""
-        self._assign_tasks()
-        busy = [worker for worker in self.workers if worker.task]
-        events = [min(self._slow_at(w), w.started + self.timeout) for w in busy]
-        seconds = max(0.0, min(events) - time.monotonic()) if events else None
-        ready = wait([self.wake_reader, *(worker.conn for worker in self.workers)], seconds)
-        if self.wake_reader in ready:
-            os.read(self.wake_reader, 4096)
+        """Wait for the next event and handle it."""
+        events = [min(self._slow_at(w), w.started + self.timeout) for w in self.workers if w.task]
+        seconds = max(0.0, min(events) - time.monotonic())
+        ready = wait([worker.conn for worker in self.workers], seconds)
         now = time.monotonic()
         for worker in self.workers[:]:
             if worker.conn in ready:
@@ -147,35 +140,21 @@ class Pool:
                 with contextlib.suppress(OSError):  # it may have ended meanwhile
                     os.setpriority(os.PRIO_PGRP, worker.pid, 10)
 
-    def _assign_tasks(self):
-        for waits, limit in ((False, self.size), (True, WAITING)):
-            busy = sum(w.task is not None and w.task.waits == waits and not w.slow
-                       for w in self.workers)
-            for _ in range(min(limit - busy, len(self.pending[waits]))):
-                idle = [worker for worker in self.workers if not worker.task]
-                worker = idle[0] if idle else self._fork_worker()
-                worker.task, worker.started = self.pending[waits].popleft(), time.monotonic()
-                with contextlib.suppress(OSError):  # it has just died: _step reads end of file
-                    worker.conn.send_bytes(worker.task.payload)
-
     def _receive(self, worker):
         try:
             result = worker.conn.recv()
         except (EOFError, OSError):
             return self._remove(worker, Pool.DIED)
-        if not worker.task.waits:
+        task, worker.task = worker.task, None
+        task.result = result
+        if not task.waits:
             self.mean_seconds += (time.monotonic() - worker.started - self.mean_seconds) / 20
-        worker.task.future.set_result(result)
-        worker.task = None
         if worker.slow:  # another worker has its place, and its priority cannot rise again
             self._remove(worker)
 
     def _slow_at(self, worker):
-        """When the task of this worker counts as slow; infinity if it may not.
-
-        Relative to the mean: where every call takes long, replacing every worker would start more
-        processes than there are cores.
-        """
+        """When the task of this worker counts as slow. Relative to the mean: where every call takes
+        long, replacing every worker would start more processes than there are cores."""
         if worker.slow or worker.task.waits or sum(w.slow for w in self.workers) >= MAX_SLOW:
             return float("inf")
         return worker.started + max(self.timeout / 25, 4 * self.mean_seconds)
@@ -189,7 +168,7 @@ class Pool:
         with contextlib.suppress(OSError):  # it has ended
             os.kill(worker.pid, signal.SIGCONT)  # its function may have stopped the parent
         if worker.task:
-            worker.task.future.set_result(result)
+            worker.task.result = result
 
     def _fork_worker(self):
         for last_try in False, True:
@@ -209,7 +188,7 @@ class Pool:
 
     def _end_fork_server(self):
         """Kill the fork server, its workers and all that they have started."""
-        with contextlib.suppress(OSError):  # closed before: the fork server could not be replaced
+        with contextlib.suppress(OSError):  # closed before
             self.control.shutdown(socket.SHUT_RDWR)
         self.control.close()
         self.fork_server.send_signal(signal.SIGCONT)  # a function may have stopped all above it

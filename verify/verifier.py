@@ -21,13 +21,13 @@ ADDED_COLUMNS = {"prompts", "step", "sample_index", "completion_ids", "index", "
 @dataclass
 class Traits:
     """What Verifier knows of a reward function: the columns without which it fails, and attributes
-    that the function may have, such as my_reward.waits = True.
+    that it may have, such as my_reward.waits = True.
 
     It may also have `check`, a function of the settings that raises ValueError with one line if the
-    reward cannot work, and `warm`, a function that imports modules and fills caches. Both are
-    called once, before the workers are forked.
+    reward cannot work, and `warm`, which imports modules and fills caches. Both are called once,
+    before the workers are forked.
     """
-    columns: set
+    needs: set  # columns
     whole_batch: bool  # it gets all completions of a spec in one call, after the others
     waits: bool  # for a network, more than it computes: pool.WAITING calls at a time
     reads_gold: bool  # gives None to "" exactly if it cannot read the gold answer
@@ -47,17 +47,16 @@ class Verifier:
     A reward function may give a list of steps for a completion: (end, value), where `end` is the
     number of characters of the text that the step covers, 1..len(text), and rises from step to
     step. If one with a weight other than 0 does, the reward is a list of steps, see _weighted, and
-    its part is the mean of their values: 1 if every step is right. A completion without steps has
-    no verdict.
+    its part is the mean of their values: 1 if every step is right. No steps are no verdict.
 
     The column `reward` may hold a spec per completion in place of `spec` (None or "": `spec`). All
     of them are given in row_specs. `known`: see parse_spec; rewards.Verifier fills it in.
 
     A column that is a list holds one value per completion. Any other column and the settings
-    (max_tokens, judge_url, ...) reach every call unchanged. A call gets one completion; it may take
-    `timeout` seconds and memory_mb of memory. Two columns are added: index (position in the batch)
-    and, for whole_batch functions, correct (the first part that is not one of them). The first
-    crash of each function is printed to stderr; its last line is in the dict `crashes`.
+    (max_tokens, judge_url, ...) reach every call unchanged. A call gets one completion, `timeout`
+    seconds and memory_mb. Two columns are added: index (position in the batch) and, for whole_batch
+    functions, correct (the first part that is not one of them). The first crash of each function is
+    printed to stderr; its last line is in the dict `crashes`.
 
     Raises ValueError for a bad spec or a reward that cannot be imported or fails its check,
     RuntimeError if no process starts. Both have one line.
@@ -74,8 +73,6 @@ class Verifier:
         self.pool = Pool("verify.verifier:_make_handler", args, workers, timeout, memory_mb << 20)
         self.spec, self.messages = spec, messages
         self.weights, self.traits = self.pool.about  # {spec: {name: weight}}, {name: Traits}
-        self.needed = {name: traits.columns - settings.keys()
-                       for name, traits in self.traits.items()}
         self.crashes = {}  # name of a function -> last line of its first crash
 
     def weights_of(self, spec=None):
@@ -96,15 +93,15 @@ class Verifier:
         if self.messages:
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         specs = columns.get("reward")
-        rows_of = {}  # spec -> indices of the completions that it judges
-        for i, spec in enumerate(specs if isinstance(specs, (list, tuple)) else [specs] * n):
-            rows_of.setdefault(spec or self.spec, []).append(i)
+        specs = specs if isinstance(specs, (list, tuple)) else [specs] * n
+        specs = [spec or self.spec for spec in specs]
+        weights = [self.weights[spec] for spec in specs]
         values = {name: [None] * n for name in self.traits}  # or numbers, steps, errors as text
-        whole = [name for name, traits in self.traits.items() if traits.whole_batch]
-        calls = [(name, [i]) for spec, rows in rows_of.items()
-                 for name in self.weights[spec] if name not in whole for i in rows]
+        whole = {name for name, traits in self.traits.items() if traits.whole_batch}
+        calls = [(name, [i]) for i in range(n) for name in weights[i] if name not in whole]
         self._judge(calls, completions, columns, values)
-        for spec, rows in rows_of.items():
+        for spec in dict.fromkeys(specs):
+            rows = [i for i in range(n) if specs[i] == spec]
             names = self.weights[spec]
             first = next((name for name in names if name not in whole), None)
             correct = {"correct": list(map(_part, values[first]))} if first else {}
@@ -112,12 +109,11 @@ class Verifier:
             self._judge(calls, completions, columns | correct, values)
 
         rewards = [None] * n
-        for spec, rows in rows_of.items():
-            for i in rows:
-                given = [(weight, values[name][i]) for name, weight in self.weights[spec].items()
-                         if values[name][i] is not None]
-                if given and not any(isinstance(value, str) for _, value in given):
-                    rewards[i] = _weighted(given, completions[i])
+        for i in range(n):
+            given = [(weight, values[name][i]) for name, weight in weights[i].items()
+                     if values[name][i] is not None]
+            if given and not any(isinstance(value, str) for _, value in given):
+                rewards[i] = _weighted(given, completions[i])
         errors = [x for column in values.values() for x in column if isinstance(x, str)]
         timeouts = errors.count(Pool.TIMEOUT)
         metrics = {"reward/timeouts": float(timeouts),
@@ -126,13 +122,13 @@ class Verifier:
 
     def _judge(self, calls, completions, columns, values):
         """Make calls (name of a function, indices of completions) and enter what they return."""
-        jobs = []
-        for waits in False, True:
-            mine = [call for call in calls if self.traits[call[0]].waits == waits]
-            tasks = [(name, *_select(completions, columns, rows)) for name, rows in mine]
-            jobs += zip(mine, tasks, self.pool.submit(tasks, waits))
-        for (name, rows), task, future in jobs:
-            result = future.result()
+        tasks = []
+        for name, rows in calls:
+            own = {key: [column[i] for i in rows] if isinstance(column, (list, tuple)) else column
+                   for key, column in columns.items()}
+            tasks.append((name, [completions[i] for i in rows], own))
+        waits = [self.traits[name].waits for name, _ in calls]
+        for (name, rows), task, result in zip(calls, tasks, self.pool.run(tasks, waits)):
             if isinstance(result, str) and result != Pool.TIMEOUT and name not in self.crashes:
                 self.crashes[name] = f"{name}: {result.strip().splitlines()[-1]}"
                 print(f"reward {name!r} crashed (printed once, then counted in reward/crashes) on "
@@ -147,28 +143,27 @@ class Verifier:
     def check_columns(self, examples, source):
         """Raises ValueError if a reward function needs a column that is None or missing in all of
         the `examples` (dicts) that it judges. `source` is their name."""
-        for name, needed in self.needed.items():
+        for name, traits in self.traits.items():
             judged = self._judged_by(name, examples)
             present = {key for example in judged for key, value in example.items()
                        if value is not None}
-            for column in sorted(needed - present - ADDED_COLUMNS) if judged else ():
+            for column in sorted(traits.needs - present - ADDED_COLUMNS) if judged else ():
                 raise ValueError(
                     f"reward {name}: it reads the column '{column}', which {source} does not have "
                     f"in the rows with this reward (it has {', '.join(map(str, judged[0]))})")
 
-    def count_unreadable(self, examples, notify=print, at_most=256):
+    def count_unreadable(self, examples, notify=print):
         """Call notify(text) for each reward that cannot read some gold answers of the `examples`
         (dicts) that it judges. Raises ValueError if it can read none.
 
-        Each reward judges an empty completion of every example; of more than `at_most`, of an even
-        sample.
+        Each judges an empty completion of every example; of more than 256, of an even sample.
         """
         for name in [name for name, traits in self.traits.items() if traits.reads_gold]:
             judged = self._judged_by(name, examples)
-            sample = judged[::math.ceil(len(judged) / at_most) or 1]
+            sample = judged[::math.ceil(len(judged) / 256) or 1]
             rows = [{key: [value] for key, value in example.items()} for example in sample]
-            futures = self.pool.submit([(name, [""], row) for row in rows])
-            bad = [e for e, future in zip(sample, futures) if future.result() != [0.0]]
+            values = self.pool.run([(name, [""], row) for row in rows])
+            bad = [e for e, value in zip(sample, values) if value != [0.0]]
             if not bad:
                 continue
             says = (f"reward {name}: {len(bad)} of {len(sample)} answers cannot be read, one is "
@@ -197,13 +192,6 @@ def text_of(completion):
     if isinstance(completion, str):
         return completion
     return "".join(message.get("content") or "" for message in completion)
-
-
-def _select(completions, columns, rows):
-    """The completions with the indices `rows`, and the columns with their values."""
-    return [completions[i] for i in rows], {
-        name: [values[i] for i in rows] if isinstance(values, (list, tuple)) else values
-        for name, values in columns.items()}
 
 
 def _part(value):
@@ -256,11 +244,11 @@ def _make_handler(specs, known, settings):
         name, completions, columns = task
         return _call(functions[name], completions, settings | columns)
 
-    traits = {name: _traits(name, function) for name, function in functions.items()}
+    traits = {name: _traits(name, function, settings) for name, function in functions.items()}
     return handle, (weights, traits)
 
 
-def _traits(name, function):
+def _traits(name, function, settings):
     """Raises ValueError if the function cannot be called with `completions`."""
     read = list(inspect.signature(function).parameters.values())
     if "completions" not in [p.name for p in read] and hasattr(function, "__wrapped__"):
@@ -268,10 +256,11 @@ def _traits(name, function):
     elif not any(p.name == "completions" or p.kind is p.VAR_KEYWORD for p in read):
         raise ValueError(f"--rewards {name}: it is no reward function, which is "
                          "f(completions, **columns)")
-    columns = {p.name for p in read if p.default is p.empty and p.name != "completions"
-               and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    needs = {p.name for p in read
+             if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     attributes = ("whole_batch", "waits", "reads_gold")
-    return Traits(columns, *(getattr(function, name, False) for name in attributes))
+    return Traits(needs - {"completions"} - settings.keys(),
+                  *(getattr(function, name, False) for name in attributes))
 
 
 def _call(function, completions, columns):
@@ -282,13 +271,11 @@ def _call(function, completions, columns):
             columns = {name: value for name, value in columns.items() if name in parameters}
         values = function(completions=completions, **columns)
         values = asyncio.run(values) if inspect.isawaitable(values) else values
-        if isinstance(values, (str, bytes, dict, set)):
-            raise TypeError(f"returned {str(values)[:200]}, no list with a number or None per "
-                            "completion")
-        values = list(values)
-        if len(values) != len(completions):
-            raise ValueError(f"returned {str(values)[:200]} for {len(completions)} completions")
-        return [_checked(value, completion) for value, completion in zip(values, completions)]
+        given = [] if isinstance(values, (str, bytes, dict, set)) else list(values)
+        if len(given) != len(completions):
+            raise ValueError(f"returned {str(values)[:200]}, no list with a value for each of "
+                             f"{len(completions)} completions")
+        return [_checked(value, completion) for value, completion in zip(given, completions)]
     except TimeoutError:
         return Pool.TIMEOUT
     except BaseException:  # SystemExit too: a reward function must not end the worker
