@@ -54,7 +54,7 @@ def test_every_choice_refuses_another_word_in_a_config_built_by_hand():
 
 def notes_of(argv, capsys, monkeypatch):
     """The flags that each note about a command line names, a list per note; and its Config."""
-    monkeypatch.setattr(runtime.memory, "need_compiler", lambda **_: None)  # may print a note
+    monkeypatch.setattr(runtime.memory, "check_machine", lambda dtype: None)  # may print a note
     cfg = nr.parse_config(argv)
     notes = [line.partition(": no effect")[0] for line in capsys.readouterr().err.splitlines()]
     return [re.findall(r"--(\w+)", note) for note in notes if note.startswith("note: ")], cfg

@@ -247,8 +247,9 @@ CARDS = {
 @pytest.mark.parametrize("card", CARDS)
 def test_vllm_gets_what_the_plan_says_on_each_card_of_the_readme(plan_and_start, card):
     gib, size, flags, planned = CARDS[card]
-    cfg, _, args = plan_and_start(gib, "--seed", "7", *flags, size=size)
+    cfg, decided, args = plan_and_start(gib, "--seed", "7", *flags, size=size)
     assert {name: getattr(cfg, name) for name in planned} == planned
+    assert decided["reference_stays"] is (planned["checkpointing"] == "off")
     assert (args.model, args.seed, args.dtype) == (cfg.model, 7, "bfloat16")
     assert args.gpu_memory_utilization == cfg.vllm_memory > 0
     assert args.kv_cache_memory_bytes == memory.kv_cache_bytes(cfg)
