@@ -9,6 +9,7 @@ import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -22,11 +23,10 @@ import runtime.flags
 import runtime.log
 import runtime.model
 import runtime.shape
-from conftest import ROOT, close, fixed_rollouts, judged_by, make_checkpoints, make_config
+from conftest import ROOT, close, fixed_rollouts, judged_by, make_config
 from models import shape_of
 from runtime import dist, evaluation, folder, log, memory, trainer
-from runtime.checkpoint import Progress
-from runtime.dist import RunError
+from runtime.checkpoint import Checkpoints, Progress
 
 TINY = str(ROOT / "models/tiny")
 SAME_MODEL = str(ROOT / "tests/../models/tiny")  # another text for the same folder
@@ -62,26 +62,21 @@ def llm_args(cfg, gpu=False):
 
 def loaded(cfg):
     """(model, trust_remote_code) of each call that reads a model or tokenizer, vLLM's included."""
-    seen, kinds = [], set()
-
-    def record(kind, function):
-        def call(name, *args, **kwargs):
-            if "tiny" in str(name):
-                kinds.add(kind)
-                seen.append((name, kwargs.get("trust_remote_code", False)))
-            return function(name, *args, **kwargs)
-        return call
-
-    autos = ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM")
+    kinds, args = {"AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"}, llm_args(cfg)
+    seen = {("vllm", args["model"], args["trust_remote_code"])}
     with patched((runtime.shape, "_empty_models", {})) as patch:
-        for kind in autos:
+        for kind in kinds:
             cls = getattr(transformers, kind)
-            patch.setattr(cls, "from_pretrained", record(kind, cls.from_pretrained))
+
+            def call(name, *args, kind=kind, load=cls.from_pretrained, **kwargs):
+                if "tiny" in str(name):
+                    seen.add((kind, name, kwargs.get("trust_remote_code", False)))
+                return load(name, *args, **kwargs)
+            patch.setattr(cls, "from_pretrained", call)
         runtime.flags.load_tokenizer(cfg)
         runtime.model.load_model(cfg)
-    assert kinds == set(autos)
-    args = llm_args(cfg)
-    return {*seen, (args["model"], args["trust_remote_code"])}
+    assert {kind for kind, *_ in seen} == kinds | {"vllm"}
+    return {(name, trust) for _, name, trust in seen}
 
 
 @judged_by("x")
@@ -89,13 +84,12 @@ def all_right(texts, **columns):
     return [1.0] * len(texts), {"x": [1.0] * len(texts)}, {}
 
 
-def recorded(calls, length=1):
+def recorded(calls):
     """A stand-in for rollout() that keeps what it is asked for."""
     def sample(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
         calls.append(dict(prompts=prompts, n=n, temperature=temperature, max_tokens=max_tokens,
                           seeds=seeds, **sampling))
-        return [nr.Rollout(p, [65] * length, "1", False, [0.0] * length)
-                for p in prompts for _ in range(n)]
+        return [nr.Rollout(p, [65], "1", False, [0.0]) for p in prompts for _ in range(n)]
     return sample
 
 
@@ -103,9 +97,9 @@ LLM = SimpleNamespace(get_tokenizer=lambda: None)
 EXAMPLES = [{"question": str(i), "answer": str(i), "prompt_ids": [i]} for i in range(1000)]
 
 
-def run_of(cfg, llm=LLM, examples=EXAMPLES, verifier=all_right):
+def run_of(cfg):
     """A Run for collect_rollouts."""
-    return SimpleNamespace(cfg=cfg, llm=llm, train_set=examples, verifier=verifier, metrics={})
+    return SimpleNamespace(cfg=cfg, llm=LLM, train_set=EXAMPLES, verifier=all_right, metrics={})
 
 
 def as_rank(rank, world):
@@ -182,63 +176,41 @@ def algorithm(cfg):
     return [x for r in rollouts for x in (r.advantages[0], r.weight)] + [loss.item()]
 
 
-class Trainer:
-    """Stands in for the DeepSpeed engine: log-probs of 0, and the learning rate of each step."""
-
-    def __init__(self, events):
-        self.events = events
-        self.optimizer = SimpleNamespace(param_groups=[{"lr": None}])
-
-    def __call__(self, batch):
-        logp = torch.zeros(len(batch.targets), requires_grad=True)
-        return logp, torch.zeros_like(logp)
-
-    def backward(self, loss):
-        loss.backward()
-
-    def step(self):
-        self.events.append(("update", self.optimizer.param_groups[0]["lr"]))
-
-    def get_global_grad_norm(self):
-        return 1.0
-
-    was_step_applied = get_global_grad_norm
-
-
 def at(name):
     """What train() does of one kind; engines, sampling and files are replaced.
 
-    update, lr: learning rates; evaluate, save: steps; packs: their number; kl: that store_kl ran.
+    update, lr: learning rates; packs: their number; evaluate, save: steps; kl: that store_kl ran.
     """
     def observe(cfg):
         seen, progress = [], Progress()
 
+        def note(event, value, result=None):
+            seen.append((event, value))
+            return result
+
         def collect(run, step):
-            run.metrics["seconds/rollout"] = 1.0
             groups = [[nr.Rollout([i], [1] * 60, "", False, [0.0] * 60, reward=float(j))
                        for j in range(2)] for i in range(4)]
             return [groups[i::cfg.minibatches] for i in range(cfg.minibatches)], groups
 
-        def fixed(policy, ref, batches, cfg):
-            seen.append(("packs", len(batches)))
-            for batch in batches:
-                batch.old = batch.vllm_logps
+        def update(policy, batches, cfg):
+            note("packs", len(batches))
+            return note("update", policy.optimizer.param_groups[0]["lr"], {"skipped": 0.0,
+                                                                           "tokens": 1.0})
 
         fake_log = SimpleNamespace(
             folder=Path("none"), say=nothing, close=nothing, rollouts_with_tokens=nothing,
-            write=lambda step, metrics, *_, **__: seen.append(("lr", metrics.get("lr"))))
+            write=lambda step, metrics, *_, **__: note("lr", metrics.get("lr")))
         checkpoints = SimpleNamespace(
-            progress=progress,
-            save=lambda final: seen.append(("save", ... if final else progress.step)))
-        run_cfg = dataclasses.replace(cfg, samples=2, mismatch_bound=1e9, correction="none")
-        with patched((nr, "collect_rollouts", collect), (nr, "store_fixed_logps", fixed),
+            progress=progress, save=lambda final: note("save", ... if final else progress.step))
+        policy = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{}]))
+        with patched((nr, "collect_rollouts", collect), (nr, "store_fixed_logps", nothing),
                      (nr, "sync_weights", nothing), (trainer, "place_frozen_weights", nothing),
                      (trainer, "token_logps", nothing), (nr, "summary", lambda *_: {}),
-                     (trainer, "store_kl", lambda *_: seen.append(("kl", 1)) or {}),
-                     (nr, "evaluate", lambda *_: seen.append(("evaluate", progress.step))
-                      or ({}, []))):
-            nr.train(nr.Run(run_cfg, [], [], None, fake_log, checkpoints,
-                            SimpleNamespace(sleep=nothing), Trainer(seen),
+                     (nr, "update", update), (trainer, "store_kl", lambda *_: note("kl", 1, {})),
+                     (nr, "evaluate", lambda *_: note("evaluate", progress.step, ({}, [])))):
+            nr.train(nr.Run(dataclasses.replace(cfg, samples=2), [], [], None, fake_log,
+                            checkpoints, SimpleNamespace(sleep=nothing), policy,
                             "reference" if cfg.kl_coef else None))
         return [value for event, value in seen if event == name]
     return observe
@@ -270,13 +242,12 @@ def wandb_modes(cfg):
 
 
 def kept(cfg):
-    """The checkpoints that are left after four."""
-    policy = nr.make_policy(cfg)
-    runtime.guard.rehearse(policy, None, cfg)  # makes AdamW's moments
-    checkpoints = make_checkpoints(policy, out=cfg.out, name="kept", keep=cfg.keep)
-    for checkpoints.progress.step in (3, 5, 7, 9):
-        checkpoints.save()
-    return sorted(path.name for path in Path(cfg.out).glob("kept/step-?"))
+    """The checkpoints that are left of four."""
+    for step in (3, 5, 7, 9):
+        Path(cfg.out, f"step-{step}").mkdir()
+    run = SimpleNamespace(cfg=cfg, folder=Path(cfg.out), log=SimpleNamespace(rows=[]))
+    Checkpoints._delete_old(run)
+    return sorted(path.name for path in Path(cfg.out).glob("step-?"))
 
 
 def arrival(function, *patch):
@@ -295,15 +266,12 @@ def group_timeout(cfg):
         return arrival(lambda: nr.main([]), dist, "init_process_group")
 
 
-def stops(cfg):
-    """Whether a step is refused whose log-probs differ from vLLM's by 0.5."""
-    batch = nr.collate([nr.Rollout([0], [1], "", False, [0.5], reward=1.0, weight=1.0)])
-    taken = []
-    try:
-        nr.update(Trainer(taken), [batch], dataclasses.replace(cfg, kl_coef=0.0))
-    except RunError:
-        return not taken
-    return False
+def bound(cfg):
+    """What update() gives to check_step."""
+    batch = nr.collate([nr.Rollout([0], [1], "", False, [0.0], weight=1.0)])
+    policy = mock.Mock(return_value=(torch.zeros(1), torch.zeros(1)))
+    cfg = dataclasses.replace(cfg, kl_coef=0.0)
+    return arrival(lambda: nr.update(policy, [batch], cfg), nr.guard, "check_step")[1]
 
 
 def resumed(*flags):
@@ -321,19 +289,11 @@ def resumed(*flags):
     return observe
 
 
-def sampled_by(cfg):
-    """Who samples, in training and in the evaluation."""
-    names = []
-    for call in (lambda: nr.collect_rollouts(run_of(cfg), 0),
-                 lambda: nr.evaluate(LLM, EXAMPLES[:3], all_right, cfg)):
-        calls = []
-        with patched((nr, "rollout", recorded(calls))):
-            try:
-                call()
-            except RunError as e:
-                assert "RuntimeError: mine" in str(e)
-        names.append("ours" if calls else "mine")
-    return names
+def samplers(cfg):
+    """The functions that training and the evaluation ask for."""
+    calls = (lambda: nr.collect_rollouts(run_of(cfg), 0),
+             lambda: nr.evaluate(LLM, EXAMPLES[:3], all_right, cfg))
+    return [arrival(call, nr, "rollout_function")[0] for call in calls]
 
 
 def plan(cfg, gib=80):
@@ -373,7 +333,6 @@ TEXTS = {  # files that values name as {tmp}/...
     "other.jsonl": json.dumps({"q": "q", "p": "p", "a": "a", "b": "b"}),
     "long.jsonl": "\n".join(json.dumps({"question": "x" * n, "answer": "1"})
                             for n in (9, 63, 64, 65)),
-    "mine.py": "def mine(*args, **sampling):\n    raise RuntimeError('mine')\n",
 }
 SETS = ("{tmp}/one.jsonl", "{tmp}/two.jsonl")
 COLUMNS = dict(data="{tmp}/columns.jsonl", eval_data="{tmp}/other.jsonl", question_key="q",
@@ -408,7 +367,7 @@ WIRES = {
     "allow_unsafe_code": ((False, True), setting("allow_unsafe_code")),
     "judge_model": (("a", "b"), setting("judge_model")),
     # rollout
-    "rollout": (("", "{tmp}/mine.py:mine"), sampled_by, (["ours"] * 2, ["mine"] * 2)),
+    "rollout": (("", "a.py:f"), samplers, ([""] * 2, ["a.py:f"] * 2)),
     "steps": ((2, 4), at("lr"), ([1.0, 0.5, None], [1.0, 0.75, 0.5, 0.25, None]),
               STEPS | dict(lr_end=0.0)),
     "prompts": ((4, 6), lambda cfg: len(training("prompts")(cfg))),
@@ -477,7 +436,7 @@ WIRES = {
     "tp": ((1, 2), lambda cfg: llm_args(cfg)["tensor_parallel_size"]),
     "zero_stage": ((1, 3), lambda cfg: nr.make_policy(cfg).zero_optimization_stage()),
     "timeout": ((1.0, 2.0), group_timeout, ((1.0,), (2.0,))),
-    "mismatch_bound": ((0.4, 0.6), stops, (True, False)),
+    "mismatch_bound": ((0.4, 0.6), bound),
     # evaluation and files
     "eval_every": ((2, 4), at("evaluate"), ([0, 2, 4, 6], [0, 4, 6]), STEPS),
     "eval_size": ((5, 9), lambda cfg: {
