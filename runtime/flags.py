@@ -208,10 +208,7 @@ def find_model(name):
 
 
 def model_row(model, rows):
-    """The defaults that suit a model: its row in `rows`, or what its run recorded in its folder.
-
-    Of a record, the fields count that any row names.
-    """
+    """The defaults that suit a model: its row or, of the record in its folder, what a row names."""
     path = Path(find_model(model)) / RECORD
     if not path.is_file():
         by_path = {os.path.realpath(find_model(name)): row for name, row in rows.items()}
@@ -235,11 +232,11 @@ def saved_config(config, resume, out="", name="", **_):
     folder = Path(out or config.out) / (resume or name)
     if resume and (Path(resume) / "config.json").exists():
         folder = Path(resume)
-    if not (folder / "config.json").exists():
-        if resume:
-            raise ValueError(f"--resume {resume}: no folder of a run, and {folder} is none")
+    if not resume and not (folder / "config.json").exists():
         dist.print_once(f"note: there is no run {folder} yet: it starts")
         return {}
+    if not (folder / "config.json").exists():
+        raise ValueError(f"--resume {resume}: no folder of a run, and {folder} is none")
     folder = folder.resolve()
     if name not in ("", folder.name):
         raise ValueError(f"--name {name} and --resume {resume} are two runs; leave --name out")

@@ -52,10 +52,10 @@ def check_verdicts(prefix, values, metrics, verifier):
 
 
 def count_skipped(in_a_row, step, history, groups, folder):
-    """Returns how many optimizer steps in a row were skipped, up to the end of this step.
+    """How many optimizer steps in a row were skipped up to the end of this one; RunError after 3.
 
     history: metrics of the step's updates. groups: its rollouts, which each rank writes to
-    <folder>/quarantine/ if one was skipped. Raises RunError after 3 in a row.
+    <folder>/quarantine/ if one was skipped.
     """
     for metrics in history:
         in_a_row = in_a_row + 1 if metrics["skipped"] else 0
@@ -116,11 +116,8 @@ def check_packing(policy, cfg):
 
 
 def largest_pack(cfg):
-    """(prompt tokens, completion tokens) of each sequence of the largest pack that can occur.
-
-    One sequence has the largest length. The others have a prompt of one token, so that the pack has
-    nearly the most completion tokens, which are the rows of the LM head.
-    """
+    """(prompt tokens, completion tokens) of each sequence of the largest pack that can occur: one
+    has the largest length, the others a prompt of one token, for the most rows of the LM head."""
     sequences = [(cfg.max_prompt, cfg.max_tokens)]
     left = cfg.pack_tokens - cfg.max_prompt - cfg.max_tokens
     while left >= 2:
@@ -155,10 +152,8 @@ def rehearse(policy, ref, cfg):
 
 
 def checked(rollout, spec):
-    """The function of --rollout, whose value is spec, with checks of what it returns.
-
-    It raises RunError with the user's line for an exception, and for a Rollout that does not fit.
-    """
+    """The function of --rollout (its value: spec). It raises RunError, with the user's line, for an
+    exception in it and for a Rollout that does not fit."""
     try:
         inspect.signature(rollout).bind(*range(5))
         inspect.signature(rollout).bind(*range(6), top_p=1.0)

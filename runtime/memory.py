@@ -51,11 +51,11 @@ def check_machine(dtype):
 
 def free_host_bytes():
     """Free bytes of host memory, also in a container with a limit, which psutil does not know."""
-    free, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
-    limit = group / "memory.max"
-    if not limit.exists() or limit.read_text().strip() == "max":
-        return free
-    return min(free, int(limit.read_text()) - int((group / "memory.current").read_text()))
+    free, limit = psutil.virtual_memory().available, Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip() != "max":
+        used = int(limit.with_name("memory.current").read_text())
+        free = min(free, int(limit.read_text()) - used)
+    return free
 
 
 class Device(NamedTuple):
