@@ -71,9 +71,6 @@ def count_skipped(in_a_row, step, history, groups, folder):
     return in_a_row
 
 
-ROUNDING = 2**-17  # with equal kernels and shapes: 64 times the rounding of log-probs, float32
-
-
 @torch.no_grad()
 def check_packing(policy, cfg):
     """Raises RunError if a log-prob depends on the other sequences of a pack. Collective.
@@ -104,9 +101,10 @@ def check_packing(policy, cfg):
     experts = any("expert" in name for name, _ in policy.named_parameters())
     # two kernels differ by 0.02 to 0.05 in bfloat16; in float32 the bound is 8,000 roundings
     noise = max(cfg.mismatch_bound, 0.15 if cfg.dtype == "bfloat16" else 1e-3)
+    exact = 2**-17 if repeats and not experts else noise  # 64 roundings of log-probs in float32
     for difference, bound, fault in (
         (packed - alone, noise, "packed and single sequences give different log-probs"),
-        ((packed - logps(replaced))[1::2], ROUNDING if repeats and not experts else noise,
+        ((packed - logps(replaced))[1::2], exact,
          "the log-probs of a sequence depend on the others in its pack"),
     ):
         mean = max(dist.all_gather([difference.abs().nan_to_num(torch.inf).mean().item()]))
