@@ -620,7 +620,6 @@ def main(argv=None, train=train, sampler=Sampler):
             checkpoints = Checkpoints(cfg, log)
 
         with stop.with_one_line(OSError, cfg=cfg, folder=log.folder):
-            memory.limit_device(cfg)
             log.say("loading the model into vLLM ...")
             llm = sampler(cfg)  # before the trainer: vLLM measures how much GPU memory is free
             llm.sleep()

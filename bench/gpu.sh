@@ -10,7 +10,7 @@
 #     whole        all of the memory, no reference model
 #     whole-kl     all of the memory, with a reference and recomputed activations
 #     compile      as whole, with compiled layers (examples/compiled.py)
-#     40, 24       as on a card of that many GiB
+#     40, 24       planned for a card of that many GiB (peak: memory/* of the .json file)
 #     24-lora      24 GiB, adapters of rank 32
 #     trl-16, -8   the same step with TRL, if it is installed (bench/vs_trl.py), by micro-batch
 #

@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 from textwrap import shorten
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
 import torch
 
@@ -119,14 +119,14 @@ def parse(config, algos, models, argv, description):
     the row of --algo in `algos`; the later one counts.
     """
     import tyro
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in ("algo", "model", "name", "out"):  # the other defaults depend on them
-        first.add_argument(f"--{name}", default=argparse.SUPPRESS)
-    first.add_argument("--resume", nargs="?", const="", default=argparse.SUPPRESS)
+        first.add_argument(f"--{name}")
+    first.add_argument("--resume", nargs="?", const="")
     given, argv = first.parse_known_args(argv)
-    given = vars(given)
-    saved = saved_config(config, **given) if "resume" in given else {}
-    chosen = {"algo": config.algo, "model": config.model} | saved | given
+    saved = saved_config(config, **vars(given)) if "resume" in given else {}
+    chosen = {"algo": config.algo, "model": config.model} | saved | vars(given)
     algo, model = chosen["algo"], chosen["model"]
     if algo not in algos:
         raise ValueError(f"--algo {algo}: choose one of {', '.join(algos)}")
@@ -145,9 +145,6 @@ def check(cfg):
 
     Raises ValueError for what cannot work. Prints a note for flags that have no effect.
     """
-    for name, hint in get_type_hints(type(cfg)).items():  # tyro has checked a command line only
-        if get_origin(hint) is Literal and getattr(cfg, name) not in get_args(hint):
-            raise ValueError(f"--{name} {getattr(cfg, name)}: choose one of {get_args(hint)}")
     for names, low, high in RANGES:
         for name in names.split():
             if not low <= (x := getattr(cfg, name)) <= high:
@@ -181,16 +178,15 @@ def check(cfg):
     names = [name for name, *_ in rewards.parse_spec(spec)]
     if cfg.overlong_buffer and "overlong" not in names:
         spec = f"{spec},overlong:1"
-    cuda = torch.cuda.is_available()
-    dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if cuda else "float32"
-    memory.need_gpu(dtype)
-    memory.need_compiler(cpu_operators=not cuda or cfg.offload == "optimizer")
+    auto = "bfloat16" if torch.cuda.is_available() else "float32"
+    dtype = auto if cfg.dtype == "auto" else cfg.dtype
+    memory.check_machine(dtype)
     for names, has_effect, requirement in NEEDS:
         given = [f"--{name} {getattr(cfg, name)}" for name in names.split()
                  if getattr(cfg, name) != getattr(type(cfg), name)]
         if given and not has_effect(cfg):
-            text = f"note: {', '.join(given)}: no effect without {requirement}"
-            dist.print_once(text, file=sys.stderr)
+            dist.print_once(
+                f"note: {', '.join(given)}: no effect without {requirement}", file=sys.stderr)
     return dataclasses.replace(
         cfg, template=data.read_template(cfg.template), model=find_model(cfg.model), dtype=dtype,
         rewards=spec, mismatch_bound=cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.15))
@@ -212,10 +208,7 @@ def find_model(name):
 
 
 def model_row(model, rows):
-    """The defaults that suit a model: its row in `rows`, or what its run recorded in its folder.
-
-    Of a record, the fields count that any row names.
-    """
+    """The defaults that suit a model: its row or, of the record in its folder, what a row names."""
     path = Path(find_model(model)) / RECORD
     if not path.is_file():
         by_path = {os.path.realpath(find_model(name)): row for name, row in rows.items()}
@@ -239,11 +232,11 @@ def saved_config(config, resume, out="", name="", **_):
     folder = Path(out or config.out) / (resume or name)
     if resume and (Path(resume) / "config.json").exists():
         folder = Path(resume)
-    if not (folder / "config.json").exists():
-        if resume:
-            raise ValueError(f"--resume {resume}: no folder of a run, and {folder} is none")
+    if not resume and not (folder / "config.json").exists():
         dist.print_once(f"note: there is no run {folder} yet: it starts")
         return {}
+    if not (folder / "config.json").exists():
+        raise ValueError(f"--resume {resume}: no folder of a run, and {folder} is none")
     folder = folder.resolve()
     if name not in ("", folder.name):
         raise ValueError(f"--name {name} and --resume {resume} are two runs; leave --name out")
@@ -330,7 +323,7 @@ def check_architecture(cfg, model):
     packed_attention must be all that connects the tokens of a row: transformers states it for each
     model, and guard.check_packing measures it later. vLLM says itself what it cannot do.
     """
-    config = model.config.get_text_config()
+    config, lm_head = model.config.get_text_config(), model.get_output_embeddings()
     # without this list all layers have the window, if there is one
     layers = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     others = layers - {"full_attention", "sliding_attention"}
@@ -352,6 +345,8 @@ def check_architecture(cfg, model):
         (heads % cfg.tp or key_heads % cfg.tp and cfg.tp % key_heads,
          f"--tp {cfg.tp} does not divide its {heads} attention heads and {key_heads} key heads"),
         (scales, f"it changes its logits by {' and '.join(scales)}"),
+        (type(lm_head) is not torch.nn.Linear or lm_head.bias is not None,
+         "its LM head has a bias, or is no plain matrix"),
         (cfg.max_prompt + cfg.max_tokens > longest,
          f"its positions or its sliding window are {longest} tokens, fewer than --max_prompt "
          f"{cfg.max_prompt} + --max_tokens {cfg.max_tokens}"),

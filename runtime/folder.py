@@ -50,12 +50,12 @@ def claim_folder(cfg, examples=()):
     folder, if it holds a run that cfg does not resume, or if that run had other data.
     """
     start = time.strftime("%Y%m%d-%H%M%S")
-    first = name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{start}"
-    problem, n = "", 0
+    name, problem = f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{start}", ""
+    names = [cfg.name] if cfg.name else [name, *(f"{name}-{n}" for n in range(1, 100))]
     if dist.rank() == 0:
-        while (problem := _lock(Path(cfg.out) / name, cfg.resume)) and not cfg.name and n < 100:
-            n += 1
-            name = f"{first}-{n}"
+        for name in names:
+            if not (problem := _lock(Path(cfg.out) / name, cfg.resume)):
+                break
         problem = problem or _check_inputs(Path(cfg.out) / name / "inputs.sha256", cfg, examples)
     name, problem = dist.all_gather([(name, problem)])[0]
     if problem:

@@ -13,7 +13,6 @@ import psutil
 import torch
 
 from runtime import dist
-from runtime.folder import is_writable
 from runtime.shape import ModelShape
 
 GIB = 2**30
@@ -25,35 +24,26 @@ BUCKET = 2**26  # numbers in one gradient bucket of DeepSpeed (its default of 5e
 MOST_RUNNING = 1024  # sequences that vLLM decodes at once, at most
 CHUNK = 2048  # vocabulary tokens that HeadLogps handles at a time: 8 KiB of fp32 logits per row
 USABLE = 0.9  # the plan uses this fraction of the memory; the rest is for fragmentation
-blocked = []  # the tensor with which limit_device occupies a part of the GPU
 
 
-def need_gpu(dtype):
-    """Raises ValueError if PyTorch was built for a GPU that it cannot use, or that has no bf16."""
-    if torch.version.cuda and not torch.cuda.is_available():  # it would run on the CPU
+def check_machine(dtype):
+    """Raises ValueError if PyTorch cannot use the GPU or has no bf16 on it, or if Triton (on a GPU)
+    and DeepSpeed (its CPU operators) could not compile their kernels."""
+    gpu = torch.cuda.is_available()
+    if torch.version.cuda and not gpu:  # it would run on the CPU
         raise ValueError("PyTorch finds no usable GPU: nvidia-smi must show one, with driver 580 "
                          "or newer; for a CPU: pip install -r requirements-cpu.txt")
-    if (dtype == "bfloat16" and torch.cuda.is_available()
-            and torch.cuda.get_device_capability(dist.device()) < (8, 0)):
+    if gpu and dtype == "bfloat16" and torch.cuda.get_device_capability(dist.device()) < (8, 0):
         raise ValueError("--dtype bfloat16 needs compute capability 8.0: use --dtype float32")
-
-
-def need_compiler(cpu_operators=True):
-    """Raises ValueError if Triton (on a GPU) or DeepSpeed (its CPU operators) could not compile."""
     os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # pip installs ninja there
-    needed = [os.environ.get("CXX", "g++"), "ninja"] * cpu_operators
-    if torch.cuda.is_available():
-        needed.append(os.environ.get("CC") or shutil.which("clang") or "gcc")
-    missing = [tool for tool in needed if not shutil.which(tool)]
+    tools = os.environ.get("CC", "gcc"), os.environ.get("CXX", "g++"), "ninja"
+    missing = [tool for tool in tools if not shutil.which(tool)]
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if missing or not header.exists():
         raise ValueError(f"kernels cannot be compiled without {', '.join(missing) or header} "
                          "(apt-get install g++ ninja-build python3-dev)")
     from torch.utils.cpp_extension import get_default_build_root
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    if not is_writable(root):
-        raise ValueError(f"DeepSpeed compiles in {root}, which cannot be written: set HOME, or "
-                         "TORCH_EXTENSIONS_DIR, to a folder of yours")
     for lock in root.rglob("lock"):  # left by a run that was killed while it compiled
         dist.print_once(f"note: DeepSpeed will wait for {lock} to be removed: delete it, "
                         "unless another run is just starting", file=sys.stderr)
@@ -61,11 +51,11 @@ def need_compiler(cpu_operators=True):
 
 def free_host_bytes():
     """Free bytes of host memory, also in a container with a limit, which psutil does not know."""
-    free, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
-    limit = group / "memory.max"
-    if not limit.exists() or limit.read_text().strip() == "max":
-        return free
-    return min(free, int(limit.read_text()) - int((group / "memory.current").read_text()))
+    free, limit = psutil.virtual_memory().available, Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip() != "max":
+        used = int(limit.with_name("memory.current").read_text())
+        free = min(free, int(limit.read_text()) - used)
+    return free
 
 
 class Device(NamedTuple):
@@ -119,17 +109,13 @@ def vllm_weights(cfg, shape):
     return shape.parameters * bytes_per_number(cfg) / cfg.tp + counts
 
 
-def kv_cache_bytes(cfg, device=None, shape=None):
+def kv_cache_bytes(cfg):
     """Bytes of vLLM's KV cache: what its share of the GPU leaves, at most what a step needs, as
-    vLLM's own estimate differs between versions. None on a CPU. Raises ValueError if too little."""
-    device, shape = device or Device.here(), shape or ModelShape.of(cfg.model)
+    vLLM's own estimate differs between versions. None on a CPU."""
+    device, shape = Device.here(), ModelShape.of(cfg.model)
     if not device.gpu:
         return None
     left = cfg.vllm_memory * device.total - vllm_weights(cfg, shape) - VLLM_ACTIVATIONS
-    missing = (sequence_bytes(cfg, shape) - left) / device.total
-    if missing > 0:
-        raise ValueError(f"--vllm_memory {cfg.vllm_memory} has no room for a KV cache: use at "
-                         f"least {cfg.vllm_memory + missing + 0.005:.2f}, or 0 for what is left")
     return int(min(left, most_sequences(cfg) * sequence_bytes(cfg, shape)))
 
 
@@ -175,9 +161,9 @@ def step_bytes(cfg, shape, gpu):
     kept = shape.layers * layer
     if cfg.checkpointing == "on":  # each layer's input; the backward pass computes the layer again
         kept = tokens * size * (shape.layers + 4) * shape.hidden
-    # HeadLogps: two fp32 chunks of logits; then the gradients of the head and, in fp32, its input
-    head = 2 * 4 * tokens * min(CHUNK, shape.vocab)
-    head_backward = head + tokens * shape.hidden * (4 + size) + largest * size
+    # HeadLogps: two fp32 chunks of logits, the gradients of the head and, in fp32, of its input
+    head = 2 * 4 * tokens * min(CHUNK, shape.vocab) + largest * size
+    head += tokens * shape.hidden * (4 + size)
 
     parts = {
         # trainer.place_frozen_weights
@@ -189,7 +175,7 @@ def step_bytes(cfg, shape, gpu):
         "gradient buckets": (0, 0, buckets),
         "reference": (resting, reference, resting),
         "activations kept": (0, 0, kept),
-        "a layer or the head": (0, max(layer, head), max(backward, head_backward)),
+        "a layer or the head": (0, max(layer, head), max(backward, head)),
         "PyTorch, CUDA, kernels": [CUDA_CONTEXT] * 3,
     }
     if gpu:
@@ -203,16 +189,13 @@ def step_bytes(cfg, shape, gpu):
 def host_bytes(cfg, shape):
     """Bytes of host memory that the ranks of a machine need beside their GPUs. PyTorch rounds each
     pinned tensor up to a power of two: the plan takes twice its size."""
-    weights = shape.parameters * bytes_per_number(cfg)
-    needed = 2 * vllm_weights(cfg, shape)
-    if cfg.kl_coef and not cfg.lora_rank and cfg.checkpointing != "off":  # the reference
-        needed += 2 * weights
-    if cfg.offload == "optimizer":
-        # fp32 weights, gradients, bf16 weights (pinned), AdamW's moments
-        needed += 24 * trained_parameters(cfg, shape) / dist.world_size()
-        if cfg.lora_rank:  # trainer.place_frozen_weights pins one tensor
-            needed += 2 ** math.ceil(math.log2(weights))
-    return dist.local_world_size() * needed
+    pinned, offload = vllm_weights(cfg, shape), cfg.offload == "optimizer"
+    reference = cfg.kl_coef and not cfg.lora_rank and cfg.checkpointing != "off"
+    if reference or cfg.lora_rank and offload:  # see trainer.place_frozen_weights
+        pinned += shape.parameters * bytes_per_number(cfg)
+    # fp32 weights, gradients, bf16 weights (pinned), AdamW's moments
+    optimizer = 24 * trained_parameters(cfg, shape) / dist.world_size() if offload else 0
+    return dist.local_world_size() * (2 * pinned + optimizer)
 
 
 def candidates(cfg, gpu):
@@ -247,8 +230,6 @@ def plan(cfg, device=None, shape=None):
         raise ValueError(f"{cfg.model} needs about {max(parts['total']) / GIB:.1f} GiB at "
                          f"--max_tokens {cfg.max_tokens}, this run may use {budget / GIB:.1f} "
                          f"(nine tenths); to use less memory: {smaller(best)}")
-    if best.offload == "optimizer":
-        need_compiler()
     host = host_bytes(best, shape) * device.gpu
     if host > device.host:
         raise ValueError(f"--offload {best.offload} needs about {host / GIB:.0f} GiB of host "
@@ -256,13 +237,14 @@ def plan(cfg, device=None, shape=None):
     flags = ["offload", "checkpointing", "pack_tokens"]
     if device.gpu:
         flags += ["vllm_memory"]
-        trainer = parts["total"].generate - parts["vLLM"].generate
+        trainer, least = parts["total"].generate - parts["vLLM"].generate, parts["vLLM"].generate
         share = cfg.vllm_memory or round((budget - trainer) / device.total, 3)
+        if cfg.vllm_memory and share * device.total < least:
+            raise ValueError(f"--vllm_memory {share} has no room for a KV cache: use at least "
+                             f"{least / device.total + 0.005:.2f}, or 0 for what is left")
         best = dataclasses.replace(best, vllm_memory=share)
-        kv_cache_bytes(best, device, shape)  # raises ValueError
-        vllm = share * device.total
-        parts["vLLM"] = parts["vLLM"]._replace(generate=vllm)
-        parts["total"] = parts["total"]._replace(generate=trainer + vllm)
+        parts["vLLM"] = parts["vLLM"]._replace(generate=share * device.total)
+        parts["total"] = parts["total"]._replace(generate=trainer + share * device.total)
 
     dist.print_once(f"memory plan for {shape.parameters / 1e6:,.1f} M parameters in {cfg.dtype} "
                     f"and {available / GIB:.1f} GiB: "
@@ -277,14 +259,6 @@ def plan(cfg, device=None, shape=None):
     return best, decided | {"reference_stays": device.gpu and best.checkpointing == "off"}
 
 
-def limit_device(cfg):
-    """With --memory_gb on a GPU: occupies the rest of its memory, so that a run that needs more
-    fails as on a smaller GPU."""
-    if cfg.memory_gb and torch.cuda.is_available():
-        excess = max(0, int(Device.here().free - cfg.memory_gb * GIB))
-        blocked[:] = [torch.empty(excess, dtype=torch.uint8, device="cuda")]
-
-
 def peak_gib():
     """Peak memory in GiB. On a GPU: all that is in use on it, vLLM's memory included, since
     PyTorch's peak was last reset. On a CPU: this process since it started."""
@@ -292,7 +266,7 @@ def peak_gib():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     free, total = torch.cuda.mem_get_info()
     used = total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
-    return (used - sum(x.nbytes for x in blocked)) / GIB
+    return used / GIB
 
 
 def is_out_of_memory(error):
@@ -305,13 +279,10 @@ def is_out_of_memory(error):
 def smaller(cfg):
     """The flags with which a run like cfg takes less memory, as text."""
     longest = cfg.max_prompt + cfg.max_tokens
-    flags = {"checkpointing": "on"}
-    if cfg.pack_tokens > longest:
-        flags["pack_tokens"] = max(cfg.pack_tokens // 2, longest)
-    else:  # one sequence is a whole pack
-        flags["max_tokens"] = cfg.max_tokens // 2
+    flags = {"checkpointing": "on", "pack_tokens": min(cfg.pack_tokens, longest),
+             "max_tokens": cfg.max_tokens // 2, "vllm_memory": round(0.8 * cfg.vllm_memory, 2)}
     if cfg.vllm_memory:  # planned for a GPU
-        flags |= {"offload": "optimizer", "vllm_memory": round(0.8 * cfg.vllm_memory, 2)}
+        flags["offload"] = "optimizer"
     if not cfg.lora_rank:
         flags["lora_rank"] = 32
         if dist.world_size() > 1:

@@ -1,9 +1,7 @@
 """Sizes of a model from its config.json, its FLOPs, and the peak speed of this device."""
-import contextlib
 import functools
 import os
 import re
-import threading
 import timeit
 from dataclasses import dataclass
 
@@ -19,20 +17,12 @@ def hub_answers():
     """Whether the Hugging Face hub answers within 3 s. If not, its libraries use their local cache
     from now on: each of them would try again and again, for half a minute and a dozen lines."""
     from huggingface_hub import constants, get_session
-    if constants.HF_HUB_OFFLINE:
-        return False
-    answers = []
-
-    def ask():
-        with contextlib.suppress(Exception):  # any of them means "not reached"
-            answers.append(get_session().head(constants.ENDPOINT, timeout=3))
-
-    thread = threading.Thread(target=ask, daemon=True)  # looking up the name has no time limit
-    thread.start()
-    thread.join(3)
-    if not answers:
-        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
-    return bool(answers)
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=3)
+        except Exception:  # any of them means "not reached"
+            constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
+    return not constants.HF_HUB_OFFLINE
 
 
 def first_line(error, name=""):
@@ -74,13 +64,8 @@ class ModelShape:
     @classmethod
     @functools.cache
     def of(cls, model):
-        """The shape of a model folder or hub id. Raises ValueError if the LM head is not a plain
-        matrix without bias: HeadLogps uses its weight only."""
+        """The shape of a model folder or hub id."""
         built = empty_model(model)
-        head = built.get_output_embeddings()
-        if type(head) is not torch.nn.Linear or head.bias is not None:
-            raise ValueError(f"--model {model}: an LM head with a bias (or no plain matrix) is not "
-                             "supported")
         config = built.config.get_text_config()
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads

@@ -122,17 +122,10 @@ def to(mode, x, *args, copy=False, **kwargs):
     return mode.move(x, device, dtype=dtype or x.dtype, **copy)
 
 
-def type_name(mode, x, *args, **kwargs):
-    name = x.type(*args, **kwargs)
-    return name.replace("torch.", "torch.cuda.") if not args and device_of(x) == CARD else name
-
-
-def on_host(function):
-    def call(mode, x, *args, **kwargs):
-        if device_of(x) == CARD:
-            raise TypeError("can't convert cuda:0 device type tensor to numpy")
-        return function(x, *args, **kwargs)
-    return call
+def numpy(mode, x, *args, **kwargs):
+    if device_of(x) == CARD:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+    return x.numpy(*args, **kwargs)
 
 
 def pin_memory(mode, x, *_):
@@ -146,13 +139,9 @@ def pin_memory(mode, x, *_):
 SPECIAL = {
     torch.Tensor.device.__get__: lambda mode, x, *_: device_of(x),
     torch.Tensor.is_cuda.__get__: lambda mode, x, *_: device_of(x) == CARD,
-    torch.Tensor.is_cpu.__get__: lambda mode, x, *_: device_of(x) == HOST,
     torch.Tensor.is_pinned: lambda mode, x, *_: getattr(x.untyped_storage(), "pinned", False),
     torch.Tensor.cpu: lambda mode, x, *_, **__: mode.move(x, HOST),
-    torch.Tensor.cuda: lambda mode, x, *_, **__: mode.move(x, CARD),
-    torch.Tensor.numpy: on_host(torch.Tensor.numpy),
-    torch.Tensor.__array__: on_host(torch.Tensor.__array__),
-    torch.Tensor.to: to, torch.Tensor.type: type_name, PIN_MEMORY: pin_memory,
+    torch.Tensor.numpy: numpy, torch.Tensor.to: to, PIN_MEMORY: pin_memory,
 }
 
 

@@ -1,16 +1,13 @@
 """No silent wrong number: overflow, skipped steps, missing verdicts, infinite weights."""
 import json
 import math
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import nano_rlvr as nr
-import runtime.sampler
-from conftest import ENV, ROOT, fixed_rollouts, judged_by, make_checkpoints, make_config
+from conftest import fixed_rollouts, judged_by, make_checkpoints, make_config
 from runtime import dist, guard
 from runtime.dist import RunError
 from runtime.trainer import named_weights
@@ -38,11 +35,11 @@ def gradient(advantage, logps, dtype=torch.float32, **changes):
 
 @pytest.mark.parametrize("gate", ["clip", "detach", "soft"])
 @pytest.mark.parametrize("ratio", ["token", "sequence", "product"])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_loss_and_gradient_are_finite_at_any_log_ratio(gate, ratio, advantage):
-    far = [-1e4, -100.0, -30.0, 30.0, 88.0, 89.0, 1e4]
-    loss, grad = gradient(advantage, far, gate=gate, ratio=ratio)
-    assert loss.isfinite() and grad.isfinite().all()
+def test_loss_and_gradient_are_finite_at_any_log_ratio(gate, ratio):
+    for advantage in (1.0, -1.0):
+        far = [-1e4, -100.0, -30.0, 30.0, 88.0, 89.0, 1e4]
+        loss, grad = gradient(advantage, far, gate=gate, ratio=ratio)
+        assert loss.isfinite() and grad.isfinite().all()
 
 
 @pytest.mark.numeric
@@ -69,70 +66,62 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_reported_and_moves_no_weig
         handle.remove()
 
 
-def test_the_batch_of_a_skipped_step_is_kept_and_three_in_a_row_end_the_run(
-        tokenizer, tmp_path, capsys):
+def test_the_batch_of_a_skipped_step_is_kept(tokenizer, tmp_path, capsys):
     rollouts = fixed_rollouts(tokenizer)
     groups = [rollouts[i:i + 4] for i in range(0, len(rollouts), 4)]
     taken, skipped = {"skipped": 0.0}, {"skipped": 1.0}
-    assert guard.count_skipped(0, 0, [taken], groups, tmp_path) == 0
+    guard.count_skipped(0, 0, [taken], groups, tmp_path)
     assert not (tmp_path / "quarantine").exists()
-    assert guard.count_skipped(0, 1, [skipped, skipped], groups, tmp_path) == 2
+    guard.count_skipped(0, 1, [skipped, taken], groups, tmp_path)
     rows = map(json.loads, open(tmp_path / "quarantine/step-1-rank-0.jsonl"))
     assert [row["completion"] for row in rows] == [r.completion for r in rollouts]
     assert "step 1 has a gradient that is not finite" in capsys.readouterr().out
-    assert guard.count_skipped(2, 2, [taken, skipped], groups, tmp_path) == 1
-    with pytest.raises(RunError, match="3 optimizer steps in a row .*--lr too high"):
-        guard.count_skipped(2, 4, [skipped], groups, tmp_path)
 
 
 # ---- batches without a verdict
 
 
-def verifier_of(*values, timeouts=0, crashes=0, lines=()):
-    """A stand-in for a Verifier: gives these values to the first function, 0.5 to the second."""
-    @judged_by("first", "second")
-    def verify(texts, **columns):
-        parts = {"first": list(values), "second": [0.5] * len(texts)}
-        counts = {"reward/timeouts": float(timeouts), "reward/crashes": float(crashes)}
-        return list(values), parts, counts
-    verify.crashes = dict(enumerate(lines))
-    return verify
-
-
-@pytest.fixture
-def sampled(monkeypatch, tokenizer):
-    """Makes rollout() return fixed rollouts: 4 prompts, n of each."""
-    monkeypatch.setattr(nr, "rollout", lambda llm, prompts, n, *_, **__: fixed_rollouts(
-        tokenizer, groups=len(prompts), n=n))
-
-
 EXAMPLES = [{"question": str(i), "answer": str(i), "prompt_ids": [i]} for i in range(4)]
 
 
-def test_a_step_without_any_verdict_ends_the_run_with_the_counts_and_the_first_crash(
-        group, sampled):
+@pytest.fixture
+def judge(group, monkeypatch, tokenizer):
+    """judge(*values, **counts) -> a verifier that gives these values to fixed rollouts."""
+    monkeypatch.setattr(nr, "rollout", lambda llm, prompts, n, *_, **__: fixed_rollouts(
+        tokenizer, groups=len(prompts), n=n))
+
+    def judge(*values, timeouts=0.0, crashes=()):
+        @judged_by("first", "second")
+        def verify(texts, **columns):
+            parts = {"first": list(values), "second": [0.5] * len(texts)}
+            return list(values), parts, {"reward/timeouts": timeouts,
+                                         "reward/crashes": float(len(crashes))}
+        verify.crashes = dict(enumerate(crashes))
+        return verify
+    return judge
+
+
+def test_a_step_without_any_verdict_ends_the_run_with_the_counts_and_the_first_crash(judge):
     def collect(verifier):
         nr.collect_rollouts(SimpleNamespace(
             cfg=make_config(prompts=4, samples=2), train_set=EXAMPLES, verifier=verifier,
             llm=SimpleNamespace(get_tokenizer=lambda: None), metrics={"eval/crashes": 99}), 0)
 
-    collect(verifier_of(*[None] * 7, 0.0))
-    lines = ["mine: KeyError: 'gold'", "other: x"]
+    collect(judge(*[None] * 7, 0.0))
     with pytest.raises(RunError) as e:
-        collect(verifier_of(*[None] * 8, timeouts=3, crashes=4, lines=lines))
+        collect(judge(*[None] * 8, timeouts=3, crashes=["mine: KeyError: 'gold'", "other: x"]))
     assert str(e.value).startswith(
-        "reward: none of 8 completions got a verdict (3 timeouts, 4 crashes, the others None); "
+        "reward: none of 8 completions got a verdict (3 timeouts, 2 crashes, the others None); "
         "first crash: mine: KeyError: 'gold'. Check the reward function")
 
 
-def test_an_evaluation_reports_the_share_without_a_verdict_and_ends_the_run_if_that_is_all(
-        group, sampled):
-    verifier = verifier_of(1.0, None, 0.0, 1.0, timeouts=1)
-    metrics, _ = nr.evaluate(None, EXAMPLES, verifier, make_config(samples=2))
+def test_an_evaluation_reports_the_share_without_a_verdict_and_ends_the_run_if_that_is_all(judge):
+    cfg = make_config()
+    metrics, _ = nr.evaluate(None, EXAMPLES, judge(1.0, None, 0.0, 1.0, timeouts=1), cfg)
     assert metrics["eval/accuracy"] == 0.5 and metrics["eval/no_verdict"] == 0.25  # counts as wrong
     assert (metrics["eval/timeouts"], metrics["eval/crashes"], metrics["eval/n"]) == (1, 0, 4)
     with pytest.raises(RunError, match="^eval: none of 4 .*4 timeouts, 0 crashes, the others None"):
-        nr.evaluate(None, EXAMPLES, verifier_of(*[None] * 4, timeouts=4), make_config())
+        nr.evaluate(None, EXAMPLES, judge(*[None] * 4, timeouts=4), cfg)
 
 
 def test_the_verdicts_of_all_ranks_count(monkeypatch):
@@ -158,7 +147,7 @@ def test_every_row_keeps_its_columns_whatever_row_is_first(tokenizer):
                     "tests": [None] * 4 + [[1]] * 2}
 
 
-# ---- weights, memory, cores
+# ---- weights
 
 
 def test_weights_that_are_not_finite_are_named_before_anything_is_saved(group, tmp_path):
@@ -169,28 +158,3 @@ def test_weights_that_are_not_finite_are_named_before_anything_is_saved(group, t
     with pytest.raises(RunError, match="weights of model.norm.weight are not finite"):
         checkpoints.save()
     assert [path.name for path in (tmp_path / "x").iterdir()] == ["config.json"]
-
-
-def test_the_kv_cache_is_mapped_after_pytorch_has_freed_what_the_sync_left(monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in ("empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
-    monkeypatch.setattr(runtime.sampler, "SentWeights", lambda weights: SimpleNamespace(
-        check=lambda llm: calls.append("check")))
-    sampler = object.__new__(runtime.sampler.Sampler)
-    sampler._threads = torch.get_num_threads()
-    sampler._llm = SimpleNamespace(wake_up=lambda tags: calls.extend(tags),
-                                   collective_rpc=lambda *_, **__: calls.append("sync"))
-    sampler.load([])
-    assert calls == ["empty_cache", "weights", "sync", "check", "empty_cache", "kv_cache",
-                     "reset_peak_memory_stats"]
-
-
-def test_processes_of_one_machine_share_its_cores_whatever_torchrun_sets():
-    code = ("import importlib, os, nano_rlvr; from runtime import dist; print(dist.CORES); "
-            "os.environ['LOCAL_WORLD_SIZE'] = '999'; print(importlib.reload(dist).CORES); "
-            "print(os.environ['PYTORCH_CUDA_ALLOC_CONF'])")
-    env = ENV | {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1"}
-    shown = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True)
-    assert shown.split() == [str(dist.CORES), "1", "expandable_segments:True"]

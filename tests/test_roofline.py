@@ -39,14 +39,6 @@ def test_decoding_reads_all_weights_per_token_step_and_multiplies_per_sequence()
     assert attention.bytes == (101 + 102 + 103) * 2 * 28 * 2 * 128 * 2
 
 
-def test_less_memory_for_the_kv_cache_means_more_token_steps():
-    context = 512 * (100 * 700 + 700 * 701 / 2) * 28672  # bytes, summed over the token steps
-    room = 2 * (WEIGHTS + HEAD) + context / 2000
-    products = parts(device=H200._replace(size=room))["decode"][:-2]
-    assert len(products) == pytest.approx(2000, abs=1)
-    assert flops(products) == pytest.approx(flops(parts()["decode"][:-2]))
-
-
 def test_an_update_is_six_flops_per_weight_and_token_and_attention():
     p = parts()
     attention = 3.5 * 4 * 28 * 1536 * (64 * 100 * 101 / 2 + 512 * (100 * 700 + 700 * 701 / 2))
@@ -60,9 +52,8 @@ def test_an_update_is_six_flops_per_weight_and_token_and_attention():
 def test_attention_reads_a_shared_prompt_once_for_its_own_queries_and_once_per_completion():
     """Twice the pairs of query and key: counted one by one."""
     rollouts = [nr.Rollout([1] * p, [0] * n, "", False, []) for p, n in ((5, 3), (5, 7), (6, 2))]
-    pairs = sum(p * p for p in (5, 6))
-    for r in rollouts:  # keys: all up to the query itself
-        pairs += sum(2 * (len(r.prompt) + i) + 1 for i in range(len(r.completion)))
+    pairs = 5 * 5 + 6 * 6 + sum(2 * (len(r.prompt) + i) + 1 for r in rollouts
+                                for i in range(len(r.completion)))
     without = dataclasses.replace(SMALL, attention=0).forward_flops(rollouts)
     assert SMALL.forward_flops(rollouts) - without == 2 * SMALL.layers * SMALL.attention * pairs
 
@@ -79,17 +70,15 @@ def test_what_is_switched_off_costs_nothing_and_what_is_on_a_pass():
     lora = parts(lora_rank=32)  # no gradients of the frozen weights
     saved = flops(off["backward"]) - flops(lora["backward"])
     assert saved == pytest.approx(2 * WEIGHTS * TOKENS + head)
-    assert lora["optimizer"][0].bytes < off["optimizer"][0].bytes / 30
 
 
-def test_the_engines_python_is_added_on_a_cpu_and_on_a_gpu_only_as_far_as_decoding_is_shorter():
-    per_token = 2 * (WEIGHTS + HEAD) / 989e12  # seconds of the products on an H200, 512 at once
-    decode, slow = roofline.seconds(parts()["decode"], H200), 10 * per_token
-    for python, waiting in ((per_token / 2, 0), (slow, slow * COMPLETION_TOKENS - decode)):
-        [op] = parts(device=H200._replace(python=python))["engine's Python"]
-        assert op.seconds(H200) == pytest.approx(waiting) and not any(op[:3])
-    [op] = parts(device=CPU)["engine's Python"]
-    assert op.seconds(CPU) == pytest.approx(1e-5 * COMPLETION_TOKENS)
+def test_a_gpu_waits_for_the_engines_python_only_as_far_as_decoding_is_shorter():
+    python = 20 * (WEIGHTS + HEAD) / 989e12  # ten times the products of a token, 512 at once
+    waiting = python * COMPLETION_TOKENS - roofline.seconds(parts()["decode"], H200)
+    for device, wanted in ((H200._replace(python=python / 20), 0), (CPU, 1e-5 * COMPLETION_TOKENS),
+                           (H200._replace(python=python), waiting)):
+        [op] = parts(device=device)["engine's Python"]
+        assert op.seconds(device) == pytest.approx(wanted)
 
 
 def test_the_tables_on_paper_have_a_row_per_device_and_model_and_their_columns_add_up(capsys):

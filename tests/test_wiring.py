@@ -9,6 +9,7 @@ import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -22,10 +23,10 @@ import runtime.flags
 import runtime.log
 import runtime.model
 import runtime.shape
-from conftest import ROOT, close, fixed_rollouts, judged_by, make_checkpoints, make_config
+from conftest import ROOT, close, fixed_rollouts, judged_by, make_config
+from models import shape_of
 from runtime import dist, evaluation, folder, log, memory, trainer
-from runtime.checkpoint import Progress
-from runtime.dist import RunError
+from runtime.checkpoint import Checkpoints, Progress
 
 TINY = str(ROOT / "models/tiny")
 SAME_MODEL = str(ROOT / "tests/../models/tiny")  # another text for the same folder
@@ -61,26 +62,21 @@ def llm_args(cfg, gpu=False):
 
 def loaded(cfg):
     """(model, trust_remote_code) of each call that reads a model or tokenizer, vLLM's included."""
-    seen, kinds = [], set()
-
-    def record(kind, function):
-        def call(name, *args, **kwargs):
-            if "tiny" in str(name):
-                kinds.add(kind)
-                seen.append((name, kwargs.get("trust_remote_code", False)))
-            return function(name, *args, **kwargs)
-        return call
-
-    autos = ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM")
+    kinds, args = {"AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"}, llm_args(cfg)
+    seen = {("vllm", args["model"], args["trust_remote_code"])}
     with patched((runtime.shape, "_empty_models", {})) as patch:
-        for kind in autos:
+        for kind in kinds:
             cls = getattr(transformers, kind)
-            patch.setattr(cls, "from_pretrained", record(kind, cls.from_pretrained))
+
+            def call(name, *args, kind=kind, load=cls.from_pretrained, **kwargs):
+                if "tiny" in str(name):
+                    seen.add((kind, name, kwargs.get("trust_remote_code", False)))
+                return load(name, *args, **kwargs)
+            patch.setattr(cls, "from_pretrained", call)
         runtime.flags.load_tokenizer(cfg)
         runtime.model.load_model(cfg)
-    assert kinds == set(autos)
-    args = llm_args(cfg)
-    return {*seen, (args["model"], args["trust_remote_code"])}
+    assert {kind for kind, *_ in seen} == kinds | {"vllm"}
+    return {(name, trust) for _, name, trust in seen}
 
 
 @judged_by("x")
@@ -88,13 +84,12 @@ def all_right(texts, **columns):
     return [1.0] * len(texts), {"x": [1.0] * len(texts)}, {}
 
 
-def recorded(calls, length=1):
+def recorded(calls):
     """A stand-in for rollout() that keeps what it is asked for."""
     def sample(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
         calls.append(dict(prompts=prompts, n=n, temperature=temperature, max_tokens=max_tokens,
                           seeds=seeds, **sampling))
-        return [nr.Rollout(p, [65] * length, "1", False, [0.0] * length)
-                for p in prompts for _ in range(n)]
+        return [nr.Rollout(p, [65], "1", False, [0.0]) for p in prompts for _ in range(n)]
     return sample
 
 
@@ -102,9 +97,9 @@ LLM = SimpleNamespace(get_tokenizer=lambda: None)
 EXAMPLES = [{"question": str(i), "answer": str(i), "prompt_ids": [i]} for i in range(1000)]
 
 
-def run_of(cfg, llm=LLM, examples=EXAMPLES, verifier=all_right):
+def run_of(cfg):
     """A Run for collect_rollouts."""
-    return SimpleNamespace(cfg=cfg, llm=llm, train_set=examples, verifier=verifier, metrics={})
+    return SimpleNamespace(cfg=cfg, llm=LLM, train_set=EXAMPLES, verifier=all_right, metrics={})
 
 
 def as_rank(rank, world):
@@ -181,63 +176,41 @@ def algorithm(cfg):
     return [x for r in rollouts for x in (r.advantages[0], r.weight)] + [loss.item()]
 
 
-class Trainer:
-    """Stands in for the DeepSpeed engine: log-probs of 0, and the learning rate of each step."""
-
-    def __init__(self, events):
-        self.events = events
-        self.optimizer = SimpleNamespace(param_groups=[{"lr": None}])
-
-    def __call__(self, batch):
-        logp = torch.zeros(len(batch.targets), requires_grad=True)
-        return logp, torch.zeros_like(logp)
-
-    def backward(self, loss):
-        loss.backward()
-
-    def step(self):
-        self.events.append(("update", self.optimizer.param_groups[0]["lr"]))
-
-    def get_global_grad_norm(self):
-        return 1.0
-
-    was_step_applied = get_global_grad_norm
-
-
 def at(name):
     """What train() does of one kind; engines, sampling and files are replaced.
 
-    update, lr: learning rates; evaluate, save: steps; packs: their number; kl: that store_kl ran.
+    update, lr: learning rates; packs: their number; evaluate, save: steps; kl: that store_kl ran.
     """
     def observe(cfg):
         seen, progress = [], Progress()
 
+        def note(event, value, result=None):
+            seen.append((event, value))
+            return result
+
         def collect(run, step):
-            run.metrics["seconds/rollout"] = 1.0
             groups = [[nr.Rollout([i], [1] * 60, "", False, [0.0] * 60, reward=float(j))
                        for j in range(2)] for i in range(4)]
             return [groups[i::cfg.minibatches] for i in range(cfg.minibatches)], groups
 
-        def fixed(policy, ref, batches, cfg):
-            seen.append(("packs", len(batches)))
-            for batch in batches:
-                batch.old = batch.vllm_logps
+        def update(policy, batches, cfg):
+            note("packs", len(batches))
+            return note("update", policy.optimizer.param_groups[0]["lr"], {"skipped": 0.0,
+                                                                           "tokens": 1.0})
 
         fake_log = SimpleNamespace(
             folder=Path("none"), say=nothing, close=nothing, rollouts_with_tokens=nothing,
-            write=lambda step, metrics, *_, **__: seen.append(("lr", metrics.get("lr"))))
+            write=lambda step, metrics, *_, **__: note("lr", metrics.get("lr")))
         checkpoints = SimpleNamespace(
-            progress=progress,
-            save=lambda final: seen.append(("save", ... if final else progress.step)))
-        run_cfg = dataclasses.replace(cfg, samples=2, mismatch_bound=1e9, correction="none")
-        with patched((nr, "collect_rollouts", collect), (nr, "store_fixed_logps", fixed),
+            progress=progress, save=lambda final: note("save", ... if final else progress.step))
+        policy = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{}]))
+        with patched((nr, "collect_rollouts", collect), (nr, "store_fixed_logps", nothing),
                      (nr, "sync_weights", nothing), (trainer, "place_frozen_weights", nothing),
                      (trainer, "token_logps", nothing), (nr, "summary", lambda *_: {}),
-                     (trainer, "store_kl", lambda *_: seen.append(("kl", 1)) or {}),
-                     (nr, "evaluate", lambda *_: seen.append(("evaluate", progress.step))
-                      or ({}, []))):
-            nr.train(nr.Run(run_cfg, [], [], None, fake_log, checkpoints,
-                            SimpleNamespace(sleep=nothing), Trainer(seen),
+                     (nr, "update", update), (trainer, "store_kl", lambda *_: note("kl", 1, {})),
+                     (nr, "evaluate", lambda *_: note("evaluate", progress.step, ({}, [])))):
+            nr.train(nr.Run(dataclasses.replace(cfg, samples=2), [], [], None, fake_log,
+                            checkpoints, SimpleNamespace(sleep=nothing), policy,
                             "reference" if cfg.kl_coef else None))
         return [value for event, value in seen if event == name]
     return observe
@@ -269,13 +242,12 @@ def wandb_modes(cfg):
 
 
 def kept(cfg):
-    """The checkpoints that are left after four."""
-    policy = nr.make_policy(cfg)
-    runtime.guard.rehearse(policy, None, cfg)  # makes AdamW's moments
-    checkpoints = make_checkpoints(policy, out=cfg.out, name="kept", keep=cfg.keep)
-    for checkpoints.progress.step in (3, 5, 7, 9):
-        checkpoints.save()
-    return sorted(path.name for path in Path(cfg.out).glob("kept/step-?"))
+    """The checkpoints that are left of four."""
+    for step in (3, 5, 7, 9):
+        Path(cfg.out, f"step-{step}").mkdir()
+    run = SimpleNamespace(cfg=cfg, folder=Path(cfg.out), log=SimpleNamespace(rows=[]))
+    Checkpoints._delete_old(run)
+    return sorted(path.name for path in Path(cfg.out).glob("step-?"))
 
 
 def arrival(function, *patch):
@@ -294,15 +266,12 @@ def group_timeout(cfg):
         return arrival(lambda: nr.main([]), dist, "init_process_group")
 
 
-def stops(cfg):
-    """Whether a step is refused whose log-probs differ from vLLM's by 0.5."""
-    batch = nr.collate([nr.Rollout([0], [1], "", False, [0.5], reward=1.0, weight=1.0)])
-    taken = []
-    try:
-        nr.update(Trainer(taken), [batch], dataclasses.replace(cfg, kl_coef=0.0))
-    except RunError:
-        return not taken
-    return False
+def bound(cfg):
+    """What update() gives to check_step."""
+    batch = nr.collate([nr.Rollout([0], [1], "", False, [0.0], weight=1.0)])
+    policy = mock.Mock(return_value=(torch.zeros(1), torch.zeros(1)))
+    cfg = dataclasses.replace(cfg, kl_coef=0.0)
+    return arrival(lambda: nr.update(policy, [batch], cfg), nr.guard, "check_step")[1]
 
 
 def resumed(*flags):
@@ -320,28 +289,18 @@ def resumed(*flags):
     return observe
 
 
-def sampled_by(cfg):
-    """Who samples, in training and in the evaluation."""
-    names = []
-    for call in (lambda: nr.collect_rollouts(run_of(cfg), 0),
-                 lambda: nr.evaluate(LLM, EXAMPLES[:3], all_right, cfg)):
-        calls = []
-        with patched((nr, "rollout", recorded(calls))):
-            try:
-                call()
-            except RunError as e:
-                assert "RuntimeError: mine" in str(e)
-        names.append("ours" if calls else "mine")
-    return names
+def samplers(cfg):
+    """The functions that training and the evaluation ask for."""
+    calls = (lambda: nr.collect_rollouts(run_of(cfg), 0),
+             lambda: nr.evaluate(LLM, EXAMPLES[:3], all_right, cfg))
+    return [arrival(call, nr, "rollout_function")[0] for call in calls]
 
 
 def plan(cfg, gib=80):
     """The memory plan of a GPU with a model that nearly fills it."""
-    shape = runtime.shape.ModelShape(
-        parameters=1_500_000_000, hidden=1536, layers=28, attention=1536, mlp=8960, vocab=151936,
-        kv_cache=14336, kv_heads=2, qk_norms=False)
     cfg = dataclasses.replace(cfg, dtype="bfloat16", max_prompt=1024, max_tokens=3000)
-    return memory.plan(cfg, memory.Device(True, gib * memory.GIB, gib * memory.GIB), shape)[0]
+    device = memory.Device(True, gib * memory.GIB, gib * memory.GIB)
+    return memory.plan(cfg, device, shape_of("1.5B"))[0]
 
 
 def torch_seed(cfg):
@@ -374,7 +333,6 @@ TEXTS = {  # files that values name as {tmp}/...
     "other.jsonl": json.dumps({"q": "q", "p": "p", "a": "a", "b": "b"}),
     "long.jsonl": "\n".join(json.dumps({"question": "x" * n, "answer": "1"})
                             for n in (9, 63, 64, 65)),
-    "mine.py": "def mine(*args, **sampling):\n    raise RuntimeError('mine')\n",
 }
 SETS = ("{tmp}/one.jsonl", "{tmp}/two.jsonl")
 COLUMNS = dict(data="{tmp}/columns.jsonl", eval_data="{tmp}/other.jsonl", question_key="q",
@@ -400,22 +358,24 @@ WIRES = {
     "eval_data": (SETS, lambda cfg: {e["answer"] for e in splits(cfg)[1]}, ({"1"}, {"2"})),
     "question_key": (("q", "p"), first("question"), (("0+1", "q"), ("0-1", "p")), COLUMNS),
     "answer_key": (("a", "b"), first("answer"), (("0", "a"), ("-0", "b")), COLUMNS),
-    "template": (("none", "Q: {question}!"), prompts_around, ({"?"}, {"Q: ?!"}),
+    "template": (("none", "Q: {question}!", "chat"),
+                 lambda cfg: (prompts_around(cfg), setting("messages")(cfg)),
+                 (({"?"}, False), ({"Q: ?!"}, False), ({"<|user|>?<|assistant|>"}, True)),
                  dict(data=SETS[0])),
     "rewards": (("gsm8k:1", "random:0.5"), setting("spec")),
     "reward_timeout": ((2.0, 3.0), setting("timeout")),
     "allow_unsafe_code": ((False, True), setting("allow_unsafe_code")),
     "judge_model": (("a", "b"), setting("judge_model")),
     # rollout
-    "rollout": (("", "{tmp}/mine.py:mine"), sampled_by, (["ours"] * 2, ["mine"] * 2)),
+    "rollout": (("", "a.py:f"), samplers, ([""] * 2, ["a.py:f"] * 2)),
     "steps": ((2, 4), at("lr"), ([1.0, 0.5, None], [1.0, 0.75, 0.5, 0.25, None]),
               STEPS | dict(lr_end=0.0)),
     "prompts": ((4, 6), lambda cfg: len(training("prompts")(cfg))),
     "samples": ((2, 3), training("n")),
-    "temperature": ((0.5, 1.5), lambda cfg: {
-        training("temperature")(cfg), evaluated(cfg)[1]["temperature"],
-        nr.make_policy(cfg).module.temperature, nr.make_reference(cfg).temperature},
-        ({0.5}, {1.5}), dict(eval_n=2)),
+    "temperature": ((0.5, 1.5), lambda cfg: [
+        *(call["temperature"] for call in evaluated(cfg)), training("temperature")(cfg),
+        nr.make_policy(cfg).module.temperature, nr.make_reference(cfg).temperature],
+        ([0, *[0.5] * 4], [0, *[1.5] * 4]), dict(eval_n=2)),
     "top_p": ((0.9, 0.5), training("top_p"), None, dict(correction="none")),
     "max_prompt": ((64, 80), lambda cfg: (llm_args(cfg)["max_model_len"], len(splits(cfg)[1])),
                    ((64 + 96, 3), (80 + 96, 4)), dict(eval_data="{tmp}/long.jsonl",
@@ -476,7 +436,7 @@ WIRES = {
     "tp": ((1, 2), lambda cfg: llm_args(cfg)["tensor_parallel_size"]),
     "zero_stage": ((1, 3), lambda cfg: nr.make_policy(cfg).zero_optimization_stage()),
     "timeout": ((1.0, 2.0), group_timeout, ((1.0,), (2.0,))),
-    "mismatch_bound": ((0.4, 0.6), stops, (True, False)),
+    "mismatch_bound": ((0.4, 0.6), bound),
     # evaluation and files
     "eval_every": ((2, 4), at("evaluate"), ([0, 2, 4, 6], [0, 4, 6]), STEPS),
     "eval_size": ((5, 9), lambda cfg: {
@@ -536,31 +496,29 @@ def test_only_these_flags_may_differ_in_a_resumed_run():
 # ---- the seed
 
 
-def test_each_seed_gives_other_examples_another_order_and_other_noise_and_the_same_seed_the_same():
-    def decided(cfg):
-        return [training("prompts")(cfg), training("seeds")(cfg),
-                evaluated(dataclasses.replace(cfg, eval_n=2))[1]["seeds"],
-                [example["question"] for example in splits(cfg)[0]]]
+def test_each_seed_gives_other_examples_another_order_and_other_noise_and_the_same_seed_the_same(
+        tmp_path):
+    (tmp_path / "one.jsonl").write_text(TEXTS["one.jsonl"])
 
-    one, again, two = (decided(make_config(seed=seed)) for seed in (1, 1, 2))
+    def decided(seed):
+        cfg = make_config(seed=seed, eval_n=2)
+        of_file = dataclasses.replace(cfg, data=f"{tmp_path}/one.jsonl")
+        questions = [[e["question"] for e in part] for part in (splits(cfg)[0], splits(of_file)[1])]
+        return [training("prompts")(cfg), training("seeds")(cfg), evaluated(cfg)[1]["seeds"],
+                *questions]
+
+    one, again, two = map(decided, (1, 1, 2))
     assert one == again and all(a != b for a, b in zip(one, two, strict=True))
     held_out = [splits(make_config(seed=seed))[1] for seed in (1, 2)]
-    assert held_out[0] == held_out[1]  # all seeds are compared on the same examples
-
-
-def test_the_examples_that_are_held_out_of_a_file_depend_on_the_seed(tmp_path):
-    (tmp_path / "one.jsonl").write_text(TEXTS["one.jsonl"])
-    cfgs = [make_config(data=f"{tmp_path}/one.jsonl", seed=seed) for seed in (1, 1, 2)]
-    held_out = [[e["question"] for e in splits(cfg)[1]] for cfg in cfgs]
-    assert held_out[0] == held_out[1] != held_out[2]
+    assert held_out[0] == held_out[1]  # of a task, all seeds are compared on the same examples
 
 
 def test_every_request_has_a_seed_of_its_own_by_run_step_draw_and_prompt():
     cfg = make_config(prompts=4, drop_flat_groups=True, resample=2, eval_n=2)  # 3 draws
     calls = sum((collected(c, step)[0] for c, step in (
-        (cfg, 3), (cfg, 4), (dataclasses.replace(cfg, seed=1), 3))), [])
+        (cfg, 0), (cfg, 3), (cfg, 4), (dataclasses.replace(cfg, seed=1), 3))), [])
     seeds = sorted(sum((call["seeds"] for call in calls + evaluated(cfg)[1:]), []))
-    assert len(seeds) == 3 * 3 * 4 + 3
+    assert len(seeds) == 4 * 3 * 4 + 3
     assert min(b - a for a, b in zip(seeds, seeds[1:])) > 16384  # sample j has the seed + j
 
 
@@ -589,13 +547,6 @@ def test_gradients_of_packs_are_summed_in_float32_and_in_buckets_of_the_planned_
                for w in group["params"])
 
 
-def test_log_probs_are_processed_unless_tokens_are_cut_off(group):
-    """Processed: with the temperature, as the trainer's. With top-p they would be renormalised."""
-    for changes, mode in ((dict(temperature=0.5), "processed"), (dict(top_p=0.9), "raw")):
-        args = llm_args(make_config(correction="none", **changes))
-        assert args["logprobs_mode"] == f"{mode}_logprobs"
-
-
 def test_a_gpu_gets_the_planned_share_and_room_for_the_sequences_of_the_largest_call(group):
     """8 prompts of 16 samples; 32 examples, alone or with 5 samples each."""
     cfg = make_config(prompts=8, samples=16, vllm_memory=0.5, max_prompt=64, max_tokens=96)
@@ -607,92 +558,35 @@ def test_a_gpu_gets_the_planned_share_and_room_for_the_sequences_of_the_largest_
     assert args["enable_sleep_mode"] and args["enable_prefix_caching"]
     assert args["distributed_executor_backend"] == "external_launcher"
     assert "gpu_memory_utilization" not in llm_args(cfg)
+    # processed: with the temperature, as the trainer's; with top-p they would be renormalised
+    modes = [llm_args(dataclasses.replace(cfg, top_p=p))["logprobs_mode"] for p in (1.0, 0.9)]
+    assert modes == ["processed_logprobs", "raw_logprobs"]
 
 
-@pytest.fixture
-def asked(llm, monkeypatch):
-    """The SamplingParams of each call of the real engine, a list per call."""
-    calls, generate = [], llm.generate
-
-    def record(prompts, params, **kwargs):
-        calls.append(params)
-        return generate(prompts, params, **kwargs)
-    monkeypatch.setattr(llm, "generate", record)
-    return calls
-
-
-def test_what_reaches_vllm_in_training_and_evaluation(llm, asked):
-    cfg = make_config(prompts=2, samples=3, top_p=0.75, correction="none", seed=5, max_tokens=40,
-                      eval_n=2, eval_size=3, max_prompt=256)
-    train_set, eval_set = splits(cfg)
-    nr.collect_rollouts(run_of(cfg, llm, train_set), 6)
-    for _ in range(2):  # the same in every evaluation
-        nr.evaluate(llm, eval_set, all_right, dataclasses.replace(cfg, temperature=0.5))
-    training, greedy, samples, _, again = asked
-    assert [(p.n, p.temperature, p.top_p, p.max_tokens) for p in training] == [(3, 1, 0.75, 40)] * 2
-    assert [p.seed for p in training] == [data.request_seed(5, 6, 0, i) for i in range(2)]
-    assert [(p.n, p.temperature, p.max_tokens) for p in greedy] == [(1, 0.0, 40)] * 3
-    assert [(p.n, p.temperature, p.max_tokens) for p in samples] == [(2, 0.5, 40)] * 3
-    for call in (samples, again):
-        assert [p.seed for p in call] == [data.request_seed(5, "eval", i) for i in range(3)]
-    for p in sum(asked, []):
+@pytest.mark.parametrize("vocabulary, ends", [({}, []), ({"<|im_end|>": 7}, [7])])
+def test_what_reaches_vllm_and_the_end_of_a_chatml_turn_stops_a_completion(
+        llm, monkeypatch, vocabulary, ends):
+    asked, decode, generate = [], llm.get_tokenizer().batch_decode, llm.generate
+    fake = SimpleNamespace(get_vocab=lambda: vocabulary, batch_decode=decode)
+    monkeypatch.setattr(llm, "get_tokenizer", lambda: fake, raising=False)
+    monkeypatch.setattr(llm, "generate", lambda prompts, params, **others: (
+        asked.extend(params) or generate(prompts, params, **others)), raising=False)
+    nr.rollout(llm, [[65, 66], [67]], 3, 0.5, 4, [5, 6], top_p=0.75)
+    assert [p.seed for p in asked] == [5, 6]
+    for p in asked:
+        assert (p.n, p.temperature, p.top_p, p.max_tokens) == (3, 0.5, 0.75, 4)
         assert (p.logprobs, p.flat_logprobs, p.detokenize) == (0, True, False)
         assert (p.top_k, p.min_p, p.min_tokens, p.logit_bias) in ((0, 0, 0, None), (-1, 0, 0, None))
         assert (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) == (1, 0, 0)
-        assert not p.ignore_eos and not p.stop
+        assert not p.ignore_eos and not p.stop and p.stop_token_ids == ends
 
 
-def test_the_end_of_a_chatml_turn_stops_a_completion_and_other_models_have_none(
-        asked, llm, monkeypatch):
-    tokenizer = llm.get_tokenizer()
-    for vocabulary, ends in (({"<|im_end|>": 7}, [7]), ({}, [])):
-        fake = SimpleNamespace(get_vocab=lambda: vocabulary, batch_decode=tokenizer.batch_decode)
-        monkeypatch.setattr(llm, "get_tokenizer", lambda: fake, raising=False)
-        nr.rollout(llm, [[65, 66]], 1, 0.0, 4)
-        assert asked[-1][0].stop_token_ids == ends
-
-
-# ---- rewards
-
-
-def judged(cfg, completions, **columns):
-    """(rewards, parts) of the real Verifier that a run starts."""
+def test_dapo_adds_the_penalty_for_long_completions_with_weight_1():
+    cfg = nr.parse_config(["--algo", "dapo", "--max_tokens", "80"])  # 64 tokens are free
+    ids = [[0] * n for n in (40, 64, 65, 72, 80, 81)]
     examples = [{"question": "1+1", "answer": "2"}]
     with evaluation.start_verifier(cfg, examples, examples) as verifier:
-        return verifier(completions, **columns)[:2]
-
-
-@pytest.mark.parametrize("buffer, penalties", [
-    ("0.2", [0, 0, -1 / 16, -0.5, -1, -1]),  # the preset's: 64 of 80 tokens are free
-    ("0.5", [0, -0.6, -0.625, -0.8, -1, -1]), ("0", None)])
-def test_dapo_adds_the_penalty_for_long_completions_with_weight_1(buffer, penalties):
-    argv = ["--overlong_buffer", buffer] * (buffer != "0.2")
-    cfg = nr.parse_config(["--algo", "dapo", "--max_tokens", "80", *argv])
-    ids = [[0] * n for n in (40, 64, 65, 72, 80, 81)]
-    values, parts = judged(cfg, ["2"] * 6, completion_ids=ids, prompts=["1+1"] * 6,
-                           answer=["2", "2", "2", "2", "3", "2"])
-    assert list(parts) == ["gsm8k"] + ["overlong"] * (penalties is not None)
-    close(values, [a + b for a, b in zip([1, 1, 1, 1, 0, 1], penalties or [0] * 6)])
-
-
-def test_random_rewards_depend_on_the_seed_the_step_and_the_number_of_the_sample():
-    columns = dict(prompts=["1+1"] * 64, sample_index=list(range(64)))
-    values = [judged(make_config(rewards="random", seed=seed), ["2"] * 64, step=step, **columns)[0]
-              for seed, step in ((0, 0), (0, 0), (1, 0), (0, 1))]
-    assert values[0] == values[1] and len({tuple(v) for v in values}) == 3
-    assert len(set(values[0])) == 2
-
-
-@pytest.mark.parametrize("template, kind", [("chat", "list"), ("none", "str")])
-def test_a_reward_gets_settings_and_messages_with_the_chat_template_and_else_text(
-        template, kind, tmp_path, monkeypatch):
-    monkeypatch.setenv("OPENAI_BASE_URL", "u")
-    (tmp_path / "echo.py").write_text(
-        "def echo(completions, timeout, max_tokens, allow_unsafe_code, judge_url, judge_model,\n"
-        "         **_):\n"
-        "    right = [timeout, max_tokens, allow_unsafe_code, judge_url, judge_model] == [\n"
-        f"        3.5, 77, False, 'u', 'm'] and type(completions[0]) is {kind}\n"
-        "    return [float(right)] * len(completions)\n")
-    cfg = make_config(rewards=f"{tmp_path}/echo.py:echo", template=template, reward_timeout=3.5,
-                      max_tokens=77, judge_model="m")
-    assert judged(cfg, ["2"])[0] == [1.0]
+        values, parts, _ = verifier(["2"] * 6, completion_ids=ids, prompts=["1+1"] * 6,
+                                    answer=["2", "2", "2", "2", "3", "2"])
+    assert list(parts) == ["gsm8k", "overlong"]
+    close(values, [1, 1, 1 - 1 / 16, 0.5, -1, 0])
