@@ -60,7 +60,8 @@ class Checkpoints:
         """
         self.engine, logs = engine, {}
         if self.newest:
-            self.progress, logs, adamw_step = read_state(self.newest)
+            state = json.loads((self.newest / "trainer/state.json").read_text())
+            self.progress, logs = Progress(**state["progress"]), state["logs"]
             for name, p in trainer.trained_parameters(engine).items():
                 path = self.newest / f"trainer/{name}.safetensors"
                 tensors = load_file(path) if path.exists() else {"fp32": torch.empty(0)}
@@ -70,7 +71,8 @@ class Checkpoints:
                 for kind in trainer.KINDS:
                     trainer.set_tensor(p, kind, tensors[kind].to(dist.device()))
             for s in trainer.adamw_states(engine):
-                s["step"] = s["step"] * 0 + adamw_step  # a tensor, or an int if AdamW is on the CPU
+                # a tensor, or an int if AdamW is on the CPU
+                s["step"] = s["step"] * 0 + state["adamw_step"]
             dist.print_once(f"continues from {self.newest}")
         elif self.cfg.resume:
             dist.print_once(f"note: {self.folder} has no checkpoint: the run starts at step 0")
@@ -123,7 +125,7 @@ class Checkpoints:
                 sync(folder.parent)
         except Exception as e:  # transformers, safetensors and the file system have their own types
             shutil.rmtree(part, ignore_errors=True)
-            reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+            reason = [*str(e).splitlines(), type(e).__name__][0]
             problem = f"{folder} could not be written ({reason}); older checkpoints are whole"
         for _ in states:  # on ranks that do not write, and after a failed write
             pass
@@ -143,8 +145,8 @@ class Checkpoints:
             "version": __version__, "progress": dataclasses.asdict(self.progress),
             "logs": self.log.sizes(),
             "adamw_step": max(int(s["step"]) for s in trainer.adamw_states(self.engine))}))
-        files = [path for path in part.rglob("*") if path.is_file()]
-        manifest = {str(path.relative_to(part)): checksum(path) for path in files}
+        manifest = {str(path.relative_to(part)): checksum(path)
+                    for path in part.rglob("*") if path.is_file()}
         (part / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
     def _states(self):
@@ -161,11 +163,10 @@ class Checkpoints:
                 f"{free / 2**30:.2f}: make room or choose another --out")
 
     def _delete_old(self):
-        rows = self.log.rows
-        accuracy = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
         paths = on_disk(self.folder)
-        evaluated = [step for step in paths if step in accuracy]
-        best = max(evaluated, key=accuracy.get, default=None)  # the first of equals
+        accuracy = {row["step"]: row["eval/accuracy"] for row in self.log.rows
+                    if row["step"] in paths and "eval/accuracy" in row}
+        best = max(accuracy, key=accuracy.get, default=None)  # the first of equals
         for step in list(paths)[:-self.cfg.keep]:
             if step != best:
                 shutil.rmtree(paths[step], ignore_errors=True)
@@ -186,26 +187,14 @@ def checksum(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def read_state(folder):
-    """trainer/state.json -> Progress, {log: bytes}, AdamW's steps."""
-    state = json.loads((folder / "trainer/state.json").read_text())
-    try:
-        state["version"]  # 0.2 wrote none, and other files
-        return Progress(**state["progress"]), state["logs"], state["adamw_step"]
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"{folder} was written by another version of this program ({e})") from e
-
-
 def damage(folder):
     """What is wrong with a checkpoint: "" if nothing."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        if "trainer/state.json" not in manifest:
-            return "manifest.json does not list trainer/state.json"
         for name in manifest:
-            if checksum(folder / name) not in manifest[name]:  # a list in version 0.2
+            if checksum(folder / name) != manifest[name]:
                 return f"{name} has another checksum than when it was written"
-    except (OSError, ValueError, TypeError) as e:
+    except (OSError, ValueError) as e:
         return f"{type(e).__name__}: {e}"
     return ""
 
@@ -219,7 +208,6 @@ def newest_whole(folder):
     for path in reversed(paths.values()):
         problem = damage(path)
         if not problem:
-            read_state(path)
             for newer in damaged:  # no longer one of the newest to keep
                 newer.rename(newer.with_name(newer.name + ".damaged"))
             return path

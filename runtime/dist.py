@@ -69,14 +69,9 @@ def share_engine(ranks):
         _engine_group, _ = torch.distributed.new_subgroups(ranks)
 
 
-def engine_ranks():
-    """Number of ranks that share this rank's vLLM engine, itself included."""
-    return _engine_group.size() if _engine_group else 1
-
-
 def engine_rank():
     """Number of this rank among those that share its vLLM engine, from 0."""
-    return rank() % engine_ranks()
+    return _engine_group.rank() if _engine_group else 0
 
 
 def engine_gather(item):

@@ -227,7 +227,6 @@ def check_shards(monkeypatch, models, weights):
     sent = SentWeights(weights.items())
     list(sent)
     items, said = [], []
-    monkeypatch.setattr(dist, "engine_ranks", lambda: len(models))
     for gather in (lambda item: items.append(item) or [item] * len(models), lambda item: items):
         monkeypatch.setattr(dist, "engine_gather", gather)
         said = []
@@ -265,7 +264,6 @@ def shared(monkeypatch):
         asked.append((prompts, params))
         return [str(prompt) for prompt in prompts]
 
-    monkeypatch.setattr(dist, "engine_ranks", lambda: 3)
     monkeypatch.setattr(dist, "engine_rank", lambda: 1)
     monkeypatch.setattr(dist, "engine_gather",
                         lambda item: [[(1, greedy), (2, greedy)], item, [(3, greedy)]])
