@@ -496,7 +496,7 @@ def update(policy, batches, cfg):
 def sync_weights(policy, llm):
     """Copies the policy's weights into vLLM; RunError if any bit differs afterwards. Collective."""
     trainer.place_frozen_weights(policy, "cpu")  # LoRA with offload: they make room for vLLM's
-    llm.load(trainer.named_weights(policy), trainer.count_weights(policy))
+    llm.load(trainer.named_weights(policy))
 
 
 # --------------------------------------------------------------------------------------- the loop

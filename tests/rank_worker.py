@@ -20,13 +20,11 @@ SETTINGS = {  # differences from Config
     "stage 1": dict(zero_stage=1),
     "stage 2": dict(zero_stage=2),
     "stage 3": dict(zero_stage=3),
-    "untied": dict(zero_stage=3, aggregate="token"),
+    "untied": dict(zero_stage=3, correction="token_mask", correction_cap=3.0),
     "all on rank 0": dict(zero_stage=1, aggregate="constant"),
-    "all on rank 0, balanced": dict(zero_stage=3),
+    "process rewards, all on rank 0, balanced": dict(zero_stage=2, aggregate="token"),
     "one group left": dict(zero_stage=3, drop_flat_groups=True),
     "one group left, balanced": dict(zero_stage=2, drop_flat_groups=True),
-    "correction": dict(zero_stage=1, correction="token_mask", correction_cap=3.0),
-    "process rewards": dict(zero_stage=2, aggregate="token"),
 }
 STAGE = {2: 2, 1: 1, 3: 3}  # ranks -> ZeRO stage of the run that continues
 FOLDER = Path(sys.argv[-1])
@@ -44,7 +42,7 @@ def batches_of(name, cfg, tokenizer):
     for i, group in enumerate(groups):
         for j, r in enumerate(group):
             r.reward = float(j < 2) if i == 0 or "one group" not in name else 1.0
-            if name == "process rewards":
+            if "process rewards" in name:
                 ends = (max(1, len(r.completion) // 2), len(r.completion))
                 r.steps = list(zip(ends, (j / 4, r.reward)))[:1 + j % 2]
                 r.reward = sum(value for _, value in r.steps)
