@@ -42,13 +42,16 @@ class Checkpoints:
 
     def __init__(self, cfg, log):
         self.cfg, self.log, self.folder = cfg, log, log.folder
-        self.bytes = memory.checkpoint_bytes(cfg, ModelShape.of(cfg.model))
         self.progress, self.newest = Progress(), None
         if dist.rank() == 0:
             for path in self.folder.glob("*.part"):  # of a run that was killed while it wrote
                 shutil.rmtree(path, ignore_errors=True)
-            if cfg.steps:
-                self._check_space()
+            needed = memory.checkpoint_bytes(cfg, ModelShape.of(cfg.model))
+            free = shutil.disk_usage(self.folder).free
+            if cfg.steps and free < needed:
+                raise ValueError(
+                    f"a checkpoint needs {needed / 2**30:.2f} GiB, the disk of {self.folder} has "
+                    f"{free / 2**30:.2f}: make room or choose another --out")
             if cfg.resume:
                 self.newest = newest_whole(self.folder)
         self.newest = dist.all_gather([self.newest])[0]
@@ -86,7 +89,7 @@ class Checkpoints:
         """Writes step-<progress.step>; deletes all but the newest --keep and the most accurate.
 
         final: then copies it to final/. A checkpoint that is there is not written again. Raises
-        RunError if the disk has too little space, a weight is not finite or a write fails.
+        RunError if a weight is not finite or a write fails, as on a full disk.
         """
         folder = self.folder / f"step-{self.progress.step}"
         if self.progress.step == 0:
@@ -133,7 +136,6 @@ class Checkpoints:
             raise RunError(problem)
 
     def _fill(self, part, weights, states):
-        self._check_space()
         (part / "trainer").mkdir(parents=True)
         self.engine.module.model.save_pretrained(part, state_dict=weights)
         self.log.tokenizer.save_pretrained(part)
@@ -154,13 +156,6 @@ class Checkpoints:
         for name, p in trainer.trained_parameters(self.engine).items():
             yield name, {
                 kind: trainer.get_tensor(p, kind).to("cpu", copy=True) for kind in trainer.KINDS}
-
-    def _check_space(self):
-        free = shutil.disk_usage(self.folder).free
-        if free < self.bytes:
-            raise ValueError(
-                f"a checkpoint needs {self.bytes / 2**30:.2f} GiB, the disk of {self.folder} has "
-                f"{free / 2**30:.2f}: make room or choose another --out")
 
     def _delete_old(self):
         paths = on_disk(self.folder)

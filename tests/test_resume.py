@@ -18,10 +18,11 @@ import transformers
 
 import nano_rlvr as nr
 from conftest import ENV, ROOT, fixed_rollouts, make_checkpoints, make_config
-from runtime import checkpoint, folder, stop
+from runtime import checkpoint, folder, memory, stop
 from runtime.checkpoint import on_disk
 from runtime.dist import RunError
 from runtime.log import Log
+from runtime.shape import ModelShape
 from runtime.trainer import named_weights
 
 # ---- checkpoints
@@ -132,16 +133,14 @@ def test_a_checkpoint_of_another_model_is_refused(saving):
         resumed(saving, nr.make_policy(make_config(lora_rank=4)))
 
 
-def test_a_full_disk_is_noticed_before_anything_is_written(saving, monkeypatch):
-    free = SimpleNamespace(free=saving.bytes - 1)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    with pytest.raises(RunError, match="step-3 could not be written .a checkpoint needs 0.01 GiB"):
-        saving.save()
-    with pytest.raises(ValueError, match="a checkpoint needs 0.01 GiB"):
-        resumed(saving)
-    free.free += 1
-    saving.save()
-    assert list(on_disk(saving.folder)) == [2, 3]
+def test_too_little_room_for_a_checkpoint_is_noticed_before_the_run(saving, monkeypatch):
+    needed = memory.checkpoint_bytes(saving.cfg, ModelShape.of(saving.cfg.model))
+    for free, expected in ((needed, contextlib.nullcontext()), (needed - 1, pytest.raises(
+            ValueError, match="a checkpoint needs 0.01 GiB"))):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+        with expected:
+            resumed(saving)
 
 
 @contextlib.contextmanager
