@@ -223,7 +223,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     q = query[0].transpose(0, 1)  # (T, heads, d)
     # Repeat the shared prompts. An embedding look-up, because its backward pass sums the gradients
     # of a token in fp32 and rounds once.
-    k, v = (F.embedding(batch.kv_index, x[0].transpose(0, 1).flatten(1))
+    k, v = (F.embedding(batch.kv_index, x[0].transpose(0, 1).flatten(1))  # (K, kv heads * d)
             .unflatten(1, (x.shape[1], x.shape[3])) for x in (key, value))  # (K, kv heads, d)
     attend = flash_attention if q.is_cuda and q.dtype is not torch.float32 else attend_in_groups
     return attend(q, k, v, batch, scaling)[None], None  # (1, T, heads, d)

@@ -17,8 +17,7 @@ def local_world_size():
 
 
 # The cores of the machine, divided by its processes. Read here, before vLLM pins threads.
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-CORES = max(1, CORES // local_world_size())
+CORES = max(1, len(os.sched_getaffinity(0)) // local_world_size())
 
 
 def rank():

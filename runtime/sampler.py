@@ -32,7 +32,7 @@ class Sampler:
     """
 
     def __init__(self, cfg):
-        # The trainer's log-probs include the temperature, but not top-p. vLLM's processed log-probs
+        # The trainer's log-probs include the temperature, but not top-p; vLLM's processed ones
         # include both. With top-p the temperature is 1, so vLLM's raw ones are right.
         self._llm = start_vllm(
             model=cfg.model, dtype=cfg.dtype, seed=cfg.seed,
