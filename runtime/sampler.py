@@ -6,16 +6,13 @@ bf16 noise. So the checksums of all weights are compared after every sync.
 import functools
 import itertools
 import os
-import tempfile
 import warnings
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from runtime import dist, memory
 from runtime.dist import RunError
-from runtime.folder import is_writable
 
 CHUNK = 2**21  # elements that checksum() hashes at a time: three temporaries of 16 MB
 FACTORS = (0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd; of Knuth's MMIX generator and xorshift64*
@@ -115,9 +112,6 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
     # FlashInfer's kernels are compiled at their first call, for minutes, and need nvcc
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
-    from vllm import envs
-    if not is_writable(Path(envs.VLLM_CACHE_ROOT)):  # it would print tracebacks
-        os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(prefix="vllm-")
     from vllm.platforms import current_platform
     if not torch.cuda.is_available():  # before the sampler is imported: Inductor takes 12 s
         current_platform.simple_compile_backend = "eager"
