@@ -1,4 +1,4 @@
-"""Run by test_ranks.py on 1, then 3 ranks: updates on fixed rollouts, in float64.
+"""Run by test_ranks.py on 3 ranks, then on 1: updates on fixed rollouts, in float64.
 
     rank_worker.py FOLDER
 
@@ -75,7 +75,7 @@ def train(name, tokenizer):
 
 
 def train_one_more_step(tokenizer):
-    """A step of the run in FOLDER/run: its first on one rank, its second on three, in ZeRO-3."""
+    """A step of the run in FOLDER/run, from its last checkpoint, if there is one, to the next."""
     cfg = config(zero_stage=dist.world_size())
     policy = nr.make_policy(cfg)
     guard.rehearse(policy, None, cfg)  # makes AdamW's moments
@@ -102,6 +102,12 @@ if __name__ == "__main__":
     with float64():
         tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/tiny")
         found = {name: train(name, tokenizer) for name in SETTINGS}
+        if dist.world_size() == 3:
+            train_one_more_step(tokenizer)
+        else:
+            cfg = config(zero_stage=2)
+            batches = batches_of("", cfg, tokenizer)
+            found["three steps"] = result(nr.make_policy(cfg), batches, 3, cfg)
         found["continued"] = train_one_more_step(tokenizer)
     if dist.rank() == 0:
         torch.save(found, FOLDER / str(dist.world_size()))
