@@ -5,7 +5,6 @@ depends on neither: see nano_rlvr.token_weights.
 """
 import bisect
 import dataclasses
-import inspect
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -86,27 +85,25 @@ def pack(rollouts, budget):
 def divide(parts, cost):
     """Rollouts of each rank -> rollouts of each rank, so that their costs are nearly equal.
 
-    cost: list of rollouts -> FLOPs; a prompt that several of them share counts once. Tries
-    divisions from coarse to fine, and returns the first whose most expensive rank costs at most
-    TOLERANCE times the mean: as it is; whole prompts, the most expensive first, each to the
-    cheapest rank so far (Graham 1969); the same, but a prompt that costs more than 100, 30, 10 or
-    3 % of the mean is split; every completion alone. If none is good enough, returns the best one.
+    cost: list of rollouts -> FLOPs; a prompt that several of them share counts once. The groups of
+    a prompt, the most expensive first, each go to the cheapest rank so far (Graham 1969). One that
+    would bring this rank above TOLERANCE times the mean is halved first, down to single rollouts.
+    If the most expensive rank gains nothing, all stays as it is.
     """
     rollouts = [r for part in parts for r in part]
-    mean, best = cost(rollouts) / len(parts), parts
-    for limit in (math.inf, 1.0, 0.3, 0.1, 0.03, 1e-9):
-        if max(map(cost, best)) <= TOLERANCE * mean:
-            break
-        units = []
-        for group in by_prompt(rollouts):
-            pieces = min(len(group), max(1, math.ceil(cost(group) / (limit * mean))))
-            units += [group[i::pieces] for i in range(pieces)]
-        costs, divided = [0] * len(parts), [[] for _ in parts]
-        for unit in sorted(units, key=cost, reverse=True):
-            lowest = costs.index(min(costs))
-            costs[lowest] += cost(unit)
+    most = TOLERANCE * cost(rollouts) / len(parts)
+    costs, divided = [0] * len(parts), [[] for _ in parts]
+    units = sorted(by_prompt(rollouts), key=cost)
+    while units:
+        unit = units.pop()
+        lowest = costs.index(min(costs))
+        if costs[lowest] + cost(unit) > most and len(unit) > 1:
+            for half in (unit[::2], unit[1::2]):
+                bisect.insort(units, half, key=cost)
+        else:
             divided[lowest] += unit
-        best = min(best, divided, key=lambda parts: max(map(cost, parts)))
+            costs[lowest] += cost(unit)
+    best = min(parts, divided, key=lambda parts: max(map(cost, parts)))
     return [sorted(part, key=lambda r: r.prompt) for part in best]  # by prompt
 
 
@@ -148,14 +145,12 @@ def collate(rollouts, device="cpu"):
     >>> batch = collate([a, b])
     >>> batch.input_ids.tolist(), batch.position_ids.tolist()
     ([[5, 6, 7, 8, 9]], [[0, 1, 2, 3, 2]])
-    >>> batch.kv_index.tolist(), batch.cu_seqlens_q.tolist(), batch.cu_seqlens_k.tolist()
-    ([0, 1, 2, 3, 0, 1, 4], [0, 4, 5], [0, 4, 7])
-    >>> batch.targets.tolist(), batch.predictors.tolist(), batch.sequence_ids.tolist()
-    ([7, 8, 9], [1, 2, 1], [0, 0, 1])
+    >>> batch.cu_seqlens_q.tolist(), batch.kv_index.tolist(), batch.predictors.tolist()
+    ([0, 4, 5], [0, 1, 2, 3, 0, 1, 4], [1, 2, 1])
     """
-    input_ids, position_ids, kv_index, predictors, targets = [], [], [], [], []
-    vllm_logps, advantages, weights, sequence_ids, lengths = [], [], [], [], []
-    cu_seqlens_q, cu_seqlens_k = [0], [0]
+    input_ids, position_ids, kv_index, predictors = [], [], [], []
+    targets, vllm_logps, advantages, weights, sequence_ids = [], [], [], [], []
+    cu_seqlens_q, cu_seqlens_k, lengths = [0], [0], []
     prompt_at = {}  # prompt -> its positions in the row
     for i, r in enumerate(rollouts):
         key = tuple(r.prompt)
@@ -171,10 +166,9 @@ def collate(rollouts, device="cpu"):
         cu_seqlens_q.append(len(input_ids))
         cu_seqlens_k.append(len(kv_index))
         before = own[len(r.prompt) - 1:-1]  # the position before each completion token
-        predictors += itertools.compress(before, r.sampled)
-        targets += itertools.compress(r.completion, r.sampled)
-        vllm_logps += itertools.compress(r.vllm_logps, r.sampled)
-        advantages += itertools.compress(r.advantages, r.sampled)
+        for kept, values in ((predictors, before), (targets, r.completion),
+                             (vllm_logps, r.vllm_logps), (advantages, r.advantages)):
+            kept += itertools.compress(values, r.sampled)
         lengths.append(r.length)
         weights += [r.weight] * lengths[i]
         sequence_ids += [i] * lengths[i]
@@ -221,28 +215,18 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     attention sinks and soft caps. transformers can detect packed rows itself, but silently skips
     that when a KV cache is on; here `batch` is required.
     """
-    window = kwargs.get("sliding_window")
-    if window and batch.max_seqlen > window:
-        raise ValueError(f"sliding-window attention ({window} tokens) is not supported "
-                         f"for {batch.max_seqlen} tokens")
-    if attention_mask is not None:  # transformers makes none for a registered function
-        raise ValueError("attention with a mask of the model's own is not supported")
-    if any(kwargs.get(name) is not None for name in ("s_aux", "softcap")):
-        raise ValueError("attention with sinks or a soft cap is not supported")
+    others = [attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")]
+    window = kwargs.get("sliding_window") or batch.max_seqlen
+    if window < batch.max_seqlen or any(x is not None for x in others):
+        raise ValueError("attention with a mask of the model's own, a window shorter than a "
+                         "sequence, sinks or a soft cap is not supported")
     q = query[0].transpose(0, 1)  # (T, heads, d)
     # Repeat the shared prompts. An embedding look-up, because its backward pass sums the gradients
     # of a token in fp32 and rounds once.
-    k, v = (F.embedding(batch.kv_index, x[0].transpose(0, 1).flatten(1))
-            for x in (key, value))  # (K, kv heads * d)
-    sizes = key.shape[1], key.shape[3]
-    k, v = (x.unflatten(1, sizes) for x in (k, v))  # (K, kv heads, d)
+    k, v = (F.embedding(batch.kv_index, x[0].transpose(0, 1).flatten(1))  # (K, kv heads * d)
+            .unflatten(1, (x.shape[1], x.shape[3])) for x in (key, value))  # (K, kv heads, d)
     attend = flash_attention if q.is_cuda and q.dtype is not torch.float32 else attend_in_groups
     return attend(q, k, v, batch, scaling)[None], None  # (1, T, heads, d)
-
-
-def repeat_heads(x, q):
-    """x (K, kv heads, d) -> (K, heads, d): each key or value once per query head that shares it."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def flash_attention(q, k, v, batch, scaling):
@@ -251,17 +235,14 @@ def flash_attention(q, k, v, batch, scaling):
     q (T, heads, d), k and v (K, kv heads, d) -> (T, heads, d).
     """
     from torch.nn.attention.varlen import varlen_attn  # late: the import takes a second
-    gqa = {"enable_gqa": True}
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
-        gqa, k, v = {}, repeat_heads(k, q), repeat_heads(v, q)  # (K, heads, d) twice
     return varlen_attn(
         q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen, batch.max_seqlen,
-        scale=scaling, window_size=(-1, 0), **gqa)  # (T, heads, d)
+        scale=scaling, window_size=(-1, 0), enable_gqa=True)  # (T, heads, d)
 
 
 def attend_in_groups(q, k, v, batch, scaling):
     """The same with PyTorch's dense attention: one call per run of sequences with equal lengths."""
-    k, v = repeat_heads(k, q), repeat_heads(v, q)  # (K, heads, d) twice
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (K, heads, d)
     lengths = zip(batch.cu_seqlens_q.diff().tolist(), batch.cu_seqlens_k.diff().tolist())
     # sequences of m queries and n keys, b times in a row
     runs = [(m, n, len(list(run))) for (m, n), run in itertools.groupby(lengths)]
@@ -270,9 +251,8 @@ def attend_in_groups(q, k, v, batch, scaling):
     k, v = (x.split([b * n for m, n, b in runs]) for x in (k, v))
     out = []
     for (m, n, b), q_run, k_run, v_run in zip(runs, q, k, v):
-        q_run = q_run.unflatten(0, (b, m)).transpose(1, 2)  # (b, heads, m, d)
-        k_run = k_run.unflatten(0, (b, n)).transpose(1, 2)  # (b, heads, n, d)
-        v_run = v_run.unflatten(0, (b, n)).transpose(1, 2)  # (b, heads, n, d)
+        q_run, k_run, v_run = (  # (b, heads, m, d), (b, heads, n, d) twice
+            x.unflatten(0, (b, -1)).transpose(1, 2) for x in (q_run, k_run, v_run))
         mask = None
         if m < n:  # a prompt stored earlier: these m queries are the last m of n positions
             mask = torch.ones(m, n, dtype=torch.bool, device=q_run.device).tril(n - m)  # (m, n)

@@ -42,13 +42,16 @@ class Checkpoints:
 
     def __init__(self, cfg, log):
         self.cfg, self.log, self.folder = cfg, log, log.folder
-        self.bytes = memory.checkpoint_bytes(cfg, ModelShape.of(cfg.model))
         self.progress, self.newest = Progress(), None
         if dist.rank() == 0:
             for path in self.folder.glob("*.part"):  # of a run that was killed while it wrote
                 shutil.rmtree(path, ignore_errors=True)
-            if cfg.steps:
-                self._check_space()
+            needed = memory.checkpoint_bytes(cfg, ModelShape.of(cfg.model))
+            free = shutil.disk_usage(self.folder).free
+            if cfg.steps and free < needed:
+                raise ValueError(
+                    f"a checkpoint needs {needed / 2**30:.2f} GiB, the disk of {self.folder} has "
+                    f"{free / 2**30:.2f}: make room or choose another --out")
             if cfg.resume:
                 self.newest = newest_whole(self.folder)
         self.newest = dist.all_gather([self.newest])[0]
@@ -60,7 +63,8 @@ class Checkpoints:
         """
         self.engine, logs = engine, {}
         if self.newest:
-            self.progress, logs, adamw_step = read_state(self.newest)
+            state = json.loads((self.newest / "trainer/state.json").read_text())
+            self.progress, logs = Progress(**state["progress"]), state["logs"]
             for name, p in trainer.trained_parameters(engine).items():
                 path = self.newest / f"trainer/{name}.safetensors"
                 tensors = load_file(path) if path.exists() else {"fp32": torch.empty(0)}
@@ -70,7 +74,8 @@ class Checkpoints:
                 for kind in trainer.KINDS:
                     trainer.set_tensor(p, kind, tensors[kind].to(dist.device()))
             for s in trainer.adamw_states(engine):
-                s["step"] = s["step"] * 0 + adamw_step  # a tensor, or an int if AdamW is on the CPU
+                # a tensor, or an int if AdamW is on the CPU
+                s["step"] = s["step"] * 0 + state["adamw_step"]
             dist.print_once(f"continues from {self.newest}")
         elif self.cfg.resume:
             dist.print_once(f"note: {self.folder} has no checkpoint: the run starts at step 0")
@@ -84,7 +89,7 @@ class Checkpoints:
         """Writes step-<progress.step>; deletes all but the newest --keep and the most accurate.
 
         final: then copies it to final/. A checkpoint that is there is not written again. Raises
-        RunError if the disk has too little space, a weight is not finite or a write fails.
+        RunError if a weight is not finite or a write fails, as on a full disk.
         """
         folder = self.folder / f"step-{self.progress.step}"
         if self.progress.step == 0:
@@ -123,7 +128,7 @@ class Checkpoints:
                 sync(folder.parent)
         except Exception as e:  # transformers, safetensors and the file system have their own types
             shutil.rmtree(part, ignore_errors=True)
-            reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+            reason = [*str(e).splitlines(), type(e).__name__][0]
             problem = f"{folder} could not be written ({reason}); older checkpoints are whole"
         for _ in states:  # on ranks that do not write, and after a failed write
             pass
@@ -131,7 +136,6 @@ class Checkpoints:
             raise RunError(problem)
 
     def _fill(self, part, weights, states):
-        self._check_space()
         (part / "trainer").mkdir(parents=True)
         self.engine.module.model.save_pretrained(part, state_dict=weights)
         self.log.tokenizer.save_pretrained(part)
@@ -143,8 +147,8 @@ class Checkpoints:
             "version": __version__, "progress": dataclasses.asdict(self.progress),
             "logs": self.log.sizes(),
             "adamw_step": max(int(s["step"]) for s in trainer.adamw_states(self.engine))}))
-        files = [path for path in part.rglob("*") if path.is_file()]
-        manifest = {str(path.relative_to(part)): checksum(path) for path in files}
+        manifest = {str(path.relative_to(part)): checksum(path)
+                    for path in part.rglob("*") if path.is_file()}
         (part / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
     def _states(self):
@@ -153,19 +157,11 @@ class Checkpoints:
             yield name, {
                 kind: trainer.get_tensor(p, kind).to("cpu", copy=True) for kind in trainer.KINDS}
 
-    def _check_space(self):
-        free = shutil.disk_usage(self.folder).free
-        if free < self.bytes:
-            raise ValueError(
-                f"a checkpoint needs {self.bytes / 2**30:.2f} GiB, the disk of {self.folder} has "
-                f"{free / 2**30:.2f}: make room or choose another --out")
-
     def _delete_old(self):
-        rows = self.log.rows
-        accuracy = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
         paths = on_disk(self.folder)
-        evaluated = [step for step in paths if step in accuracy]
-        best = max(evaluated, key=accuracy.get, default=None)  # the first of equals
+        accuracy = {row["step"]: row["eval/accuracy"] for row in self.log.rows
+                    if row["step"] in paths and "eval/accuracy" in row}
+        best = max(accuracy, key=accuracy.get, default=None)  # the first of equals
         for step in list(paths)[:-self.cfg.keep]:
             if step != best:
                 shutil.rmtree(paths[step], ignore_errors=True)
@@ -186,26 +182,14 @@ def checksum(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def read_state(folder):
-    """trainer/state.json -> Progress, {log: bytes}, AdamW's steps."""
-    state = json.loads((folder / "trainer/state.json").read_text())
-    try:
-        state["version"]  # 0.2 wrote none, and other files
-        return Progress(**state["progress"]), state["logs"], state["adamw_step"]
-    except (KeyError, TypeError) as e:
-        raise ValueError(f"{folder} was written by another version of this program ({e})") from e
-
-
 def damage(folder):
     """What is wrong with a checkpoint: "" if nothing."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        if "trainer/state.json" not in manifest:
-            return "manifest.json does not list trainer/state.json"
         for name in manifest:
-            if checksum(folder / name) not in manifest[name]:  # a list in version 0.2
+            if checksum(folder / name) != manifest[name]:
                 return f"{name} has another checksum than when it was written"
-    except (OSError, ValueError, TypeError) as e:
+    except (OSError, ValueError) as e:
         return f"{type(e).__name__}: {e}"
     return ""
 
@@ -219,7 +203,6 @@ def newest_whole(folder):
     for path in reversed(paths.values()):
         problem = damage(path)
         if not problem:
-            read_state(path)
             for newer in damaged:  # no longer one of the newest to keep
                 newer.rename(newer.with_name(newer.name + ".damaged"))
             return path

@@ -17,8 +17,7 @@ def local_world_size():
 
 
 # The cores of the machine, divided by its processes. Read here, before vLLM pins threads.
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-CORES = max(1, CORES // local_world_size())
+CORES = max(1, len(os.sched_getaffinity(0)) // local_world_size())
 
 
 def rank():
@@ -69,14 +68,9 @@ def share_engine(ranks):
         _engine_group, _ = torch.distributed.new_subgroups(ranks)
 
 
-def engine_ranks():
-    """Number of ranks that share this rank's vLLM engine, itself included."""
-    return _engine_group.size() if _engine_group else 1
-
-
 def engine_rank():
     """Number of this rank among those that share its vLLM engine, from 0."""
-    return rank() % engine_ranks()
+    return _engine_group.rank() if _engine_group else 0
 
 
 def engine_gather(item):

@@ -44,17 +44,14 @@ def on_device(model):
     For a block, its weights stay in host memory too, pinned: the GPU reads pinned memory several
     times as fast.
     """
-    if getattr(model, "stays_on_gpu", False):
-        model.to(dist.device())
-        yield
-        return
-    for p in model.parameters():
+    returning = [] if getattr(model, "stays_on_gpu", False) else list(model.parameters())
+    for p in returning:
         if torch.cuda.is_available() and not p.is_pinned():
             p.data = p.data.pin_memory()
-    in_host_memory = [(p, p.data) for p in model.parameters()]
+    in_host_memory = [p.data for p in returning]
     model.to(dist.device())
     yield
-    for p, data in in_host_memory:
+    for p, data in zip(returning, in_host_memory):
         p.data = data
 
 
@@ -80,14 +77,12 @@ class WithoutAdapters:
         self.layers = [module for module in policy.modules() if isinstance(module, BaseTunerLayer)]
 
     def __call__(self, batch):
-        self._enable_adapters(False)
-        logp, entropy = self.policy(batch)  # (R,), (R,)
-        self._enable_adapters(True)
-        return logp, entropy
-
-    def _enable_adapters(self, enabled):
         for layer in self.layers:
-            layer.enable_adapters(enabled)
+            layer.enable_adapters(False)
+        logp, entropy = self.policy(batch)  # (R,), (R,)
+        for layer in self.layers:
+            layer.enable_adapters(True)
+        return logp, entropy
 
     def to(self, device):
         """Does nothing: it always is where the policy is."""
@@ -150,9 +145,8 @@ class HeadLogps(torch.autograd.Function):
         logp[i] = log_softmax(hidden[i] @ weight.T / temperature)[targets[i]]
 
     The entropy is a metric and has no gradient. At most two fp32 arrays of (R, chunk) exist at a
-    time. The forward pass keeps log sum exp(logits) and the entropy of each chunk, and combines
-    them at the end. The backward pass computes the logits again and turns them, in place, into
-    softmax(logits) and then into their gradient:
+    time. The forward pass combines log sum exp(logits) and entropy of the chunks at the end. The
+    backward pass computes the logits again, and from them, in place,
     grad_logits = grad_logp * (onehot(target) - softmax(logits)).
     """
 

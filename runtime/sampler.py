@@ -6,16 +6,13 @@ bf16 noise. So the checksums of all weights are compared after every sync.
 import functools
 import itertools
 import os
-import tempfile
 import warnings
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from runtime import dist, memory
 from runtime.dist import RunError
-from runtime.folder import is_writable
 
 CHUNK = 2**21  # elements that checksum() hashes at a time: three temporaries of 16 MB
 FACTORS = (0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd; of Knuth's MMIX generator and xorshift64*
@@ -32,7 +29,7 @@ class Sampler:
     """
 
     def __init__(self, cfg):
-        # The trainer's log-probs include the temperature, but not top-p. vLLM's processed log-probs
+        # The trainer's log-probs include the temperature, but not top-p; vLLM's processed ones
         # include both. With top-p the temperature is 1, so vLLM's raw ones are right.
         self._llm = start_vllm(
             model=cfg.model, dtype=cfg.dtype, seed=cfg.seed,
@@ -54,12 +51,11 @@ class Sampler:
         params: one SamplingParams, or a list with one per prompt. Raises RunError if ranks share
         the engine and a random one has no seed: the ranks would draw different tokens.
         """
-        if dist.engine_ranks() == 1:
-            return self._llm.generate(prompts, params, **options)
         params = params if isinstance(params, list) else [params] * len(prompts)
         requests = dist.engine_gather(list(zip(prompts, params)))  # a list per rank
         everything = list(itertools.chain(*requests))
-        if any(p.temperature > 0 and p.seed is None for _, p in everything):
+        unseeded = any(p.temperature > 0 and p.seed is None for _, p in everything)
+        if len(requests) > 1 and unseeded:
             raise RunError("--tp: a rollout function has to give each SamplingParams a seed")
         outputs = self._llm.generate(
             [prompt for prompt, _ in everything], [p for _, p in everything], **options)
@@ -73,8 +69,8 @@ class Sampler:
             self._threads = torch.get_num_threads()
             torch.set_num_threads(dist.CORES)  # vLLM and torchrun set 1; AdamW here needs all
 
-    def load(self, named_weights, total=0):
-        """Wakes up with the trainer's weights, `total` (name, tensor) pairs, and checks them.
+    def load(self, named_weights):
+        """Wakes up with the trainer's weights, (name, tensor) pairs, and checks them.
 
         Raises RunError if one bit differs afterwards. The KV cache wakes up last: beside it, the
         weights might have no room to arrive.
@@ -90,12 +86,11 @@ class Sampler:
         except (RuntimeError, ValueError, KeyError, AssertionError) as e:
             if memory.is_out_of_memory(e) or not sent.sent:
                 raise
-            raise RunError(
-                f"the sync failed on rank {dist.rank()} at tensor {len(sent.sent)} of {total}, "
-                f"{list(sent.sent)[-1]}: {type(e).__name__}: {e}") from e
+            raise RunError(f"the sync failed on rank {dist.rank()} at {list(sent.sent)[-1]}: "
+                           f"{type(e).__name__}: {e}") from e
         sent.check(self._llm)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what the sync left; vLLM 0.26 does not do this itself
+            torch.cuda.empty_cache()  # what the sync left
             self._llm.wake_up(tags=["kv_cache"])  # empty: the old entries belong to old weights
             torch.cuda.reset_peak_memory_stats()  # memory freed for vLLM does not count
         else:
@@ -117,9 +112,6 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
     # FlashInfer's kernels are compiled at their first call, for minutes, and need nvcc
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
-    from vllm import envs
-    if not is_writable(Path(envs.VLLM_CACHE_ROOT)):  # it would print tracebacks
-        os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(prefix="vllm-")
     from vllm.platforms import current_platform
     if not torch.cuda.is_available():  # before the sampler is imported: Inductor takes 12 s
         current_platform.simple_compile_backend = "eager"
@@ -207,40 +199,31 @@ class SentWeights:
                     f"weights: {problem}. Do not trust this engine or what it samples.")
 
 
-def parts_of(name, model, sent):
-    """Names in the checkpoint of the parts of a parameter of vLLM: itself, or those it fuses."""
-    if name in sent:
-        return [name]
-    path, _, suffix = name.rpartition(".")
-    parent, _, module = path.rpartition(".")
-    fused = getattr(model, "packed_modules_mapping", {})  # "qkv_proj": ["q_proj", "k_proj", ...]
-    return [f"{parent}.{part}.{suffix}" for part in fused.get(module, ())]
-
-
 def own_checksums(model, sent):
-    """What this rank's vLLM has: {parameter: (elements, checksum)}, and names of unknown ones.
+    """What this rank's vLLM has: {parameter: (names of its parts in `sent`, elements, checksum)}.
 
-    Also returns {parameter: its parts in the checkpoint} and the parts of which vLLM has only a
-    repacked copy.
+    The parts are those of a fused parameter, or itself; none if one of them was not sent. Repacked
+    for a kernel, a parameter has no elements.
     """
-    own, unknown, parts, repacked = {}, [], {}, set()
+    own, fused = {}, getattr(model, "packed_modules_mapping", {})
     for name, parameter in model.named_parameters():  # each storage once
         if EXPERTS in name:
             continue
-        parts[name] = parts_of(name, model, sent)
-        if not parts[name] or not set(parts[name]) <= sent.keys():
-            unknown.append(name)
-        elif parameter.numel() == 0:
-            repacked |= set(parts[name])
-        else:
-            module = model.get_submodule(name.rpartition(".")[0])
-            if vocabulary := getattr(module, "org_vocab_size", 0):  # without its padding
-                first_row = dist.engine_rank() * len(parameter)
-                parameter = parameter[:max(0, vocabulary - first_row)]
-            # in the trainer's type: exact if vLLM's is the same or wider
-            parameter = parameter.to(sent[parts[name][0]].dtype)
-            own[name] = parameter.numel(), checksum(parameter).item()
-    return own, unknown, parts, repacked
+        path, _, suffix = name.rpartition(".")
+        parent, _, last = path.rpartition(".")
+        parts = [name]
+        if name not in sent:  # "qkv_proj": ["q_proj", "k_proj", ...]
+            parts = [f"{parent}.{part}.{suffix}" for part in fused.get(last, ())]
+        if not parts or not set(parts) <= sent.keys():
+            own[name] = [], 0, 0
+            continue
+        if vocabulary := getattr(model.get_submodule(path), "org_vocab_size", 0):
+            first_row = dist.engine_rank() * len(parameter)  # the rows after it are padding
+            parameter = parameter[:max(0, vocabulary - first_row)]
+        # in the trainer's type: exact if vLLM's is the same or wider
+        parameter = parameter.to(sent[parts[0]].dtype)
+        own[name] = parts, parameter.numel(), checksum(parameter).item()
+    return own
 
 
 def compare(model, sent):
@@ -250,42 +233,39 @@ def compare(model, sent):
     of them. Of a fused one, each row of the first part (query, gate) is on one rank, but the rows
     of the others are on several if there are few key heads.
     """
-    own, unknown, parts, repacked = own_checksums(model, sent)
-    ranks = dist.engine_gather((own, unknown))  # whatever was found: all ranks take part
-    unmatched = [name for _, names in ranks for name in names]
-    wrong, visible = [], set()
-    for name in own:
-        elements = sum(found[name][0] for found, _ in ranks)
-        total = sum(found[name][1] for found, _ in ranks)
-        first, *others = (sent[part] for part in parts[name])
-        if others:
-            size = sum(part.elements for part in others)
-            copies, rest = divmod(elements - first.elements, size)
-            wanted = first.checksum + copies * sum(part.checksum for part in others)
-        else:
-            copies, rest = divmod(elements, first.elements)
-            wanted = copies * first.checksum
+    own = own_checksums(model, sent)
+    ranks = dist.engine_gather(own)
+    unmatched, wrong, repacked, visible = [], [], set(), set()
+    for name, (parts, *_) in own.items():
+        elements, total = (sum(rank[name][i] for rank in ranks) for i in (1, 2))
+        if parts and not elements:
+            repacked |= set(parts)
+            continue
+        of_parts = [sent[part] for part in parts]
+        once, copied = (of_parts[:1], of_parts[1:]) if parts[1:] else ([], of_parts)
+        size = sum(x.elements for x in copied) or 1  # 1: it got none of them
+        copies, rest = divmod(elements - sum(x.elements for x in once), size)
+        wanted = sum(x.checksum for x in once) + copies * sum(x.checksum for x in copied)
         if rest or copies < 1:
             unmatched.append(name)
         elif (total - wanted) % 2**64:
             wrong.append(name)
-        visible |= set(parts[name])
+        visible |= set(parts)
     seen = visible | repacked
     known = {(sent[name].elements, sent[name].checksum) for name in visible}
     missing = [name for name, x in sent.items() if name not in seen and EXPERTS not in name
                and (x.elements, x.checksum) not in known]  # a tied weight is sent twice
     if unmatched:
-        names = list(dict.fromkeys(unmatched))
-        return f"it has {listed(names)}, for which it got no tensor of this size"
+        return f"it has {listed(unmatched)}, for which it got no tensor of this size"
     if missing:
         return f"it has no {listed(missing)}"
     if wrong:
         return f"{listed(wrong)} differ, of {len(visible)} tensors compared"
-    sizes = {name: x.elements for name, x in sent.items() if name in seen or EXPERTS in name}
-    compared, total = sum(sizes[name] for name in visible), sum(sizes.values())
-    if compared < total:
-        print_each_once(f"note: checksums see {compared:,} of {total:,} weights of vLLM on this "
-                        "device, log-probs check the others (normal on a CPU)")
+    compared = sum(sent[name].elements for name in visible)
+    hidden = sum(x.elements for name, x in sent.items() if name in repacked or EXPERTS in name)
+    if hidden:
+        print_each_once(f"note: checksums see {compared:,} of {compared + hidden:,} weights of "
+                        "vLLM on this device, log-probs check the others (normal on a CPU)")
     return ""
 
 

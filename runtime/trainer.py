@@ -65,11 +65,6 @@ def named_weights(engine):
             yield from merge_adapter(engine.module.model, name, tensor.detach())
 
 
-def count_weights(engine):
-    """Number of the pairs that named_weights yields."""
-    return sum(".lora_" not in name for name in engine.module.model.state_dict())
-
-
 def trained_parameters(engine):
     """{name: parameter} of the weights that AdamW updates."""
     return {name: p for name, p in engine.module.model.named_parameters() if p.requires_grad}
@@ -88,12 +83,11 @@ def set_tensor(p, kind, value):
     """Replaces a tensor of a parameter by `value`, of the whole parameter's shape. Collective."""
     import deepspeed
     from deepspeed import utils
-    sharded, part = hasattr(p, "ds_id"), value
+    sharded, place, part = hasattr(p, "ds_id"), "full", value
     if sharded:  # ZeRO-3: safe_set_full_* fails if the shards are padded
-        size = p.ds_tensor.numel()
+        place, size = "local", p.ds_tensor.numel()
         part = value.flatten()[dist.rank() * size:][:size]
         part = torch.nn.functional.pad(part, (0, size - len(part)))
-    place = "local" if sharded else "full"
     if kind != "fp32":
         getattr(utils, f"safe_set_{place}_optimizer_state")(p, part, kind)
         return

@@ -15,6 +15,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     own = cores[int(worker.removeprefix("gw"))::int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
     os.sched_setaffinity(0, own or cores)
 
+import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
@@ -43,13 +44,8 @@ SHARED = ROOT.parent / "shared" / "data"  # GSM8K, MATH-500 ... as jsonl, on mac
 EXACT = 1e-9
 EPS = 2**-23  # of float32; bounds for results in float32 are multiples of it
 
-RATIOS = {}  # test -> the largest measured / bound
-
-
 def within(measured, bound):
-    """Asserts measured <= bound (not NaN), and records measured / bound for the summary."""
-    test = os.environ["PYTEST_CURRENT_TEST"].rsplit(" ", 1)[0]
-    RATIOS[test] = max(RATIOS.get(test, 0.0), float(measured) / float(bound))
+    """Asserts measured <= bound (not NaN)."""
     assert measured <= bound
 
 
@@ -58,24 +54,6 @@ def close(ours, wanted, bound=EXACT):
     ours, wanted = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (ours, wanted))
     assert ours.shape == wanted.shape and ours.numel() and wanted.isfinite().all()
     within((ours - wanted).abs().max(), bound * (wanted.abs().max().item() or 1.0))
-
-
-def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):  # a worker of pytest -n
-        session.config.workeroutput["ratios"] = RATIOS
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
-    RATIOS.update(getattr(node, "workeroutput", {}).get("ratios", {}))
-
-
-def pytest_terminal_summary(terminalreporter):
-    """One line per test file: the test that used the largest fraction of its bound."""
-    for file in sorted({test.split("::")[0] for test in RATIOS}):
-        ratio, test = max((ratio, test) for test, ratio in RATIOS.items()
-                          if test.startswith(file + "::"))
-        terminalreporter.write_line(f"at most {ratio:.1g} of a numeric bound used: {test}")
 
 
 class Double(TorchDispatchMode):
@@ -155,33 +133,31 @@ def fixed_rollouts(tokenizer, groups=4, n=4, seed=0):
 
 def descendants(pids):
     """Process ids of these processes and of all that they started."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found = set(pids)
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+    return set(pids) | {child.pid for pid in pids
+                        for child in psutil.Process(pid).children(recursive=True)}
+
+
+def is_running(pid):
+    """Whether a process runs: it is there, and no zombie."""
+    try:
+        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def gone(pids):
     """Whether these processes end."""
     for _ in range(600):
-        stats = [Path(f"/proc/{pid}/stat") for pid in pids]
-        if not any(stat.exists() and " Z " not in stat.read_text() for stat in stats):  # Z: zombie
+        if not any(map(is_running, pids)):
             return True
         time.sleep(0.1)
     return False
 
 
 def processes_with(mark):
-    """Command lines on this machine that contain a mark."""
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has just ended
-            lines.append(path.read_bytes())
-    return [line for line in lines if mark.encode() in line]
+    """The processes of this machine whose command lines contain a mark."""
+    return [process for process in psutil.process_iter(["cmdline"])
+            if mark in " ".join(process.info["cmdline"] or [])]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Run by test_ranks.py on 2, then 1, then 3 ranks: updates on fixed rollouts, in float64.
+"""Run by test_ranks.py on 3 ranks, then on 1: updates on fixed rollouts, in float64.
 
     rank_worker.py FOLDER
 
@@ -20,15 +20,12 @@ SETTINGS = {  # differences from Config
     "stage 1": dict(zero_stage=1),
     "stage 2": dict(zero_stage=2),
     "stage 3": dict(zero_stage=3),
-    "untied": dict(zero_stage=3, aggregate="token"),
+    "untied": dict(zero_stage=3, correction="token_mask", correction_cap=3.0),
     "all on rank 0": dict(zero_stage=1, aggregate="constant"),
-    "all on rank 0, balanced": dict(zero_stage=3),
+    "process rewards, all on rank 0, balanced": dict(zero_stage=2, aggregate="token"),
     "one group left": dict(zero_stage=3, drop_flat_groups=True),
     "one group left, balanced": dict(zero_stage=2, drop_flat_groups=True),
-    "correction": dict(zero_stage=1, correction="token_mask", correction_cap=3.0),
-    "process rewards": dict(zero_stage=2, aggregate="token"),
 }
-STAGE = {2: 2, 1: 1, 3: 3}  # ranks -> ZeRO stage of the run that continues
 FOLDER = Path(sys.argv[-1])
 
 
@@ -44,7 +41,7 @@ def batches_of(name, cfg, tokenizer):
     for i, group in enumerate(groups):
         for j, r in enumerate(group):
             r.reward = float(j < 2) if i == 0 or "one group" not in name else 1.0
-            if name == "process rewards":
+            if "process rewards" in name:
                 ends = (max(1, len(r.completion) // 2), len(r.completion))
                 r.steps = list(zip(ends, (j / 4, r.reward)))[:1 + j % 2]
                 r.reward = sum(value for _, value in r.steps)
@@ -78,8 +75,8 @@ def train(name, tokenizer):
 
 
 def train_one_more_step(tokenizer):
-    """Continues the run in FOLDER/run, which another number of ranks has left."""
-    cfg = config(zero_stage=STAGE[dist.world_size()])
+    """A step of the run in FOLDER/run, from its last checkpoint, if there is one, to the next."""
+    cfg = config(zero_stage=dist.world_size())
     policy = nr.make_policy(cfg)
     guard.rehearse(policy, None, cfg)  # makes AdamW's moments
     checkpoints = make_checkpoints(policy, model=cfg.model, prompts=6, out=str(FOLDER), name="run",
@@ -105,10 +102,12 @@ if __name__ == "__main__":
     with float64():
         tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/tiny")
         found = {name: train(name, tokenizer) for name in SETTINGS}
-        found["continued"] = train_one_more_step(tokenizer)
-        if dist.world_size() == 1:
+        if dist.world_size() == 3:
+            train_one_more_step(tokenizer)
+        else:
             cfg = config(zero_stage=2)
             batches = batches_of("", cfg, tokenizer)
             found["three steps"] = result(nr.make_policy(cfg), batches, 3, cfg)
+        found["continued"] = train_one_more_step(tokenizer)
     if dist.rank() == 0:
         torch.save(found, FOLDER / str(dist.world_size()))

@@ -1,4 +1,5 @@
 """Nothing is lost: checkpoints, damage to them, which runs may continue, signals, failures."""
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -17,10 +18,11 @@ import transformers
 
 import nano_rlvr as nr
 from conftest import ENV, ROOT, fixed_rollouts, make_checkpoints, make_config
-from runtime import checkpoint, folder, stop
+from runtime import checkpoint, folder, memory, stop
 from runtime.checkpoint import on_disk
 from runtime.dist import RunError
 from runtime.log import Log
+from runtime.shape import ModelShape
 from runtime.trainer import named_weights
 
 # ---- checkpoints
@@ -102,18 +104,16 @@ def flip_a_bit(path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("harm", [cut, flip_a_bit, os.remove])
-def test_harm_to_any_file_of_a_checkpoint_is_noticed(saving, harm):
+def test_harm_to_any_file_of_a_checkpoint_is_noticed(saving):
     step = saving.folder / "step-2"
     files = [path for path in step.rglob("*") if path.is_file()]
     assert len(files) > 40 and checkpoint.damage(step) == ""
     for path in files:
         before = path.read_bytes()
-        harm(path)
-        assert checkpoint.damage(step), path
-        path.write_bytes(before)
-    (step / "manifest.json").write_text("{}")
-    assert checkpoint.damage(step) == "manifest.json does not list trainer/state.json"
+        for harm in (cut, flip_a_bit, os.remove):
+            harm(path)
+            assert checkpoint.damage(step), path
+            path.write_bytes(before)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(saving, capsys):
@@ -133,44 +133,40 @@ def test_a_checkpoint_of_another_model_is_refused(saving):
         resumed(saving, nr.make_policy(make_config(lora_rank=4)))
 
 
-def test_a_full_disk_is_noticed_before_anything_is_written(saving, monkeypatch):
-    free = SimpleNamespace(free=saving.bytes - 1)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    with pytest.raises(RunError, match="step-3 could not be written .a checkpoint needs 0.01 GiB"):
-        saving.save()
-    with pytest.raises(ValueError, match="a checkpoint needs 0.01 GiB"):
-        resumed(saving)
-    free.free += 1
-    saving.save()
-    assert list(on_disk(saving.folder)) == [2, 3]
+def test_too_little_room_for_a_checkpoint_is_noticed_before_the_run(saving, monkeypatch):
+    needed = memory.checkpoint_bytes(saving.cfg, ModelShape.of(saving.cfg.model))
+    for free, expected in ((needed, contextlib.nullcontext()), (needed - 1, pytest.raises(
+            ValueError, match="a checkpoint needs 0.01 GiB"))):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+        with expected:
+            resumed(saving)
 
 
-def limited(size, function):
-    """Calls a function while no file can grow beyond `size` bytes, as if the disk was full."""
+@contextlib.contextmanager
+def largest_file(size):
+    """No file can grow beyond `size` bytes, as if the disk was full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-        function()
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_failed_write_is_said_and_leaves_the_older_checkpoints(saving):
-    with pytest.raises(RunError, match="step-3 could not be written .*; older .* are whole"):
-        limited(2**20, saving.save)
+def test_a_failed_write_is_said_and_leaves_whole_files_only(saving):
+    with largest_file(2**20), pytest.raises(
+            RunError, match="step-3 could not be written .*; older .* are whole"):
+        saving.save()
     assert {path.name for path in saving.folder.glob("step-*")} == {"step-1", "step-2"}
     saving.save()
-    with pytest.raises(RunError, match="final could not be written .*; older .* are whole"):
-        limited(2**20, lambda: saving.save(final=True))
+    with largest_file(2**20), pytest.raises(
+            RunError, match="final could not be written .*; older .* are whole"):
+        saving.save(final=True)
     assert not list(saving.folder.glob("final*")) and checkpoint.damage(saving.newest) == ""
-    saving.save(final=True)
-    assert (saving.folder / "final/model.safetensors").exists()
-
-
-def test_a_full_disk_leaves_no_half_line_in_a_log(saving):
     saving.log.write(0, {"loss": 1.0})
-    with pytest.raises(RunError, match="metrics.jsonl cannot be written"):
-        limited(30, lambda: saving.log.write(1, {"loss": 2.0}))  # room for half a line more
+    with largest_file(30), pytest.raises(RunError, match="metrics.jsonl cannot be written"):
+        saving.log.write(1, {"loss": 2.0})  # room for half a line more
     assert (saving.folder / "metrics.jsonl").read_text() == '{"step": 0, "loss": 1.0}\n'
 
 
@@ -187,13 +183,12 @@ def test_the_newest_and_the_most_accurate_checkpoints_are_kept(saving):
 
 
 def test_a_checkpoint_is_a_model_and_final_the_same_without_the_trainers_state(saving):
-    from transformers import AutoModelForCausalLM
     run = saving.folder
     (run / "final").mkdir()
     (run / "final/of_fewer_steps").write_text("")
     saving.save(final=True)
     for path in (run / "step-3", run / "final"):
-        loaded = AutoModelForCausalLM.from_pretrained(path).state_dict()
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
         assert equal(loaded, dict(named_weights(saving.engine)))
         about = json.loads((path / "nano_rlvr.json").read_text())
         assert about["config"]["template"] == "chat"
@@ -299,9 +294,8 @@ def test_a_run_does_not_continue_with_other_inputs(group, tmp_path, monkeypatch,
     shutil.copytree(ROOT / "models/tiny", model)
     (model.parents[1] / "refs").mkdir()
     (model.parents[1] / "refs/main").write_text("0123")
-    constants = transformers.utils.hub.constants
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(transformers.utils.hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(transformers.utils.hub.constants, "HF_HUB_OFFLINE", True)
     examples = [{"question": "1+1", "prompt_ids": [1, 2]}]
     cfg = dataclasses.replace(make_config(out=str(tmp_path), name="run"), model="me/tiny")
     folder.claim_folder(cfg, examples)
@@ -330,26 +324,19 @@ def test_passwords_in_urls_are_not_written(saving, monkeypatch):
 # ---- signals, failures and the screen
 
 
-@pytest.fixture
-def loop():
-    """Stands in for Checkpoints. `saved`: the steps that were saved."""
-    saved = []
-    return SimpleNamespace(save=lambda: saved.append(7), saved=saved, folder="runs/x",
-                           progress=SimpleNamespace(step=7))
-
-
 @pytest.mark.parametrize("number", stop.SIGNALS, ids=lambda number: number.name)
-def test_a_signal_ends_the_run_before_its_next_step_with_a_checkpoint_and_a_line(
-        loop, capfd, number):
+def test_a_signal_ends_the_run_before_its_next_step_with_a_checkpoint_and_a_line(capfd, number):
+    saved, progress = [], SimpleNamespace(step=7)  # `loop` stands in for Checkpoints
+    loop = SimpleNamespace(save=lambda: saved.append(7), folder="runs/x", progress=progress)
     outer = signal.signal(number, signal.SIG_DFL)  # a shell's background job ignores SIGINT
     with stop.on_signals():
         stop.check(loop)
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # within two seconds: the same request
-        assert loop.saved == []  # the step goes on
+        assert saved == []  # the step goes on
         with pytest.raises(SystemExit) as e:
             stop.check(loop)
-    assert e.value.code == 128 + number and loop.saved == [7]
+    assert e.value.code == 128 + number and saved == [7]
     screen = capfd.readouterr().err
     assert screen.count(f"{number.name}: the run stops before its next step") == 1
     assert f"stopped by {number.name} at step 7; continue with: python" in screen

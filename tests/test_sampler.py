@@ -180,7 +180,7 @@ def load(vllm_model, weights, loads):
     llm._llm = SimpleNamespace(
         collective_rpc=lambda name, kwargs: loads(kwargs["weights_iterator"]),
         reset_prefix_cache=int, apply_model=lambda function: [function(vllm_model)])
-    llm.load(iter(weights.items()), total=len(weights))
+    llm.load(iter(weights.items()))
 
 
 @pytest.mark.exercise_16
@@ -196,9 +196,8 @@ def test_every_sync_is_checked_and_a_failure_names_the_tensor_and_the_rank(weigh
         load(Fused(wrong), weights, loads=list)
     with pytest.raises(RunError, match="it has model.embed_tokens.weight, .* and 27 more"):
         load(Fused(weights), weights, loads=id)  # vLLM ignores the iterator
-    number = 1 + next(i for i, name in enumerate(weights) if "down_proj" in name)
-    with pytest.raises(RunError, match=f"on rank 0 at tensor {number} of {len(weights)}, "
-                       "model.layers.0.mlp.down_proj.weight: ValueError: wrong shape"):
+    with pytest.raises(RunError, match="on rank 0 at model.layers.0.mlp.down_proj.weight: "
+                       "ValueError: wrong shape"):
         load(Fused(weights), weights, refuse)
 
 
@@ -227,7 +226,6 @@ def check_shards(monkeypatch, models, weights):
     sent = SentWeights(weights.items())
     list(sent)
     items, said = [], []
-    monkeypatch.setattr(dist, "engine_ranks", lambda: len(models))
     for gather in (lambda item: items.append(item) or [item] * len(models), lambda item: items):
         monkeypatch.setattr(dist, "engine_gather", gather)
         said = []
@@ -237,9 +235,8 @@ def check_shards(monkeypatch, models, weights):
     return said
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 def test_every_wrong_bit_of_a_shard_is_noticed_by_all_ranks_of_its_engine(
-        weights, monkeypatch, ranks):
+        weights, monkeypatch, ranks=4):
     """Four ranks have two copies of each of two key heads; norms have as many copies as ranks."""
     parts = shards(weights, ranks)
     models = [Fused(part, rank, ranks) for rank, part in enumerate(parts)]
@@ -265,7 +262,6 @@ def shared(monkeypatch):
         asked.append((prompts, params))
         return [str(prompt) for prompt in prompts]
 
-    monkeypatch.setattr(dist, "engine_ranks", lambda: 3)
     monkeypatch.setattr(dist, "engine_rank", lambda: 1)
     monkeypatch.setattr(dist, "engine_gather",
                         lambda item: [[(1, greedy), (2, greedy)], item, [(3, greedy)]])

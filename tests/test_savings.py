@@ -1,7 +1,9 @@
 """What the training path does faster than the obvious way equals the obvious way."""
 import dataclasses
 import random
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,49 +12,9 @@ from hypothesis import strategies as st
 import nano_rlvr as nr
 from conftest import fixed_rollouts, make_config
 from runtime import stats
-from runtime.batch import attend_in_groups, flash_attention, pack
+from runtime.batch import pack
 
 # ---- collate
-
-
-def naive_collate(rollouts):
-    """collate() one token at a time, as its docstring says it."""
-    input_ids, position_ids, kv_index, predictors = [], [], [], []
-    cu_seqlens_q, cu_seqlens_k, prompt_at = [0], [0], {}
-    for r in rollouts:
-        key = tuple(r.prompt)
-        if key not in prompt_at:  # the first completion of a prompt stores it
-            prompt_at[key] = range(len(input_ids), len(input_ids) + len(r.prompt))
-            input_ids += r.prompt
-            position_ids += range(len(r.prompt))
-        prompt = prompt_at[key]
-        completion = range(len(input_ids), len(input_ids) + len(r.completion))
-        input_ids += r.completion
-        position_ids += range(len(r.prompt), len(r))
-        kv_index += [*prompt, *completion]
-        before = [prompt[-1], *completion[:-1]]
-        predictors += [position for position, sampled in zip(before, r.sampled) if sampled]
-        cu_seqlens_q.append(len(input_ids))
-        cu_seqlens_k.append(len(kv_index))
-    lengths = torch.tensor([sum(r.sampled) for r in rollouts])  # (B,)
-    sequence_ids = torch.arange(len(rollouts)).repeat_interleave(lengths)  # (R,)
-
-    def of_sampled(name):
-        return torch.tensor(
-            [x for r in rollouts for x, kept in zip(getattr(r, name), r.sampled) if kept])
-
-    return dict(
-        input_ids=torch.tensor([input_ids]),  # (1, T)
-        position_ids=torch.tensor([position_ids]),  # (1, T)
-        kv_index=torch.tensor(kv_index), predictors=torch.tensor(predictors),  # (K,), (R,)
-        cu_seqlens_q=torch.tensor(cu_seqlens_q).int(),  # (B+1,)
-        cu_seqlens_k=torch.tensor(cu_seqlens_k).int(),  # (B+1,)
-        targets=of_sampled("completion"), sequence_ids=sequence_ids,  # (R,), (R,)
-        lengths=lengths,  # (B,)
-        advantage=of_sampled("advantages"),  # (R,)
-        weight=torch.tensor([r.weight for r in rollouts])[sequence_ids],  # (R,)
-        vllm_logps=of_sampled("vllm_logps"),  # (R,)
-        old=None, ref=None, max_seqlen=max(map(len, rollouts)))
 
 
 PROMPTS = [[1], [1, 2], [2, 1], [1, 2, 3, 4, 5], [7] * 9]  # one is the beginning of another
@@ -62,40 +24,35 @@ PROMPTS = [[1], [1, 2], [2, 1], [1, 2, 3, 4, 5], [7] * 9]  # one is the beginnin
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from(PROMPTS), st.integers(1, 12)), min_size=1, max_size=12),
        st.integers(0, 1000))
-def test_collate_equals_one_token_at_a_time_bit_for_bit(sequences, seed):
+def test_collate_stores_each_prompt_once_and_says_where_each_sequence_is(sequences, seed):
     rng = random.Random(seed)
     rollouts = [nr.Rollout(list(prompt), [rng.randrange(200_000) for _ in range(n)], "", False,
                            [-rng.random() for _ in range(n)], weight=rng.random(),
                            sampled=[True, *(rng.random() < 0.7 for _ in range(n - 1))],
                            advantages=[rng.gauss(0, 1) for _ in range(n)])
                 for prompt, n in sequences]
-    got, wanted = vars(nr.collate(rollouts)), naive_collate(rollouts)
-    assert got.keys() == wanted.keys()
-    for name, x in wanted.items():
-        if torch.is_tensor(x):
-            assert got[name].dtype == x.dtype and torch.equal(got[name], x), name
-        else:
-            assert got[name] == x, name
-
-
-# ---- attention on a GPU
-
-
-def test_flash_attention_passes_on_what_one_kernel_for_all_sequences_needs(monkeypatch):
-    """The stand-in has the signature of torch 2.13, and the dense attention as kernel."""
-    rollouts = [nr.Rollout([1, 2, 3], [4] * n, "", False, [0.0] * n) for n in (2, 5, 5)]
     batch = nr.collate(rollouts)
-    q = torch.randn(batch.input_ids.shape[1], 6, 8)  # (T, heads, d)
-    k, v = torch.randn(2, len(batch.kv_index), 2, 8)  # (K, kv heads, d) twice
-
-    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size,
-               enable_gqa=False):
-        assert window_size == (-1, 0) and (max_q, max_k) == (8, 8) and enable_gqa
-        assert cu_seq_q is batch.cu_seqlens_q and cu_seq_k is batch.cu_seqlens_k
-        return attend_in_groups(query, key, value, batch, scale)
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    assert torch.equal(flash_attention(q, k, v, batch, 0.3), attend_in_groups(q, k, v, batch, 0.3))
+    row, positions = batch.input_ids[0], batch.position_ids[0]  # (T,), (T,)
+    completions = sum(len(r.completion) for r in rollouts)
+    assert len(row) == sum(map(len, {tuple(r.prompt) for r in rollouts})) + completions
+    assert batch.cu_seqlens_q[0] == batch.cu_seqlens_k[0] == 0
+    assert (batch.cu_seqlens_q[-1], batch.cu_seqlens_k[-1]) == (len(row), len(batch.kv_index))
+    assert batch.max_seqlen == max(map(len, rollouts)) and batch.old is batch.ref is None
+    assert batch.lengths.tolist() == [sum(r.sampled) for r in rollouts]
+    wanted = []  # of each sampled token
+    for i, r in enumerate(rollouts):
+        start, end = batch.cu_seqlens_k[i:i + 2]
+        keys = batch.kv_index[start:end]  # positions of the sequence in the row
+        assert row[keys].tolist() == r.prompt + r.completion
+        assert positions[keys].tolist() == [*range(len(r))]
+        queries = torch.arange(*batch.cu_seqlens_q[i:i + 2])
+        assert len(queries) >= len(r.completion) and torch.equal(keys[-len(queries):], queries)
+        wanted += [(i, keys[len(r.prompt) + j - 1].item(), r.completion[j],
+                    *map(np.float32, (r.vllm_logps[j], r.advantages[j], r.weight)))
+                   for j, kept in enumerate(r.sampled) if kept]
+    assert wanted == [*zip(*(x.tolist() for x in (
+        batch.sequence_ids, batch.predictors, batch.targets, batch.vllm_logps, batch.advantage,
+        batch.weight)), strict=True)]
 
 
 # ---- vLLM
@@ -148,27 +105,14 @@ def test_after_a_sync_no_prompt_is_taken_from_the_cache(llm):
 # ---- nothing is read back from the device before the last pack
 
 
-class Engine:
+def engine_of(module):
     """Stands in for DeepSpeed, whose own work is not looked at."""
-
-    def __init__(self, module):
-        self.module, self.batches = module, 0
-
-    def __call__(self, batch):
-        return self.module(batch)
-
-    def backward(self, loss):
-        self.batches += 1
-        loss.backward()
-
-    def step(self):
-        self.module.zero_grad()
-
-    def get_global_grad_norm(self):
-        return 0.0
-
-    def was_step_applied(self):
-        return True
+    engine = mock.Mock(side_effect=module)
+    engine.backward.side_effect = lambda loss: loss.backward()
+    engine.step.side_effect = module.zero_grad
+    engine.get_global_grad_norm.return_value = 0.0
+    engine.was_step_applied.return_value = True
+    return engine
 
 
 class LastPack(Exception):
@@ -193,17 +137,16 @@ def test_no_value_is_read_between_the_first_forward_and_the_last_backward(
         # read only where attention runs on a CPU
         batch.cu_seqlens_q, batch.cu_seqlens_k = on_cpu.cu_seqlens_q, on_cpu.cu_seqlens_k
         batches.append(batch)
-    engine = Engine(nr.TokenLogps(model.to("meta")))
+    engine = engine_of(nr.TokenLogps(model.to("meta")))
     with pytest.raises(LastPack) as stopped:
         nr.update(engine, batches, make_config(**changes))
-    assert engine.batches == len(packs) > 1
+    assert engine.backward.call_count == len(packs) > 1
     assert all(x.is_meta for sums in stopped.value.args[0] for x in sums.values())
 
 
 def test_a_filler_changes_no_metric(model, tokenizer):
     rollouts, cfg = fixed_rollouts(tokenizer), make_config(kl_coef=0.0, mismatch_bound=1e9)
-
     (filler,) = nr.pack_evenly([dataclasses.replace(rollouts[0], weight=0.0)], rollouts[0], 400)
-    alone, both = (nr.update(Engine(nr.TokenLogps(model)), [nr.collate(p) for p in packs], cfg)
+    alone, both = (nr.update(engine_of(nr.TokenLogps(model)), [nr.collate(p) for p in packs], cfg)
                    for packs in ([rollouts], [rollouts, filler]))
     assert alone == both
