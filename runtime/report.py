@@ -2,7 +2,7 @@
 
     python -m runtime.report runs/a                        writes runs/a/report.html, as a run does
     python -m runtime.report runs/a runs/b --out ab.html   several runs in one report
-    python -m runtime.report runs/a runs/b --out ab.png    only their accuracy and length
+    python -m runtime.report runs/a runs/b --out ab.png    only reward, accuracy and length
 
 Runs that differ only in the seed are one line: the mean, with the 95 % t interval over the seeds
 as a band. matplotlib draws the charts as SVG with text: no script to load, sharp at any size. At
@@ -34,8 +34,7 @@ QUESTIONS = 1000  # of the evaluation, the first ones, are shown
 STAGES = ("rollout", "reward", "update", "sync")
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9, "lines.linewidth": 1.3,
          "axes.grid": True, "axes.edgecolor": "0.8", "grid.color": "0.8", "grid.linewidth": 0.5,
-         "axes.spines.top": False, "axes.spines.right": False, "axes.facecolor": "none",
-         "figure.facecolor": "none", "xtick.major.size": 0, "ytick.major.size": 0}
+         "axes.facecolor": "none", "figure.facecolor": "none"}
 
 
 # ---- files of a run
@@ -171,7 +170,7 @@ def figure(**args):
     return Figure(layout="constrained", **args)
 
 
-def draw(axis, lines, key, style="-", **look):
+def draw(axis, lines, key, style="-"):
     """A line per label: the mean of a metric over the seeds, with its interval as a band.
 
     The band of one run's accuracy is that of the evaluation. The scale is that of the lines: the
@@ -188,7 +187,7 @@ def draw(axis, lines, key, style="-", **look):
                       for row in runs[0]["rows"] if key in row]
         mean, low, high = np.array(points, float).reshape(-1, 3).T
         axis.plot(steps, mean, style, color=f"C{i}", marker="o" if is_accuracy else "", ms=3,
-                  label=label.replace("$", r"\$"), **look)  # "$" would begin a formula
+                  label=label.replace("$", r"\$"))  # "$" would begin a formula
         band = FillBetweenPolyCollection(
             "x", np.array(steps), low, high, color=f"C{i}", alpha=0.2, lw=0)
         axis.add_collection(band, autolim=False)
@@ -208,19 +207,13 @@ def draw_stages(axis, runs):
 
 
 def write_curve(lines, out):
-    """Writes a figure with two panels and one line per label.
-
-    Left: held-out greedy accuracy with its interval; thin: mean reward of the training samples.
-    Right: mean completion length in tokens.
-    """
-    fig = figure(figsize=(10, 3.6))
-    left, right = fig.subplots(1, 2)
-    draw(left, lines, "reward/mean", lw=0.8, alpha=0.5)
-    draw(left, lines, "eval/accuracy")
-    draw(right, lines, "completion/length")
-    left.set(xlabel="step", ylabel="accuracy (thin: training reward)", ylim=(-0.02, None))
-    right.set(xlabel="step", ylabel="tokens per completion", ylim=(0, None))
-    right.legend(fontsize=8)
+    """Writes a picture: reward, held-out accuracy and tokens per completion, a line per label."""
+    fig = figure(figsize=(12, 3.6))
+    keys = ("reward/mean", "eval/accuracy", "completion/length")
+    for axis, key in zip(fig.subplots(1, 3), keys):
+        draw(axis, lines, key)
+        axis.set(xlabel="step", title=key)
+    axis.legend(fontsize=8)
     fig.savefig(out, dpi=120)
 
 
