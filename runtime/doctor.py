@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import nano_rlvr as nr
-from runtime import memory, shape
+from runtime import flags, memory, shape
 from runtime.memory import GIB
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -35,7 +35,7 @@ def versions(cfg):
     installed = {x.name: x.version.partition("+")[0] for x in metadata.distributions()}
     wrong = [f"{name} is {installed.get(name, 'missing')}, pinned {pin}"
              for name, pin in pins.items() if installed.get(name) != pin]
-    found = f"Python {platform.python_version()}, the packages of {file.name}"
+    found = f"Python {platform.python_version()}, the {len(pins)} packages of {file.name}"
     return found, wrong and f"{', '.join(wrong)}: pip install -r {file.name}"
 
 
@@ -68,8 +68,8 @@ def step(cfg):
 
 
 def plan(cfg):
-    Path(cfg.model).is_dir() or shape.hub_answers()  # if not, only the local cache is asked
-    model = shape.ModelShape.of(cfg.model)
+    with flags.loading("config.json", cfg, "is it a folder, or a model of the hub?"):
+        model = shape.ModelShape.of(cfg.model)
     device, size, place = memory.Device.here(), cfg.memory_gb * GIB, "this machine"
     if size > device.total * device.gpu:
         device, place = memory.Device(True, size, size), "a GPU that is not here"

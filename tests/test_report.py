@@ -1,10 +1,13 @@
 """The report: its charts, its rollouts, and how the page behaves in headless Chromium."""
 import html
 import json
+import math
 import random
 import re
+import shutil
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -249,14 +252,17 @@ def test_runs_that_differ_only_in_the_seed_are_one_line_with_a_band(several):
     assert list(report.lines_of(runs[:3])) == ["default-0 (3 seeds)"]
     assert list(report.lines_of(runs[:1])) == ["default-0"]
     axis = report.figure().subplots()
-    report.draw(axis, lines, "reward/mean")
+    with warnings.catch_warnings(action="error"):
+        report.draw(axis, lines, "reward/mean")
     values = [[row["reward/mean"] for row in run["rows"][:-1]] for run in runs]
     mean, low, high = zip(*(stats.mean_interval(x) for x in zip(*values[:3])))
     close(axis.lines[0].get_ydata(), mean)
     close(axis.lines[1].get_ydata(), values[3])
-    [band] = axis.collections
+    band, none = axis.collections
     edges = band.get_paths()[0].vertices[:, 1]
     close([edges.min(), edges.max()], [min(low), max(high)])
+    assert math.isnan(none.get_paths()[0].vertices[:, 1].max())  # one seed has no interval
+    assert axis.get_ylim()[1] < 1.1 < max(high)  # the scale is that of the lines
 
 
 def test_several_runs_overlay_in_each_chart(several, tmp_path):
@@ -268,8 +274,7 @@ def test_several_runs_overlay_in_each_chart(several, tmp_path):
     assert [title[:28] for title in titles[7:]] == ["Seconds per step: default-0 ",
                                                     "Seconds per step: default-3 "]
     for figure in figures[:7]:
-        assert figure.count("stroke: var(--c0)") == figure.count("stroke: var(--c1)") >= 1
-        assert not re.search("#[0-9a-f]{6}", figure)  # every color is one of the page's
+        assert figure.count("stroke: #1f77b4") == figure.count("stroke: #ff7f0e") >= 1
     report.main([*runs, "--out", str(tmp_path / "all.png")])
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
@@ -284,42 +289,33 @@ def test_the_stage_times_stand_against_the_update_s_flops_at_peak_speed(several)
     close(tops, [1.0, 1.0, 5.0, 5.0])  # rollout 1 s, update 4 s
 
 
-def test_the_menu_of_changes_begins_with_all_and_wrong_to_right():
-    """As pairs: a JavaScript object would have its keys 10 and 11 before all others."""
-    menu = re.search(r"const CHANGES = (\[.*?\]);", report.TEMPLATE.read_text(), re.S)[1]
-    assert re.findall(r'\["(\d*)"', menu) == ["", "01", "10", "11", "00"]
-
-
 # ---- the command line
 
-@pytest.fixture
-def command(tmp_path):
-    """command(argv) -> the line that `python -m runtime.report` prints on stderr, "" if none."""
-    def command(*argv):
-        run = subprocess.run([sys.executable, "-m", "runtime.report", *map(str, argv)], cwd=ROOT,
-                             capture_output=True, text=True)
-        assert run.returncode == bool(run.stderr)
-        assert run.stderr.count("\n") == bool(run.stderr)
-        return run.stderr
-    return command
-
-
-@pytest.mark.parametrize("file, damage, says", [
-    ("metrics.jsonl", None, "run is not the folder of a run: it has no metrics.jsonl"),
-    ("metrics.jsonl", lambda text: "\xff\n" * 9, "metrics.jsonl:1: not a line of JSON"),
-    ("rollouts.jsonl", lambda text: "null", "rollouts.jsonl:1: no object with a step"),
-    ("eval.jsonl", lambda text: text.replace("question", "x"), "is damaged (KeyError('question'))"),
-    ("config.json", lambda text: '{"config": []}', "config.json is not as a run writes"),
-    ("config.json", lambda text: text[:-9], "config.json is not as a run writes"),
-    ("config.json", lambda text: text.replace(": 4", ": 0"), "config.json is not as a run")])
-def test_a_damaged_file_of_a_run_is_one_line_that_names_it(tmp_path, command, file, damage, says):
-    write_run(tmp_path / "run", steps=2)
-    path = tmp_path / "run" / file
-    text = path.read_text()
-    path.unlink()
-    if damage:
-        path.write_text(damage(text), "latin-1")  # 0xff is no UTF-8
-    assert says in command(tmp_path / "run")
+def test_a_damaged_file_of_a_run_is_one_line_and_no_traceback(tmp_path, monkeypatch):
+    """Not every damage is seen: a number or a text may be any."""
+    monkeypatch.setattr(report, "to_html", lambda *_, **__: "")  # takes most of the time
+    rng, said = random.Random(0), set()
+    write_run(tmp_path / "right", steps=2)
+    for i in range(60):
+        path = shutil.copytree(tmp_path / "right", tmp_path / str(i)) / rng.choice(
+            ("config.json", "metrics.jsonl", "rollouts.jsonl", "eval.jsonl"))
+        text = path.read_bytes()
+        start = rng.randrange(len(text))
+        old = text[start:start + rng.randint(1, 9)]
+        new = rng.choice([b"", b"\xff", b"null", b"0", b"[", b'"', b"\n", text[:start]])
+        path.write_bytes(text.replace(old, new, rng.choice([1, -1])) if i else b"")
+        try:
+            report.main([str(path.parent)])
+        except SystemExit as e:
+            assert re.fullmatch(f"report: {path.parent}: damaged, or not the .*", e.code), e.code
+            said.add(e.code)
+    assert len(said) > 10
+    with pytest.raises(SystemExit, match="config.json"):
+        report.main([str(tmp_path)])
+    for line in (b"no json", b"null", b"{}", b'{"step": "x"}', b"[" * 9**5):
+        (tmp_path / "metrics.jsonl").write_bytes(line + b'\n{"step": 1}\n')
+        with pytest.raises(ValueError, match=f"^{tmp_path}/metrics.jsonl:1: no line of JSON with"):
+            report.read(tmp_path)
 
 
 def test_a_run_may_have_a_name_that_html_matplotlib_or_the_page_reads_otherwise(tmp_path):
@@ -331,12 +327,12 @@ def test_a_run_may_have_a_name_that_html_matplotlib_or_the_page_reads_otherwise(
     report.main([str(tmp_path / r"$\frac$"), "--out", str(tmp_path / "curve.png")])
 
 
-def test_a_run_leaves_the_plots_of_a_notebook_alone():
+def test_a_run_leaves_the_plots_of_a_notebook_alone(tmp_path):
     """Figures are drawn without pyplot, whose backend a notebook has chosen."""
-    program = ("import sys; from runtime import report; "
-               "report.svg(lambda axis: axis.plot([0], [1])); "
+    write_run(tmp_path / "run", steps=1)
+    program = ("import sys; from runtime import report; report.main(sys.argv[1:]); "
                "assert 'matplotlib.pyplot' not in sys.modules")
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", program, tmp_path / "run"], cwd=ROOT, check=True)
 
 
 # ---- which rollouts, and their numbers
@@ -346,15 +342,13 @@ def test_the_report_has_whole_groups_of_at_most_2000_rollouts_in_every_kth_step(
     for _ in range(100):
         samples, groups, steps = rng.randint(1, 3000), rng.randint(1, 900), rng.randint(1, 400)
         per_step = min(samples * groups, max(samples, limit // samples * samples))
-        rollouts = list(range(samples * groups))
-        with_numbers = [s for s in range(steps) if report.shown(s, rollouts, samples, steps)]
+        rollouts = range(samples * groups)
+        shown = [s for s in range(steps) if report.shown(s, rollouts, samples, steps)]
         assert report.shown(0, rollouts, samples, steps) == rollouts[:per_step]
-        assert len({b - a for a, b in zip(with_numbers, with_numbers[1:])}) <= 1
-        shown = len(with_numbers) * per_step
-        assert shown <= limit or with_numbers == [0]
-        assert len(with_numbers) == steps or 4 * shown + per_step > limit  # not too few
-        fewer = [s for s in range(steps) if report.shown(s, rollouts, samples, steps, limit // 3)]
-        assert set(fewer) <= set(with_numbers)  # a report of three runs shows no step without
+        k = shown[1] if len(shown) > 1 else steps
+        assert shown == list(range(0, steps, k))
+        assert len(shown) * per_step <= limit or shown == [0]
+        assert k == 1 or math.ceil(steps / (k - 1)) * per_step > limit  # not too few
 
 
 @pytest.mark.numeric
