@@ -8,7 +8,7 @@ from statistics import fmean
 
 import rewards
 from runtime import dist
-from runtime.stats import first_part, is_right, majority_vote, pass_at_k, wilson_interval
+from runtime.stats import first_part, is_right, majority_vote, mean_of, pass_at_k, wilson_interval
 from verify.answer import vote
 
 
@@ -38,6 +38,12 @@ def vote_of(rollout):
     return vote(answer) if answer and not cut_off else None
 
 
+def best_is_right(group, scores):
+    """Whether the sample with the highest score is right, the first of equals; None is no score."""
+    scored = [(score, r) for score, r in zip(scores, group) if score is not None]
+    return is_right(max(scored, key=lambda pair: pair[0])[1])
+
+
 def greedy_values(rollout):
     """{metric: value} of a greedy completion. One without a verdict is wrong."""
     return {"accuracy": is_right(rollout), "no_verdict": first_part(rollout) is None,
@@ -54,12 +60,7 @@ def sample_values(group):
     winner = majority_vote(list(map(vote_of, group)))
     values[f"maj@{n}"] = winner is not None and is_right(group[winner])
     logps = [fmean(x for x, sampled in zip(r.vllm_logps, r.sampled) if sampled) for r in group]
-    return values | {f"best@{n}/logprob": is_right(group[logps.index(max(logps))])}
-
-
-def mean_of(rows):
-    """The mean of each metric over several dicts."""
-    return {name: fmean(row[name] for row in rows) for name in rows[0]}
+    return values | {f"best@{n}/logprob": best_is_right(group, logps)}
 
 
 def set_metrics(values):

@@ -131,6 +131,11 @@ def step_means(history):
     return means
 
 
+def mean_of(rows):
+    """The mean of each metric over several dicts."""
+    return {name: fmean(row[name] for row in rows) for name in rows[0]}
+
+
 def add_counts(metrics, counts, prefix):
     """Adds a verifier's counts {"reward/<name>": number}, over all ranks, to metrics as
     "<prefix>/<name>". Collective."""

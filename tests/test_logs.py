@@ -1,25 +1,20 @@
 """Readers of a log survive a killed writer; wandb is checked before anything is loaded."""
 import json
-import sys
 
 import pytest
 
 from runtime import log, report
 
 
-def metrics(folder, *lines):
-    (folder / "metrics.jsonl").write_bytes(b"\n".join(lines))
-    return folder
-
-
 def test_a_last_line_that_is_cut_off_is_skipped_with_a_note(tmp_path, capsys):
-    whole = b'{"step": 0, "reward/mean": 0.5}'
+    path, whole = tmp_path / "metrics.jsonl", b'{"step": 0, "reward/mean": 0.5}\n'
     for cut in (b'{"step": 1, "rew', b'{"step": 1, "name": "\xc3', b"{"):
-        assert report.read(metrics(tmp_path, whole, cut)) == [json.loads(whole)]
-        says = f"note: {tmp_path}/metrics.jsonl:2 is cut off: skipped\n"
-        assert capsys.readouterr().err == says
-    assert report.read(metrics(tmp_path, whole, whole)) == 2 * [json.loads(whole)]
-    assert capsys.readouterr().err == ""
+        path.write_bytes(whole + cut)
+        assert report.read(tmp_path) == [json.loads(whole)]
+        assert capsys.readouterr().err == f"note: {path}:2 is cut off: skipped\n"
+    path.write_bytes(2 * whole)
+    assert report.read(tmp_path) == 2 * [json.loads(whole)] and not capsys.readouterr().err
+    assert report.read(tmp_path, "eval.jsonl") == []
 
 
 @pytest.mark.parametrize("mode, key, says", [
@@ -34,10 +29,3 @@ def test_wandb_without_a_key_is_refused_where_it_is_needed(monkeypatch, tmp_path
     with pytest.raises(ValueError, match=f"^--wandb online: .*{says}") as e:
         log.check_wandb(mode)
     assert "sentinel" not in str(e.value)
-
-
-def test_a_missing_wandb_is_said_in_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    log.check_wandb("off")
-    with pytest.raises(ValueError, match="^--wandb offline: .*pip install wandb, or use"):
-        log.check_wandb("offline")
