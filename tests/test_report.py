@@ -15,7 +15,7 @@ import torch
 import nano_rlvr as nr
 from bench import screenshots
 from conftest import EPS, ROOT, close, fixed_rollouts, make_config, within
-from runtime import report, stats, trainer
+from runtime import log, report, stats, trainer
 from runtime.log import Log
 
 in_chromium = pytest.mark.skipif(not screenshots.CHROMIUM,
@@ -140,22 +140,17 @@ def seen(one):
 
 
 @in_chromium
-def test_a_script_in_the_text_of_a_model_stays_text(seen):
-    for what in seen.values():
+def test_a_filter_shows_the_rollouts_that_it_names_and_a_script_in_a_text_stays_text(one, seen):
+    for state, is_shown in STATES.items():
+        found, what = [r for r in one[1] if is_shown(r)], seen[state]
+        groups = {(r["step"], r["prompt"]) for r in found}
+        assert what["count"].startswith(
+            f"{len(found)} of {STEPS * GROUPS * SAMPLES} rollouts, in {len(groups)} groups;"), state
+        assert what["rows"] == min(len(found), 12)
         assert what["title"] == "run" and what["scripts"] == 2  # that of the page and VISITOR
         assert any(card["text"].endswith(SCRIPT) for card in what["cards"])
         assert SCRIPT in what["prompt"]
         assert what["question"].count(SCRIPT) == 3  # the question, its first and last answer
-
-
-@in_chromium
-def test_a_filter_shows_the_rollouts_that_it_names(one, seen):
-    for state, is_shown in STATES.items():
-        found = [r for r in one[1] if is_shown(r)]
-        groups = {(r["step"], r["prompt"]) for r in found}
-        assert seen[state]["count"].startswith(
-            f"{len(found)} of {STEPS * GROUPS * SAMPLES} rollouts, in {len(groups)} groups;"), state
-        assert seen[state]["rows"] == min(len(found), 12)
 
 
 @in_chromium
@@ -186,13 +181,12 @@ def test_the_color_of_a_token_has_the_sign_and_the_size_of_its_number(one, seen)
 
 
 @in_chromium
-def test_two_thousand_long_rollouts_are_a_small_page_in_every_state(tmp_path):
+def test_many_long_rollouts_are_a_small_page_in_every_state(tmp_path):
     """The bound: the charts, a page of the list, and one group of 16 with 400 tokens each."""
-    write_run(tmp_path / "long", length=410, steps=125, groups=1, samples=16)
+    write_run(tmp_path / "long", length=410, steps=12, groups=1, samples=16)
     report.write([tmp_path / "long"], tmp_path / "report.html")
-    states = ["", "step=77", "group=124:0&color=change", "min=1&page=5"]
-    for what in visit(tmp_path / "report.html", states):
-        assert " of 2000 rollouts" in what["count"] and what["rows"] == 12
+    for what in visit(tmp_path / "report.html", ["", "group=9:0&color=change", "min=1&page=5"]):
+        assert " of 192 rollouts" in what["count"] and what["rows"] == 12
         assert len(what["cards"]) == 16
         assert all(len(card["spans"]) == 400 for card in what["cards"])
         assert what["nodes"] < 16 * 400 + 3000
@@ -318,6 +312,17 @@ def test_a_damaged_file_of_a_run_is_one_line_and_no_traceback(tmp_path, monkeypa
             report.read(tmp_path)
 
 
+def test_a_last_line_that_is_cut_off_is_skipped_with_a_note(tmp_path, capsys):
+    path, whole = tmp_path / "metrics.jsonl", b'{"step": 0, "reward/mean": 0.5}\n'
+    for cut in (b'{"step": 1, "rew', b'{"step": 1, "name": "\xc3', b"{"):
+        path.write_bytes(whole + cut)
+        assert report.read(tmp_path) == [json.loads(whole)]
+        assert capsys.readouterr().err == f"note: {path}:2 is cut off: skipped\n"
+    path.write_bytes(2 * whole)
+    assert report.read(tmp_path) == 2 * [json.loads(whole)] and not capsys.readouterr().err
+    assert report.read(tmp_path, "eval.jsonl") == []
+
+
 def test_a_run_may_have_a_name_that_html_matplotlib_or_the_page_reads_otherwise(tmp_path):
     write_run(tmp_path / "@@DATA@@", steps=1)
     report.main([str(tmp_path / "@@DATA@@")])
@@ -359,18 +364,18 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
     rollouts = fixed_rollouts(tokenizer)
     rollouts[1].sampled[:] = [True, *[False] * (len(rollouts[1].completion) - 1)]
     groups = [rollouts[i:i + 4] for i in range(0, 16, 4)]
-    policy, log = nr.make_policy(cfg), Log(cfg, tokenizer)
+    policy, written = nr.make_policy(cfg), Log(cfg, tokenizer)
 
     def alone(r):
         with torch.no_grad():
             return policy(nr.collate([r]))[0].tolist()
 
-    shown = log.rollouts_with_tokens(0, groups)
+    shown = written.rollouts_with_tokens(0, groups)
     before, old = trainer.token_logps(policy, shown, rollouts[0], cfg), list(map(alone, shown))
     nr.update(policy, [nr.collate(rollouts)], cfg)
     after, new = trainer.token_logps(policy, shown, rollouts[0], cfg), list(map(alone, shown))
-    log.write(0, {}, groups, token_logps=zip(shown, before, after))
-    rows = report.read(log.folder, "rollouts.jsonl")
+    written.write(0, {}, groups, token_logps=zip(shown, before, after))
+    rows = report.read(written.folder, "rollouts.jsonl")
     assert len(rows) == len(shown) == 8  # those that are kept; the other 8 have no numbers
     for row, r, x, y in zip(rows, rollouts, old, new):
         lists, positions = row["per_token"], [i for i, ours in enumerate(r.sampled) if ours]
@@ -398,23 +403,37 @@ def test_the_texts_of_the_tokens_are_the_text_also_where_a_character_has_several
 
 def test_the_screen_has_a_line_per_step_and_says_where_to_look_next(
         tokenizer, tmp_path, monkeypatch, group, capsys):
-    log, lines = Log(make_config(out=str(tmp_path), name="run"), tokenizer), []
-    monkeypatch.setattr(log.bar, "write", lines.append)
+    run, lines = Log(make_config(out=str(tmp_path), name="run"), tokenizer), []
+    monkeypatch.setattr(run.bar, "write", lines.append)
     row = {"lr": 1e-6, "reward/mean": 0.5, "reward/no_verdict": 0.0, "completion/length": 99.5,
            "kl": 0.01, "group/flat": 0.1, "entropy": 0.3, "tokens_per_second": 1000.0,
            "seconds/update": 1.5, "mfu": 0.1, "tokens": 1500, "memory/update": 2.0}
-    log.write(7, row)
+    run.write(7, row)
     assert lines.pop() == ("step    7  reward  0.500  length   99.5  flat  10%  kl 0.0100  "
                            "entropy 0.300    1000 tok/s  1.5 s")
-    log.write(8, row | {"reward/no_verdict": 1.0})
+    run.write(8, row | {"reward/no_verdict": 1.0})
     assert "no verdict 100%" in lines.pop()
-    log.say("loading the model into vLLM ...")
+    run.say("loading the model into vLLM ...")
     assert re.fullmatch(r" +\d+\.\d s  loading the model into vLLM \.\.\.", lines.pop())
-    log.close()
+    run.close()
     [line] = lines
     assert line.startswith("2 steps: ") and "update 3 s (100%)" in line
     assert line.endswith("; 1000 tokens/s, 10.0% MFU of the update, peak memory 2.00 GiB")
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"next: open {log.folder}/report.html; the model: --model {log.folder}/final"
-    assert (log.folder / "report.html").stat().st_size > 10_000
-    assert (log.folder / "curve.png").exists()
+    assert last == f"next: open {run.folder}/report.html; the model: --model {run.folder}/final"
+    assert (run.folder / "report.html").stat().st_size > 10_000
+    assert (run.folder / "curve.png").exists()
+
+
+@pytest.mark.parametrize("mode, key, says", [
+    ("online", "", "no API key: run `wandb login`"), ("online", "sentinel", "must have 40"),
+    ("offline", "", None), ("off", "", None)])
+def test_wandb_without_a_key_is_refused_where_it_is_needed(monkeypatch, tmp_path, mode, key, says):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_API_KEY", key) if key else monkeypatch.delenv("WANDB_API_KEY", False)
+    if not says:
+        return log.check_wandb(mode)
+    with pytest.raises(ValueError, match=f"^--wandb online: .*{says}") as e:
+        log.check_wandb(mode)
+    assert "sentinel" not in str(e.value)
