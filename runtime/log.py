@@ -80,9 +80,8 @@ class Log:
             self.wandb = wandb.init(
                 project="nano_rlvr", name=cfg.name, id=about["wandb_id"], resume="allow",
                 dir=str(self.folder), mode=cfg.wandb, config=about["config"])
-        work = f"{cfg.algo}, {cfg.steps} steps of {cfg.prompts} prompts x {cfg.samples} samples"
-        self.say(f"{cfg.data or cfg.task}: {work if cfg.steps else 'evaluation'}; "
-                 f"rewards {cfg.rewards} (accuracy: where the first is 1)")
+        self.say(f"{cfg.data or cfg.task}: {cfg.algo}, {cfg.steps} steps of {cfg.prompts} x "
+                 f"{cfg.samples} samples; rewards {cfg.rewards} (accuracy: where the first is 1)")
 
     def _describe(self, plan):
         """Writes config.json, and returns its content. A resumed run keeps that of its start."""

@@ -33,14 +33,6 @@ def diagnose(monkeypatch, capsys, tmp_path):
     return run
 
 
-@pytest.fixture
-def qwen(tmp_path):
-    """A folder with nothing but the config.json of Qwen2.5-1.5B: it has a plan."""
-    config = SIZES["1.5B"] | {"model_type": "qwen2", "tie_word_embeddings": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return str(tmp_path)
-
-
 FAULTS = {  # what is replaced -> by what; the check that notices, its status, its words
     "runtime.doctor.metadata.distributions": (
         lambda: [], "versions", "note", "torch is missing, pinned 2.*-r requirements-cpu.txt"),
@@ -84,13 +76,15 @@ def test_a_model_that_is_not_here_fails_in_one_line(diagnose, monkeypatch):
     assert "its config.json cannot be loaded" in text and "not in the local cache" in text
 
 
-def test_memory_gb_without_a_gpu_shows_the_plan_for_one_of_that_size(diagnose, qwen):
-    status, text = diagnose("--model", qwen, "--memory_gb", "24", "--out", qwen)["plan"]
+def test_memory_gb_without_a_gpu_shows_the_plan_for_one_of_that_size(diagnose, tmp_path):
+    config = SIZES["1.5B"] | {"model_type": "qwen2", "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))  # enough for a plan
+    status, text = diagnose("--model", str(tmp_path), "--memory_gb", "24")["plan"]
     assert status == "ok" and text.startswith("for a GPU that is not here")
     assert ("1,543.7 M parameters in bfloat16 and 24.0 GiB: --offload optimizer --checkpointing on"
             in text)
     assert "--vllm_memory 0." in text and "host memory: 4" in text
-    status, text = diagnose("--model", qwen, "--memory_gb", "8")["plan"]
+    status, text = diagnose("--model", str(tmp_path), "--memory_gb", "8")["plan"]
     assert status == "FAIL" and "this run may use 7.2" in text and "--max_tokens 1500" in text
 
 

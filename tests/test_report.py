@@ -224,7 +224,8 @@ def test_a_run_without_numbers_per_token_and_an_evaluation_alone_are_shown(tmp_p
 
 def test_the_page_refers_to_nothing_in_a_network_and_carries_no_text_of_a_model_as_html(one):
     page = one[0].read_text()
-    assert "://" not in page and "alert(1)" not in page.replace(html.escape(SCRIPT), "")
+    assert "://" not in page.replace('="http://www.w3.org/', "")  # the names of XML's vocabularies
+    assert "alert(1)" not in page.replace(html.escape(SCRIPT), "")
     assert "default-src 'none'" in page
     assert not re.findall(r"@@\w+@@|(?:src|href)=\"(?!#)", page)
 
