@@ -46,7 +46,7 @@ def main(folder, images=ROOT / "docs/images"):
             path, size = images / f"{name}.png", f"--window-size={width},{height}"
             browse(page.as_uri() + STATE, f"--screenshot={path}", size, dark=dark)
             Image.open(path).convert("RGB").crop((0, top, width, bottom)).save(path, optimize=True)
-    report.draw_curve([folder], images / "curve.png")
+    report.write([folder], images / "curve.png")
 
 
 if __name__ == "__main__":

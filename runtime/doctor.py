@@ -3,7 +3,8 @@
     python -m runtime.doctor [flags of nano_rlvr.py]
     python -m runtime.doctor --model Qwen2.5-Math-1.5B --memory_gb 24    the plan for another GPU
 
-A check returns what it found. It raises Note for what limits a run, other errors for what fails.
+A check returns what it found and a text about what limits a run, which is empty or None if nothing
+does. It raises an error if the run would fail.
 """
 import contextlib
 import io
@@ -20,16 +21,12 @@ from pathlib import Path
 import torch
 
 import nano_rlvr as nr
-from runtime import memory, shape
+from runtime import flags, memory, shape
 from runtime.memory import GIB
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STEP = ("--steps 1 --prompts 2 --samples 2 --max_prompt 256 --max_tokens 16 --pack_tokens 512 "
         "--eval_size 2 --out")
-
-
-class Note(Exception):
-    """A run works, with a limit."""
 
 
 def versions(cfg):
@@ -38,29 +35,25 @@ def versions(cfg):
     installed = {x.name: x.version.partition("+")[0] for x in metadata.distributions()}
     wrong = [f"{name} is {installed.get(name, 'missing')}, pinned {pin}"
              for name, pin in pins.items() if installed.get(name) != pin]
-    if wrong:
-        raise Note(f"{', '.join(wrong)}: pip install -r {file.name}")
-    return f"Python {platform.python_version()}, the {len(pins)} packages of {file.name}"
+    found = f"Python {platform.python_version()}, the {len(pins)} packages of {file.name}"
+    return found, wrong and f"{', '.join(wrong)}: pip install -r {file.name}"
 
 
 def device(cfg):
-    if not torch.cuda.is_available():  # flags.check has refused a torch that is built for GPUs
-        if shutil.which("nvidia-smi"):
-            raise Note("torch is built for CPUs; for the GPU: pip install -r requirements.txt")
-        return f"a CPU, {platform.machine()}, {os.cpu_count()} cores"
-    free, total = torch.cuda.mem_get_info()
-    found = f"{torch.cuda.get_device_name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    if free < 0.9 * total:
-        raise Note(f"{found}: other processes use this GPU, see nvidia-smi")
-    return found
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        found = f"{torch.cuda.get_device_name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        return found, free < 0.9 * total and "other processes use this GPU, see nvidia-smi"
+    # flags.check has refused a torch that is built for GPUs
+    return (f"a CPU, {platform.machine()}, {os.cpu_count()} cores", shutil.which("nvidia-smi")
+            and "torch is built for CPUs; for the GPU: pip install -r requirements.txt")
 
 
 def host(cfg):
     free, shared = memory.free_host_bytes(), shutil.disk_usage("/dev/shm").total
     found = f"{free / GIB:.1f} GiB of memory are free, /dev/shm has {shared / GIB:.2f}"
-    if free < 4 * GIB or shared < GIB:
-        raise Note(f"{found}: libraries take 3 GiB; ranks need 1 GiB of /dev/shm (--shm-size 8g)")
-    return found
+    return found, (free < 4 * GIB or shared < GIB) and (
+        "libraries take 3 GiB; ranks need 1 GiB of /dev/shm (--shm-size 8g)")
 
 
 def step(cfg):
@@ -71,21 +64,18 @@ def step(cfg):
     if child.returncode:
         last = (child.stderr.splitlines() or [""])[-1]
         raise RuntimeError(f"the bundled model cannot be trained: {last} ({child.returncode})")
-    return "the bundled model takes a step, with vLLM and DeepSpeed"
+    return "the bundled model takes a step, with vLLM and DeepSpeed", ""
 
 
 def plan(cfg):
-    Path(cfg.model).is_dir() or shape.hub_answers()
-    try:
+    with flags.loading("config.json", cfg, "is it a folder, or a model of the hub?"):
         model = shape.ModelShape.of(cfg.model)
-    except OSError as e:
-        raise RuntimeError(f"--model {cfg.model}: {shape.first_line(e, cfg.model)}") from e
     device, size, place = memory.Device.here(), cfg.memory_gb * GIB, "this machine"
     if size > device.total * device.gpu:
         device, place = memory.Device(True, size, size), "a GPU that is not here"
     with contextlib.redirect_stdout(io.StringIO()) as text:
         memory.plan(cfg, device, model)
-    return f"for {place}\n{text.getvalue()}"
+    return f"for {place}\n{text.getvalue()}", ""
 
 
 def disk(cfg):
@@ -96,7 +86,7 @@ def disk(cfg):
     found = f"{free / GIB:.1f} GiB are free in {folder}; a checkpoint takes {size / GIB:.2f}"
     if free < (cfg.keep + 2) * size:  # those kept, the best one and the one being written
         raise RuntimeError(f"{found}, and {cfg.keep + 2} must fit: change --out or --keep")
-    return found
+    return found, ""
 
 
 def main(argv, checks=(versions, device, host, step, plan, disk)):
@@ -107,9 +97,8 @@ def main(argv, checks=(versions, device, host, step, plan, disk)):
     failed = False
     for check in checks:
         try:
-            status, found = "ok", check(cfg)
-        except Note as e:
-            status, found = "note", str(e)
+            found, limit = check(cfg)
+            status, found = ("note", f"{found}: {limit}") if limit else ("ok", found)
         except Exception as e:  # any library may raise anything here: that is the finding
             status, found, failed = "FAIL", (str(e).splitlines() or [type(e).__name__])[0], True
         print(f"{status:4}  {check.__name__:8}  {found.rstrip()}", flush=True)

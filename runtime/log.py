@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -30,13 +31,11 @@ SHOWN = {"reward/mean": "reward {:6.3f}", "reward/no_verdict": "no verdict {:4.0
 
 def check_wandb(mode):
     """Raises ValueError if wandb.init could not log in `mode`, the value of --wandb."""
-    if mode == "off":
+    if mode != "online":
         return
+    import wandb
     try:
-        import wandb
-        problem = mode == "online" and not wandb.login(prompt=False) and "no API key"
-    except ImportError as e:
-        raise ValueError(f"--wandb {mode}: {e}: pip install wandb, or use --wandb off") from e
+        problem = "" if wandb.login(prompt=False) else "no API key"
     except wandb.errors.Error as e:
         problem = str(e).splitlines()[0]
     if problem:
@@ -71,7 +70,7 @@ class Log:
         if dist.rank() > 0:
             return
         from tqdm import tqdm
-        report.figure()  # both raise ValueError now and not at the end of the run
+        report.figure()  # a broken matplotlib: now, and not at the end of the run
         check_wandb(cfg.wandb)
         self.folder.mkdir(parents=True, exist_ok=True)
         about = self._describe(plan or {})
@@ -81,9 +80,8 @@ class Log:
             self.wandb = wandb.init(
                 project="nano_rlvr", name=cfg.name, id=about["wandb_id"], resume="allow",
                 dir=str(self.folder), mode=cfg.wandb, config=about["config"])
-        work = f"{cfg.algo}, {cfg.steps} steps of {cfg.prompts} prompts x {cfg.samples} samples"
-        self.say(f"{cfg.data or cfg.task}: {work if cfg.steps else 'evaluation'}; "
-                 f"rewards {cfg.rewards} (accuracy: where the first is 1)")
+        self.say(f"{cfg.data or cfg.task}: {cfg.algo}, {cfg.steps} steps of {cfg.prompts} x "
+                 f"{cfg.samples} samples; rewards {cfg.rewards} (accuracy: where the first is 1)")
 
     def _describe(self, plan):
         """Writes config.json, and returns its content. A resumed run keeps that of its start."""
@@ -119,9 +117,8 @@ class Log:
                 path.rename(path.with_suffix(".old"))
             elif path.exists():
                 os.truncate(path, min(sizes[path.name], path.stat().st_size))
-        if (self.folder / "metrics.jsonl").exists():
-            self.rows = report.read(self.folder)
-            self.bar.update(len(self.rows))
+        self.rows = report.read(self.folder)
+        self.bar.update(len(self.rows))
 
     def say(self, text):
         """Prints a status line, prefixed with the seconds since the start."""
@@ -194,8 +191,8 @@ class Log:
             mfu = fmean([row["mfu"] for row in steps], [row["seconds/update"] for row in steps])
             self.bar.write(f"{len(steps)} steps: {times}; {speed:.0f} tokens/s, {mfu:.1%} MFU of "
                            f"the update, peak memory {peak(self.rows):.2f} GiB")
-        report.draw_curve([self.folder], self.folder / "curve.png")
-        report.write([self.folder], self.folder / "report.html")
+        for name in ("curve.png", "report.html"):
+            report.write([self.folder], self.folder / name)
         self.bar.close()
         model = f"; the model: --model {self.folder / 'final'}" if self.cfg.steps else ""
         print(f"next: open {self.folder / 'report.html'}{model}")
@@ -207,19 +204,15 @@ def evaluation_text(metrics):
     """An evaluation as text: a line per set, and with several sets a last line with their mean."""
     prefixes = [name.removesuffix("accuracy") for name in metrics
                 if name.startswith("eval/") and name.endswith("/accuracy")]  # eval/<set>/ and eval/
-    from_samples = [name for name in metrics if name.startswith(prefixes[0]) and "@" in name]
     overall = "mean" if len(prefixes) > 1 else "held-out"
     lines = []
     for prefix in prefixes:
         m = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
+        shares = ["no_verdict"] * (m["no_verdict"] > 0)
+        shares += [name for name in m if re.match(r"\w+@", name)]  # from samples, of this set
         line = f"{prefix[5:-1] or overall}: accuracy {m['accuracy']:.1%} (95 % interval "
         line += f"{m['low']:.1%} to {m['high']:.1%}, n = {m['n']}), mean length {m['length']:.1f}"
-        if m["no_verdict"]:
-            line += f", no verdict {m['no_verdict']:.1%}"
-        for name in from_samples:
-            name = name.removeprefix(prefixes[0])
-            line += f", {name} {m[name]:.1%}"
-        lines.append(line)
+        lines.append(line + "".join(f", {name} {m[name]:.1%}" for name in shares))
     return "\n".join(lines)
 
 

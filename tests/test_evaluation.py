@@ -2,6 +2,7 @@
 import json
 import math
 import random
+import re
 import sys
 from fractions import Fraction
 
@@ -51,19 +52,17 @@ def test_each_set_keeps_its_name_and_is_judged_by_its_own_rewards(tmp_path, toke
 
 def test_questions_of_every_set_are_left_out_of_the_training_set(tmp_path, tokenizer):
     rows = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
-    train, a, b = (write(tmp_path / f"{name}.jsonl", part) for name, part in (
-        ("train", rows), ("a", rows[:3]), ("b", rows[10:12])))
+    train, a, b = (write(tmp_path / name, part) for name, part in (
+        ("train.jsonl", rows), ("a.jsonl", rows[:3]), ("my set@1.jsonl", rows[10:12])))
     cfg = make_config(data=train, eval_data=f"{a},{b}")
     train_set, eval_set = data.load_splits(cfg, tokenizer, notify=lambda _: None)
     assert [e["question"] for e in train_set] == [r["question"] for r in rows[3:10] + rows[12:]]
-    assert [e["eval_set"] for e in eval_set] == ["a"] * 3 + ["b"] * 2
+    assert [e["eval_set"] for e in eval_set] == ["a"] * 3 + ["my-set-1"] * 2  # a plain name
 
 
-def test_names_of_sets_are_plain_and_differ_and_no_set_may_be_empty(tmp_path, tokenizer):
-    x, y = (write(tmp_path / folder / "my set@1.jsonl", ROWS[:1]) for folder in "xy")
-    examples = data.load_eval_sets(make_config(eval_data=f"{x},arithmetic", eval_size=1))
-    assert [e["eval_set"] for e in examples] == ["my-set-1", "arithmetic"]
-    with pytest.raises(ValueError, match="^--eval_data .*: two sets have the name my-set-1"):
+def test_names_of_sets_differ_and_no_set_may_be_empty(tmp_path, tokenizer):
+    x, y = (write(tmp_path / folder / "a.jsonl", ROWS[:1]) for folder in "xy")
+    with pytest.raises(ValueError, match="^--eval_data .*: two sets have the name a"):
         data.load_eval_sets(make_config(eval_data=f"{x},{y}"))
     cfg = make_config(eval_data="countdown,arithmetic", max_prompt=60)
     with pytest.raises(ValueError, match="^--eval_data countdown: none of its prompts fits into"):
@@ -112,17 +111,12 @@ def test_a_run_keeps_the_text_of_its_template_and_a_trained_model_brings_it(
     assert "note: --template r1, but" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content, says", [
-    (None, "--template {file}: not one of chat, none, r1, qwen_math, and no file"),
-    (b"Answer!", "--template {file}: it needs {question}"),
-    (b"\xff", "can't decode byte 0xff")])
-def test_bad_templates_are_refused_in_one_line(content, says, tmp_path):
+def test_bad_templates_are_refused_in_one_line(tmp_path):
     path = tmp_path / "t.txt"
-    if content:
+    for content, says in ((b"Answer!", "needs {question}"), (b"\xff", "can't decode byte 0xff")):
         path.write_bytes(content)
-    with pytest.raises(ValueError) as e:
-        nr.parse_config(["--template", str(path)])
-    assert says.replace("{file}", str(path)) in str(e.value) and "\n" not in str(e.value)
+        with pytest.raises(ValueError, match=f"^--template {path}: .*{re.escape(says)}.*$"):
+            nr.parse_config(["--template", str(path)])
 
 
 # ---- what is printed and written
@@ -139,7 +133,7 @@ def test_the_screen_has_a_line_per_set_and_one_for_their_mean():
     assert log.evaluation_text(metrics | overall).splitlines() == [
         f"math500: {text}", f"my.set-1: {text}", f"mean: {text}"]
     overall["eval/no_verdict"] = 0.25
-    assert ", mean length 7.0, no verdict 25.0%, best@4" in log.evaluation_text(overall)
+    assert ", mean length 7.0, no_verdict 25.0%, best@4" in log.evaluation_text(overall)
 
 
 def test_answers_are_cut_back_to_the_checkpoint_with_the_other_logs(group, tokenizer, tmp_path):

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-import nano_rlvr as nr
 from conftest import ENV, ROOT
 
 nbformat = pytest.importorskip("nbformat", reason="nbclient and ipykernel are not installed")
@@ -54,12 +53,3 @@ def test_no_cell_defines_a_function_or_a_class_and_numbers_of_a_model_have_a_sta
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)  # ruff forbids to name a lambda
     assert not any(isinstance(node, defined) for node in nodes)
     assert sum(isinstance(node, ast.Assert) for node in nodes) >= 7
-
-
-@pytest.mark.parametrize("name", STORED)
-def test_every_function_and_file_that_the_text_links_to_exists(name):
-    text = "\n".join(c.source for c in STORED[name].cells if c.cell_type == "markdown")
-    for function in re.findall(r"\[`(\w+)`\]\(\.\./nano_rlvr\.py\)", text):
-        assert hasattr(nr, function), function
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert (ROOT / "notebooks" / target).exists(), target

@@ -1,4 +1,5 @@
 """What README.md and docs/ say about the code is looked up in the code."""
+import json
 import re
 import shlex
 
@@ -27,7 +28,11 @@ def test_the_tree_in_the_readme_names_every_file_and_folder():
 
 
 def test_every_link_leads_to_a_file_a_heading_or_a_function():
-    for path, text in PAGES.items():
+    notebooks = {path: "".join("".join(cell["source"])
+                               for cell in json.loads(path.read_text())["cells"]
+                               if cell["cell_type"] == "markdown")
+                 for path in (ROOT / "notebooks").glob("*.ipynb")}
+    for path, text in (PAGES | notebooks).items():
         for label, target in re.findall(r"\[([^]]*)\]\((?!https?:)([^)]+)\)", text):
             file, _, anchor = target.partition("#")
             found = (path.parent / file).resolve() if file else path
@@ -37,6 +42,7 @@ def test_every_link_leads_to_a_file_a_heading_or_a_function():
                 anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
                            for heading in headings]
                 assert anchor in anchors, (path.name, target)
+            label = label.strip("`")
             if found.name == "nano_rlvr.py" and label.isidentifier():
                 assert hasattr(nr, label), (path.name, label)
 
