@@ -1,12 +1,13 @@
-"""examples/ppo.py: GAE as linear equations, the critic, and its loop in vLLM."""
+"""examples/ppo.py: GAE as linear equations, the critic, and its loop."""
 import random
 import sys
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import ROOT, close, fixed_rollouts, float64, make_config
+from conftest import ROOT, close, fixed_rollouts, float64, judged_by, make_config
 
 sys.path.append(str(ROOT / "examples"))
 import ppo  # noqa: E402
@@ -90,19 +91,24 @@ def test_the_critic_starts_at_0_and_learns_to_predict_the_reward(group, tokenize
 # ---- the loop
 
 
-def test_a_short_run_trains_policy_and_critic(fresh_llm, tokenizer, monkeypatch, tmp_path):
-    """The samples of the first step are those of GRPO, but each token has its own advantage."""
-    cfg = make_config(max_prompt=256, eval_size=16, eval_every=2, kl_coef=0.1, kl_in="reward",
-                      epochs=2, minibatches=2, out=str(tmp_path), name="x")
+def test_a_short_run_trains_policy_and_critic(group, tokenizer, monkeypatch, tmp_path):
+    cfg = make_config(eval_size=16, eval_every=2, kl_coef=0.1, kl_in="reward", epochs=2,
+                      minibatches=2, mismatch_bound=1e9, out=str(tmp_path), name="x")
+    monkeypatch.setattr(nr, "rollout", lambda llm, prompts, n, *_, **__: fixed_rollouts(
+        tokenizer, groups=len(prompts), n=n))
+
+    @judged_by("x")
+    def verify(texts, **columns):
+        values = [float(i % 3 == 0) for i in range(len(texts))]
+        return values, {"x": values}, {}
+
     train_set, eval_set = nr.data.load_splits(cfg, tokenizer)
     log, policy = nr.Log(cfg, tokenizer), nr.make_policy(cfg)
-    with nr.rewards.Verifier("gsm8k") as verifier:
-        checkpoints = nr.Checkpoints(cfg, log)
-        checkpoints.restore(policy)
-        run = nr.Run(cfg, train_set, eval_set, verifier, log, checkpoints, fresh_llm, policy,
-                     nr.make_reference(cfg))
-        before, critic = [p.detach().clone() for p in policy.parameters()], ppo.Critic(cfg)
-        ppo.train(run, critic)
+    checkpoints = nr.Checkpoints(cfg, log)
+    checkpoints.restore(policy)
+    before, critic = [p.detach().clone() for p in policy.parameters()], ppo.Critic(cfg)
+    ppo.train(nr.Run(cfg, train_set, eval_set, verify, log, checkpoints, MagicMock(), policy,
+                     nr.make_reference(cfg)), critic)
     assert any((a != b).any() for a, b in zip(before, policy.parameters()))
     assert critic.head.weight.any()
     assert ["eval/accuracy" in row for row in log.rows] == [True, False, True]
