@@ -122,13 +122,6 @@ def run_trl(folder, tokenizer, table, **options):
     return [p.detach() for p in trainer.model.parameters()], start, order
 
 
-@torch.no_grad()
-def logps(model, rollouts):
-    """{id(rollout): its log-probs under the model}."""
-    parts = model(nr.collate(rollouts))[0].split([len(r.completion) for r in rollouts])
-    return {id(r): part for r, part in zip(rollouts, parts)}
-
-
 def run_ours(table, order, per_batch, cfg):
     """The same optimizer steps through DeepSpeed ZeRO-2, `per_batch` of them per rollout batch.
 
@@ -141,16 +134,18 @@ def run_ours(table, order, per_batch, cfg):
     for r, advantage in zip(table.rollouts, (factor * advantages).flatten().tolist()):
         r.advantages = [advantage] * len(r.completion)
     for i, members in enumerate(order):
-        batch = table.rollouts[i // per_batch * 16:][:16]
         if i % per_batch == 0:
-            old = logps(engine, batch)
+            batch = table.rollouts[i // per_batch * 16:][:16]
+            with torch.no_grad():
+                logp, _ = engine(nr.collate(batch))  # (R,)
+            for r, own in zip(batch, logp.split([len(r.completion) for r in batch])):
+                r.vllm_logps = own.tolist()  # nothing else needs those of vLLM
         packs = pack(nr.assign_token_weights(members, cfg), cfg.pack_tokens)
         batches = list(map(nr.collate, packs))
-        for rollouts, packed in zip(packs, batches):
-            if per_batch > 1:
-                packed.old = torch.cat([old[id(r)] for r in rollouts])  # (R,)
-            if reference:
-                packed.ref, _ = reference(packed)  # (R,)
+        nr.store_fixed_logps(engine, reference, batches, cfg)
+        if per_batch > 1:
+            for packed in batches:
+                packed.old = packed.vllm_logps  # (R,)
         nr.trainer.set_lr(engine, i, cfg)
         metrics.append(nr.update(engine, batches, cfg))
     weights = dict(nr.trainer.named_weights(engine))

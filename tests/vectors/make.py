@@ -13,7 +13,9 @@ import cmath
 import json
 import math
 import random
+import statistics
 from pathlib import Path
+from statistics import fmean as mean
 
 FILE = Path(__file__).with_name("cases.json")
 H = 1e-100  # the complex step
@@ -43,15 +45,6 @@ PRESETS = {
 
 # -------------------------------------------------------------------------------------- advantages
 
-def mean(xs):
-    return math.fsum(xs) / len(xs)
-
-
-def deviation(xs):
-    """Of the population: divided by the number of xs."""
-    return math.sqrt(mean([(x - mean(xs)) ** 2 for x in xs]))
-
-
 def all_in(groups):
     return [c for group in groups for c in group]
 
@@ -80,7 +73,7 @@ def advantage_of_step(reward, group, batch, running, o):
         return advantage
     if scale == "mean":  # MaxRL
         return advantage / (mean(group) + EPS) if mean(group) > 0 else 0.0
-    return advantage / (deviation({"group": group, "batch": batch}[scale]) + EPS)
+    return advantage / (statistics.pstdev({"group": group, "batch": batch}[scale]) + EPS)
 
 
 def assign_advantages(case):
@@ -324,19 +317,13 @@ def cases():
                     tool={(0, 1, 0), (0, 1, 1)})
 
 
-def rounded(x):
-    """The same with floats of 15 significant digits: the last bits depend on the C library."""
-    if isinstance(x, dict):
-        return {name: rounded(value) for name, value in x.items()}
-    if isinstance(x, list):
-        return [rounded(value) for value in x]
-    return float(f"{x:.15g}") if isinstance(x, float) else x
-
-
 def text():
-    """The file: one case per line."""
-    solved = [rounded(case | {"expected": solve(case)}) for case in cases()]
-    return "[\n" + ",\n".join(json.dumps(case, separators=(",", ":")) for case in solved) + "\n]\n"
+    """The file: a case per line, with 15 digits per number: the last ones depend on the C library.
+    """
+    solved = json.dumps([case | {"expected": solve(case)} for case in cases()])
+    rounded = json.loads(solved, parse_float=lambda x: float(f"{float(x):.15g}"))
+    lines = [json.dumps(case, separators=(",", ":")) for case in rounded]
+    return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
 if __name__ == "__main__":
