@@ -39,8 +39,7 @@ PRODUCT = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/*.py", "runtime/*.h
            "examples/*.py")  # where faults are planted
 DRAWN = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/batch.py", "runtime/evaluation.py",
          "runtime/guard.py", "runtime/model.py", "runtime/shape.py", "runtime/stats.py")
-COPIED = ("*.md", "*.py", "*.ini", "*.toml", "*.txt", "runtime/*", "verify/*", "tests/**/*",
-          "bench/**/*", "examples/*", "learn/**/*", "docs/*", "models/tiny/*", "notebooks/*.ipynb")
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "wandb", "exercises")
 
 
 def planted():
@@ -93,12 +92,15 @@ def without_annotations(source):
     return ast.dump(tree)
 
 
-def changed_lines(file, changed):
-    """Numbers, in the file as it is, of the lines that differ or after which some are new."""
+def difference(file, changed):
+    """Lines of a diff, and numbers of the lines of the file that differ or after which some are
+    new."""
     before = (ROOT / file).read_text().splitlines()
-    blocks = difflib.SequenceMatcher(None, before, changed.splitlines(), False).get_opcodes()
-    return {i + 1 for kind, start, end, *_ in blocks if kind != "equal"
-            for i in range(start if end > start else start - 1, max(start, end))}
+    diff = list(difflib.unified_diff(before, changed.splitlines(), lineterm="", n=0))[2:]
+    numbers = set()
+    for start, count in re.findall(r"^@@ -(\d+),?(\d*)", "\n".join(diff), re.M):
+        numbers |= {*range(int(start), int(start) + max(1, int(count or 1)))}
+    return diff, numbers
 
 
 class Coverage:
@@ -136,13 +138,8 @@ class Coverage:
 
 
 def copy(folder):
-    """Copies what the tests need into a folder."""
-    for pattern in COPIED:
-        for path in ROOT.glob(pattern):
-            if path.is_file() and "__pycache__" not in path.parts:
-                target = folder / path.relative_to(ROOT)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, target)
+    """Copies the repository into a folder, without what runs leave in it."""
+    shutil.copytree(ROOT, folder, ignore=LEFT_OUT, dirs_exist_ok=True)
 
 
 def import_libraries():
@@ -222,23 +219,22 @@ def main():
         free.append(core)
         return name
 
-    chosen = [coverage.tests(file, changed_lines(file, changed), args.seconds)
-              for _, file, changed in changes]
+    diffs, lines = zip(*(difference(file, changed) for _, file, changed in changes))
+    chosen = [coverage.tests(change[1], numbers, args.seconds)
+              for change, numbers in zip(changes, lines)]
     every = [test for test in coverage.seconds if any(test in tests for tests in chosen)]
     if not args.words and (name := run("data.py", (ROOT / "data.py").read_text(), every)):
         sys.exit(f"without any change: {name}")
-    missed = []  # lines of a diff for each change that no test noticed
+    missed = []
     with ThreadPoolExecutor(len(free)) as threads:
         names = threads.map(lambda change, tests: run(*change[1:], tests) if tests else "",
                             changes, chosen)
         print("| change | caught by |\n|---|---|")
-        for (what, file, changed), tests, name in zip(changes, chosen, names):
-            print(f"| {what} | {f'`{name}`' if name else f'**nothing** of {len(tests)}'} |",
-                  flush=True)
+        for (what, *_), diff, tests, name in zip(changes, diffs, chosen, names):
+            by = f"`{name}`" if name else f"**nothing** of {len(tests)}"
+            print(f"| {what} | {by} |", flush=True)
             if not name:
-                before = (ROOT / file).read_text().splitlines()
-                diff = difflib.unified_diff(before, changed.splitlines(), lineterm="", n=0)
-                missed.append("\n".join([what, *list(diff)[2:]]))
+                missed.append("\n".join([what, *diff]))
     print("", *missed, sep="\n\n")
     print(f"\n{len(changes) - len(missed)} of {len(changes)} caught, {time.time() - begin:.0f} s")
     sys.exit(bool(missed) and not args.random)
