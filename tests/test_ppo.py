@@ -41,38 +41,32 @@ def critic(group):
         yield critic
 
 
-def test_values_are_those_of_one_sequence_at_a_time_before_each_token(critic, tokenizer):
-    rollouts = fixed_rollouts(tokenizer)
-    batch = nr.collate(rollouts)
-    with torch.no_grad():
-        values = critic(batch).split(batch.lengths.tolist())
-        critic.decoder.set_attn_implementation("eager")
-        for r, ours in zip(rollouts, values):
-            row = torch.tensor([r.prompt + r.completion])
-            hidden = critic.decoder(input_ids=row, use_cache=False).last_hidden_state[0]  # (L, H)
-            close(ours, critic.head(hidden[len(r.prompt) - 1:-1])[:, 0])  # from the token before it
+@torch.no_grad()
+def values_of(critic, rollout):
+    """(R,) values before each token of a completion, from a pass of this sequence alone."""
+    row = torch.tensor([rollout.prompt + rollout.completion])
+    hidden = critic.decoder(input_ids=row, use_cache=False).last_hidden_state[0]  # (L, H)
+    return critic.head(hidden[len(rollout.prompt) - 1:-1])[:, 0]
 
 
 def test_advantages_are_normalised_gae_and_the_targets_are_gae_plus_the_values(critic, tokenizer):
     rollouts = fixed_rollouts(tokenizer)
     rollouts[0].steps = [(1, 0.5), (len(rollouts[0].completion), 0.25)]  # a reward per step
     rollouts[1].kl = 2.0
-    batches, wanted = critic.assign_advantages(rollouts), {}
-    assert len(batches) == 3
+    batches = critic.assign_advantages(rollouts)
+    critic.decoder.set_attn_implementation("eager")
+    wanted = {}  # id(rollout) -> GAE
     for i, batch in enumerate(batches):
-        with torch.no_grad():
-            values = critic(batch)  # (R,)
-        close(batch.values, values)
-        raw = []
-        for r, v in zip(rollouts[i::3], values.split(batch.lengths.tolist())):
+        values = [values_of(critic, r) for r in rollouts[i::3]]
+        for r, v in zip(rollouts[i::3], values):
             rewards = [0.0] * (len(v) - 1) + [r.reward - critic.cfg.kl_coef * r.kl]
             if r is rollouts[0]:
                 rewards[-1] = 0.25
                 rewards[0] += 0.5
-            wanted[id(r)] = ppo.gae(rewards, v.tolist(), 1.0, 0.7)
-            raw += wanted[id(r)]
-        close(batch.returns, torch.tensor(raw) + values)
-    wanted = torch.tensor([a for r in rollouts for a in wanted[id(r)]])  # (tokens,)
+            wanted[id(r)] = torch.tensor(ppo.gae(rewards, v.tolist(), 1.0, 0.7))
+        close(batch.values, torch.cat(values))
+        close(batch.returns, torch.cat([wanted[id(r)] for r in rollouts[i::3]]) + batch.values)
+    wanted = torch.cat([wanted[id(r)] for r in rollouts])  # (tokens,)
     normalised = (wanted - wanted.mean()) / (wanted.std(correction=0) + 1e-4)
     close(nr.collate(rollouts).advantage, normalised)  # each token has its own in the loss
 

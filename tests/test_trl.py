@@ -1,8 +1,8 @@
 """Comparison with TRL 1.16.0's own code: advantages and whole runs.
 
 Both sides run in float64 (conftest): only a difference in the formulas can show. Only generation is
-replaced, by a fixed table of completions, through GRPOTrainer's rollout_func. The losses, also
-those of RLOOTrainer, are compared in test_vectors.py.
+replaced, through GRPOTrainer's rollout_func. The losses, also those of RLOOTrainer, are compared in
+test_vectors.py.
 """
 import os
 import random
@@ -21,62 +21,37 @@ LIMIT = 15.0  # of the norm of the gradient
 TEMPERATURE = 0.9  # not 1: a temperature that is missing on one side shows everywhere
 
 
-class Table:
-    """Completions of different lengths, a quarter of them truncated: TRL gets them as samples."""
-
-    def __init__(self, tokenizer, groups, seed=0):
-        self.by_prompt = {}  # text -> the rollouts of its group
-        rng = random.Random(seed)
-        for g in range(groups):
-            text = f"<|user|>{g}" + "+1" * rng.randint(0, 9) + "<|assistant|>"
-            rows = self.by_prompt[text] = []
-            for length in rng.sample(range(1, MAX_TOKENS), 4):
-                truncated = rng.random() < 0.25
-                end = [] if truncated else [tokenizer.eos_token_id]
-                completion = rng.choices(range(256), k=length) + end
-                rows.append(nr.Rollout(tokenizer(text)["input_ids"], completion, text, truncated,
-                                       [0.0] * len(completion), reward=exactly(rng.gauss(0, 1))))
-        self.rollouts = sum(self.by_prompt.values(), [])
-        self.by_ids = {(*r.prompt, *r.completion): r for r in self.rollouts}
-
-    def rewards(self):
-        """(G, n), NaN for no verdict."""
-        rewards = [torch.nan if r.reward is None else r.reward for r in self.rollouts]
-        return torch.tensor(rewards).view(-1, 4)
-
-    def column(self, name, prompts):
-        """An attribute of the completions of prompts, each of which comes n times in a row."""
-        return [getattr(self.by_prompt[p][i % 4], name) for i, p in enumerate(prompts)]
-
-    def rollout_func(self, prompts, trainer):
-        columns = {"prompt_ids": "prompt", "completion_ids": "completion", "logprobs": "vllm_logps"}
-        return {column: self.column(name, prompts) for column, name in columns.items()}
-
-    def members(self, inputs):
-        """The rollouts of one of TRL's padded micro-batches."""
-        ids, mask = (torch.cat([inputs[f"{part}_{kind}"] for part in ("prompt", "completion")], 1)
-                     for kind in ("ids", "mask"))  # (N, L), (N, L)
-        return [self.by_ids[tuple(row[real].tolist())] for row, real in zip(ids, mask.bool())]
+def rollout_func(prompts, trainer):
+    """Random completions of different lengths, a quarter of them truncated."""
+    rng, tokenizer, completions = random.Random(repr(prompts)), trainer.processing_class, []
+    for _ in prompts:
+        end = [tokenizer.eos_token_id] * (rng.random() < 0.75)
+        completions.append(rng.choices(range(256), k=rng.randint(1, MAX_TOKENS - 1)) + end)
+    return {"prompt_ids": [tokenizer(p)["input_ids"] for p in prompts],
+            "completion_ids": completions, "logprobs": [[0.0] * len(c) for c in completions]}
 
 
-def make_trainer(folder, tokenizer, table, **options):
+def random_reward(completion_ids, **columns):
+    return [exactly(random.Random(repr(ids)).gauss(0, 1)) for ids in completion_ids]
+
+
+def make_trainer(folder, tokenizer, groups, reward=random_reward, **options):
     """A real trainer of TRL on the bundled model. options: of its configuration."""
     import trl
     from datasets import Dataset
+    prompts = [f"<|user|>{g}" + "+1" * (g % 7) + "<|assistant|>" for g in range(groups)]
     common = dict(
         use_cpu=True, bf16=False, model_init_kwargs={"dtype": torch.float64},
         gradient_checkpointing=False, optim="adamw_torch", report_to="none", save_strategy="no",
         logging_strategy="no", disable_tqdm=True, shuffle_dataset=False, num_generations=4,
-        per_device_train_batch_size=len(table.rollouts), max_completion_length=MAX_TOKENS,
+        per_device_train_batch_size=4 * groups, max_completion_length=MAX_TOKENS,
         temperature=TEMPERATURE)
     # ENV: accelerate would set up distributed training in our process group
     with mock.patch.dict(os.environ, ENV, clear=True):
-        args = trl.GRPOConfig(str(folder), **common | options)
         trainer = trl.GRPOTrainer(
-            model=str(ROOT / "models/tiny"), args=args, processing_class=tokenizer,
-            reward_funcs=lambda prompts, **columns: table.column("reward", prompts),
-            rollout_func=table.rollout_func,
-            train_dataset=Dataset.from_dict({"prompt": list(table.by_prompt)}))
+            model=str(ROOT / "models/tiny"), args=trl.GRPOConfig(str(folder), **common | options),
+            processing_class=tokenizer, reward_funcs=reward, rollout_func=rollout_func,
+            train_dataset=Dataset.from_dict({"prompt": prompts}))
     trainer.model.train()
     return trainer
 
@@ -86,66 +61,67 @@ def test_advantages_equal_trls_after_the_stated_factor(tmp_path, tokenizer):
     verdicts. Our deviation is c * s with c = sqrt((count - 1) / count). TRL's advantage is
     c * (r - mean) / (c * s + c * 1e-4): c times ours when our eps is c * 1e-4. A single verdict
     gets advantage 0 on both sides."""
-    table = Table(tokenizer, groups=4)
-    for i in (4, 9, 10, 12, 13, 15):
-        table.rollouts[i].reward = None
-    trainer = make_trainer(tmp_path, tokenizer, table)
-    batch = [{"prompt": text} for text in table.by_prompt for _ in range(4)]
+    counts = [4, 3, 2, 1]  # verdicts of each group
+    rng = random.Random(0)
+    values = [exactly(rng.gauss(0, 1)) if i % 4 < counts[i // 4] else None for i in range(16)]
+    rewards = torch.tensor([torch.nan if x is None else x for x in values]).view(4, 4)  # (G, n)
+    trainer = make_trainer(tmp_path, tokenizer, groups=4, reward=lambda **columns: values)
+    batch = [trainer.train_dataset[i // 4] for i in range(16)]
     for scale in ("group", "batch", "none"):
         trainer.scale_rewards = scale
         trls = trainer._generate_and_score_completions(batch)["advantages"].view(4, 4)
-        for i, count in enumerate([4, 3, 2, 1]):
+        for i, count in enumerate(counts):
             c = {"group": (count - 1) / count, "batch": 9 / 10, "none": 1.0}[scale] ** 0.5 or 1.0
-            ours = nr.group_advantages(table.rewards(), scale=scale, eps=c * 1e-4)[i]
+            ours = nr.group_advantages(rewards, scale=scale, eps=c * 1e-4)[i]
             close(c * ours, trls[i])
-        assert trls[3].eq(0).all() and trls[table.rewards().isnan()].eq(0).all()
+        assert trls[3].eq(0).all() and trls[rewards.isnan()].eq(0).all()
 
 
 # ---- whole runs
 
 
-def run_trl(folder, tokenizer, table, **options):
+def rollouts_of(inputs):
+    """The rows of one of TRL's padded micro-batches, with its advantages and old log-probs."""
+    rollouts, old = [], inputs.get("old_per_token_logps")
+    for i, advantage in enumerate(inputs["advantages"].tolist()):
+        prompt, completion = (inputs[f"{part}_ids"][i][inputs[f"{part}_mask"][i].bool()].tolist()
+                              for part in ("prompt", "completion"))
+        n = len(completion)
+        logps = [0.0] * n if old is None else old[i, :n].tolist()
+        rollouts.append(nr.Rollout(
+            prompt, completion, "", False, logps, reward=0.0, advantages=[advantage] * n))
+    return rollouts
+
+
+def run_trl(trainer):
     """TRL's train() in two micro-batches per step -> weights, start weights, rollouts per step."""
-    trainer = make_trainer(folder, tokenizer, table, max_steps=STEPS,
-                           gradient_accumulation_steps=2, **options)
     members, compute_loss = [], trainer._compute_loss  # members: rollouts of each micro-batch
 
     def recorded(model, inputs):
-        members.append(table.members(inputs))
+        members.append(rollouts_of(inputs))
         return compute_loss(model, inputs)
 
     trainer._compute_loss = recorded
     start = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
     assert trainer.state.global_step == STEPS and len(members) == STEPS * 2
-    order = [members[i] + members[i + 1] for i in range(0, len(members), 2)]
-    return [p.detach() for p in trainer.model.parameters()], start, order
+    steps = [members[i] + members[i + 1] for i in range(0, len(members), 2)]
+    return [p.detach() for p in trainer.model.parameters()], start, steps
 
 
-def run_ours(table, order, per_batch, cfg):
-    """The same optimizer steps through DeepSpeed ZeRO-2, `per_batch` of them per rollout batch.
+def run_ours(steps, off_policy, cfg):
+    """The same optimizer steps through DeepSpeed ZeRO-2 -> weights, metrics of each step.
 
-    Returns the final weights, and the metrics of each step. The learning rate falls with every
-    optimizer step, as in TRL; train() changes it once per rollout batch.
+    The learning rate falls with every optimizer step, as in TRL; train() changes it once per
+    rollout batch.
     """
     engine, reference, metrics = nr.make_policy(cfg), nr.make_reference(cfg), []
-    factor = (3 / 4) ** 0.5  # see the test of the advantages
-    advantages = nr.group_advantages(table.rewards(), cfg.baseline, cfg.scale, factor * 1e-4)
-    for r, advantage in zip(table.rollouts, (factor * advantages).flatten().tolist()):
-        r.advantages = [advantage] * len(r.completion)
-    for i, members in enumerate(order):
-        if i % per_batch == 0:
-            batch = table.rollouts[i // per_batch * 16:][:16]
-            with torch.no_grad():
-                logp, _ = engine(nr.collate(batch))  # (R,)
-            for r, own in zip(batch, logp.split([len(r.completion) for r in batch])):
-                r.vllm_logps = own.tolist()  # nothing else needs those of vLLM
-        packs = pack(nr.assign_token_weights(members, cfg), cfg.pack_tokens)
+    for i, rollouts in enumerate(steps):
+        packs = pack(nr.assign_token_weights(rollouts, cfg), cfg.pack_tokens)
         batches = list(map(nr.collate, packs))
         nr.store_fixed_logps(engine, reference, batches, cfg)
-        if per_batch > 1:
-            for packed in batches:
-                packed.old = packed.vllm_logps  # (R,)
+        for batch in batches:
+            batch.old = batch.vllm_logps if off_policy else None  # (R,) see rollouts_of
         nr.trainer.set_lr(engine, i, cfg)
         metrics.append(nr.update(engine, batches, cfg))
     weights = dict(nr.trainer.named_weights(engine))
@@ -177,19 +153,15 @@ def test_a_run_ends_at_trls_weights(tmp_path, tokenizer, name):
     1e-7 * LIMIT * lr.
     """
     per_batch, theirs, ours = RUNS[name]
-    table = Table(tokenizer, groups=4 * STEPS // per_batch, seed=2)
-    common = dict(learning_rate=1e-4, lr_scheduler_type="linear", max_grad_norm=LIMIT, beta=0.0,
-                  per_device_train_batch_size=8)
-    trls, start, order = run_trl(tmp_path, tokenizer, table, **common | theirs)
-    for i in range(0, STEPS, per_batch):  # TRL took the table's batches in their order
-        wanted = table.rollouts[i // per_batch * 16:][:16]
-        taken = {id(r) for part in order[i:i + per_batch] for r in part}
-        assert sorted(map(id, wanted)) == sorted(taken)
+    common = dict(max_steps=STEPS, gradient_accumulation_steps=2, learning_rate=1e-4, beta=0.0,
+                  lr_scheduler_type="linear", max_grad_norm=LIMIT, per_device_train_batch_size=8)
+    trainer = make_trainer(tmp_path, tokenizer, 4 * STEPS // per_batch, **common | theirs)
+    trls, start, steps = run_trl(trainer)
 
     common = dict(lr=1e-4, lr_end=0.0, steps=STEPS, max_grad_norm=LIMIT, kl_coef=0.0,
                   correction="none", mismatch_bound=1e9, temperature=TEMPERATURE,
                   max_tokens=MAX_TOKENS, pack_tokens=150)
-    weights, metrics = run_ours(table, order, per_batch, make_config(**common | ours))
+    weights, metrics = run_ours(steps, per_batch > 1, make_config(**common | ours))
     norms = [m["grad_norm"] for m in metrics]
     assert min(norms) < LIMIT < max(norms)  # clipped in some steps and not in others
     if per_batch > 1:
