@@ -119,7 +119,7 @@ def solve(case, budget):
                 running_mean=[None if math.isnan(running_mean) else running_mean])
 
 
-@pytest.mark.parametrize("case", map(parameter, CASES))
+@pytest.mark.parametrize("case", [*map(parameter, CASES)])
 def test_script_agrees(case):
     for budget in 10**6, 4:  # one pack, and a pack per completion
         for field, ours in solve(case, budget).items():
