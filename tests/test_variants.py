@@ -57,16 +57,24 @@ def sampled(monkeypatch):
     monkeypatch.setattr(nr, "rollout", sample)
 
 
-@judged_by("half")
-def even(texts, question, **columns):
-    """Half of the samples of even questions are right, and all of the others."""
-    values = [float(i % 2 == 0 or int(q) % 2 == 1) for i, q in enumerate(question)]
-    return values, {"half": values}, {"reward/timeouts": 1}
+def judge(rewards_of):
+    """A stand-in for a Verifier. rewards_of: f(columns) -> rewards."""
+    @judged_by("x")
+    def verify(texts, **columns):
+        values = rewards_of(columns)
+        return values, {"x": values}, {"reward/timeouts": 1}
+    return verify
 
 
-def collect(cfg, judge, step=0):
+# half of the samples of even questions are right, and all of the others
+even = judge(lambda columns: [float(i % 2 == 0 or int(question) % 2 == 1)
+                              for i, question in enumerate(columns["question"])])
+by_index = judge(lambda columns: [float(i % 4) for i in range(len(columns["question"]))])
+
+
+def collect(cfg, verifier, step=0):
     """(minibatches, all groups, metrics) of collect_rollouts."""
-    run = SimpleNamespace(cfg=cfg, train_set=TRAIN, verifier=judge, llm=MagicMock(), metrics={})
+    run = SimpleNamespace(cfg=cfg, train_set=TRAIN, verifier=verifier, llm=MagicMock(), metrics={})
     return *nr.collect_rollouts(run, step), run.metrics
 
 
@@ -86,12 +94,7 @@ def test_a_step_draws_again_until_it_has_as_many_groups_as_prompts_and_keeps_the
         draws, flags, trained):
     """draws: the rewards of the groups of each draw."""
     calls = iter(draws)
-
-    @judged_by("x")
-    def verify(texts, **columns):
-        values = [x for pair in next(calls) for x in pair]
-        return values, {"x": values}, {"reward/timeouts": 1}
-
+    verify = judge(lambda columns: [x for pair in next(calls) for x in pair])
     cfg = make_config(prompts=3, samples=2, **flags)
     if trained is None:
         with pytest.raises(RunError, match="none of 12 completions got a verdict"):
@@ -106,15 +109,12 @@ def test_a_step_draws_again_until_it_has_as_many_groups_as_prompts_and_keeps_the
 def test_the_data_of_a_draw_is_a_function_of_step_and_draw_alone():
     cfg = make_config(prompts=4, samples=2, **DROP)
 
-    def draws(step, judge=even):
+    def draws(step, verifier):
         """(prompt, seed) of each group."""
-        return [(str(group[0].prompt), group[0].text) for group in collect(cfg, judge, step)[1]]
+        return [(str(group[0].prompt), group[0].text) for group in collect(cfg, verifier, step)[1]]
 
-    @judged_by("x")
-    def flat(texts, **_):  # other rewards: more draws, but the same
-        return [0.0] * len(texts), {"x": [0.0] * len(texts)}, {}
-
-    first = draws(7)
+    flat = judge(lambda columns: [0.0] * len(columns["question"]))  # more draws, but the same
+    first = draws(7, even)
     more = [draws(step, flat) for step in range(5, 10)]
     assert more[2][:len(first)] == first and len(more[2]) > len(first)
     prompts, seeds = zip(*sum(more, []))
@@ -151,11 +151,7 @@ def test_any_number_of_ranks_trains_what_one_rank_trains(monkeypatch, resample):
     and weights. Ranks may have surplus groups, and groups of several draws."""
     cfg = make_config(prompts=8, samples=2, minibatches=2, drop_flat_groups=True, resample=resample,
                       aggregate="token")
-
-    @judged_by("random")
-    def coin(texts, **columns):
-        values = rewards.random_reward(texts, **columns)
-        return values, {"random": values}, {}
+    coin = judge(lambda columns: rewards.random_reward(columns["question"], **columns))
 
     def minibatches(step):
         parts, *_ = collect(cfg, coin, step)
@@ -176,14 +172,14 @@ def test_any_number_of_ranks_trains_what_one_rank_trains(monkeypatch, resample):
 # ---- the loop: real DeepSpeed and model, stand-ins for vLLM and the verifier
 
 
-def loop(tmp_path, judge, **changes):
+def loop(tmp_path, verifier, **changes):
     """Runs train(). Returns the sampled groups of each step."""
     base = dict(prompts=4, samples=4, eval_every=100, lr=1e-3, out=str(tmp_path), name="x",
                 kl_coef=0.0, correction="none", mismatch_bound=1e9)  # vLLM's log-probs are -1
     cfg, sampled = make_config(**base | changes), []
     log = MagicMock(folder=tmp_path, rollouts_with_tokens=lambda *_: [],
                     write=lambda step, metrics, groups=None, *_, **__: sampled.append(groups))
-    nr.train(nr.Run(cfg, TRAIN[:200], TRAIN[:2], judge, log, MagicMock(progress=Progress()),
+    nr.train(nr.Run(cfg, TRAIN[:200], TRAIN[:2], verifier, log, MagicMock(progress=Progress()),
                     MagicMock(), nr.make_policy(cfg), ref=None))
     return sampled[:-1]  # after the last step there is an evaluation only
 
@@ -199,12 +195,6 @@ def updates(monkeypatch):
 
     monkeypatch.setattr(nr, "update", recorded)
     return calls
-
-
-@judged_by("x")
-def by_index(texts, **columns):
-    values = [float(i % 4) for i in range(len(texts))]
-    return values, {"x": values}, {}
 
 
 def test_three_batches_in_a_row_whose_step_was_skipped_end_the_run(tmp_path, updates, monkeypatch):
