@@ -80,7 +80,7 @@ def rollouts_of(case):
             n, steps = len(c["logp"]), [tuple(step) for step in c["rewards"]]
             ids = range(len(tables["logp"]), len(tables["logp"]) + n)
             for name, table in tables.items():
-                table += c[name] or [math.nan] * n
+                table += c[name] or c["logp"]
             groups[-1].append(nr.Rollout(
                 [1000 + g], list(ids), "", bool(c["truncated"]), c["vllm"],
                 list(map(bool, c["sampled"])),
@@ -96,8 +96,7 @@ def solve(case, budget):
     rollouts, logp = [r for group in groups for r in group], tables["logp"].requires_grad_()
     if case["options"]["kl_in"] == "reward":
         policy, ref = Table(), Table()
-        policy.logps = logp if tables["old"].isnan().any() else tables["old"]
-        ref.logps = tables["ref"]
+        policy.logps, ref.logps = tables["old"], tables["ref"]
         nr.trainer.store_kl(policy, ref, [rollouts], rollouts[0], cfg)
     before = math.nan if case["running_mean"] is None else case["running_mean"]
     running_mean = nr.assign_advantages(groups, cfg, before)
