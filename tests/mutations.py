@@ -192,8 +192,8 @@ def main():
     args = parser.parse_args()
     drawn = itertools.islice(mutants(args.seed), args.random) if args.random else planted()
     changes = [change for change in drawn if " ".join(args.words) in change[0]]
-    if args.dry:
-        sys.exit()
+    if args.dry or not changes:
+        sys.exit(None if changes else f"no change is called {args.words}")
     coverage, begin = Coverage(), time.time()
     import_libraries()
     free = sorted(os.sched_getaffinity(0))  # cores
