@@ -15,17 +15,20 @@ that no test noticed: a gap, or the same program (say why). Exits with 1 if a pl
 noticed, or if a test fails without a change.
 """
 import argparse
-import ast
 import contextlib
 import difflib
+import itertools
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,8 +38,7 @@ PRODUCT = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/*.py", "runtime/*.h
            "examples/*.py")  # where faults are planted
 DRAWN = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/batch.py", "runtime/evaluation.py",
          "runtime/guard.py", "runtime/model.py", "runtime/shape.py", "runtime/stats.py")
-COPIED = ("*.md", "*.py", "*.ini", "*.toml", "*.txt", "runtime/*", "verify/*", "tests/**/*",
-          "bench/**/*", "examples/*", "learn/**/*", "docs/*", "models/tiny/*", "notebooks/*.ipynb")
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "wandb", "exercises")
 
 
 def planted():
@@ -57,49 +59,38 @@ def planted():
         yield what, files[0], texts[files[0]].replace(old, new)
 
 
-def mutants(n, seed):
-    """n random mutants: (description, file, changed text). Annotations and docstrings stay."""
-    from cosmic_ray.ast import ast_nodes, get_ast
+def mutants(seed):
+    """Random mutants: (description, file, changed text)."""
+    from cosmic_ray.commands import init
     from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator, operator_names
-    places = {}  # (file, position, kind) -> [(operator, occurrence)]
-    for file in DRAWN:
-        tree = get_ast((ROOT / file).read_text())
-        for name in sorted(operator_names()):
-            with contextlib.suppress(TypeError):  # an operator that needs arguments of its own
-                operator, occurrence = get_operator(name)(), 0
-                for node in ast_nodes(tree):
-                    for start, _ in operator.mutation_positions(node):
-                        key = file, start, name.rsplit("_", 1)[0]
-                        places.setdefault(key, []).append((operator, occurrence))
-                        occurrence += 1
+    from cosmic_ray.plugins import get_operator
+    from cosmic_ray.work_db import WorkDB, use_db
+    places = {}  # (file, (line, column)) -> its mutations
+    with use_db(":memory:", WorkDB.Mode.create) as database:
+        init([ROOT / file for file in DRAWN], database, {})
+        for item in database.work_items:
+            [found] = item.mutations
+            places.setdefault((found.module_path, found.start_pos), []).append(found)
     rng = random.Random(seed)
-    for key in rng.sample(sorted(places), len(places)):
-        file, (line, _), _ = key
-        source = (ROOT / file).read_text()
-        changed = mutate_code(source, *rng.choice(places[key]))
+    for path, position in rng.sample(sorted(places), len(places)):
+        chosen = rng.choice(places[path, position])
+        operator = get_operator(chosen.operator_name)()
+        changed = mutate_code(path.read_text(), operator, chosen.occurrence)
+        file = str(path.relative_to(ROOT))
         with contextlib.suppress(SyntaxError):
-            if n and without_annotations(changed) != without_annotations(source):
-                n -= 1
-                yield f"{file}:{line}", file, changed
+            compile(changed, file, "exec")
+            yield f"{file}:{position[0]}", file, changed
 
 
-def without_annotations(source):
-    """The syntax tree of a source text, as text, without annotations."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        for name in ("annotation", "returns"):
-            if getattr(node, name, None) is not None:
-                setattr(node, name, ast.Constant(None))
-    return ast.dump(tree)
-
-
-def changed_lines(file, changed):
-    """Numbers, in the file as it is, of the lines that differ or after which some are new."""
+def difference(file, changed):
+    """Lines of a diff, and numbers of the lines of the file that differ or after which some are
+    new."""
     before = (ROOT / file).read_text().splitlines()
-    blocks = difflib.SequenceMatcher(None, before, changed.splitlines(), False).get_opcodes()
-    return {i + 1 for kind, start, end, *_ in blocks if kind != "equal"
-            for i in range(start if end > start else start - 1, max(start, end))}
+    diff = list(difflib.unified_diff(before, changed.splitlines(), lineterm="", n=0))[2:]
+    numbers = set()
+    for start, count in re.findall(r"^@@ -(\d+),?(\d*)", "\n".join(diff), re.M):
+        numbers |= {*range(int(start), int(start) + max(1, int(count or 1)))}
+    return diff, numbers
 
 
 class Coverage:
@@ -107,8 +98,9 @@ class Coverage:
 
     def __init__(self):
         import coverage
-        self.data, self.seconds = coverage.CoverageData(str(COVERAGE)), {}
+        self.data = coverage.CoverageData(str(COVERAGE))
         self.data.read()
+        self.seconds = {}  # test -> seconds, of those that passed, in the order of their files
         for case in xml.etree.ElementTree.parse(DURATIONS).iter("testcase"):
             if all(case.find(outcome) is None for outcome in ("failure", "error", "skipped")):
                 path = case.get("classname").replace(".", "/") + ".py"
@@ -117,42 +109,27 @@ class Coverage:
     def tests(self, file, lines, most):
         """Tests that reach one of the lines, by file, the quickest file first: `most` seconds."""
         contexts = self.data.contexts_by_lineno(str(ROOT / file))
-        by_line = {line: {c.split("|")[0] for c in found} & self.seconds.keys()
+        by_line = {line: {context.split("|")[0] for context in found} & self.seconds.keys()
                    for line, found in contexts.items()}
         found = set().union(*(by_line.get(line, ()) for line in lines))
-        if not found and file.endswith(".py"):  # lines that run at import: the function around them
-            for node in ast.walk(ast.parse((ROOT / file).read_text())):
-                if not isinstance(node, ast.FunctionDef):
-                    continue
-                own = range(node.lineno - 1, node.end_lineno + 1)
-                if min(lines) in own:
-                    found = set().union(*(by_line.get(line, ()) for line in own))
-        if not found:  # a page, or a table that everything reads
-            stem = Path(file).stem
-            found = set().union(*by_line.values()) | {
-                test for test in self.seconds if f"test_{stem}.py" in test}
-        by_file = {}
-        for test in self.seconds:  # in the order of their files
-            if test in found:
-                by_file.setdefault(test.split("::")[0], []).append(test)
-        cheapest = sorted(by_file.values(), key=lambda tests: sum(map(self.seconds.get, tests)))
-        chosen, total = [], 0.0
-        for test in sum(cheapest, []):
-            total += self.seconds[test]
-            if chosen and total > most:
-                break
-            chosen.append(test)
-        return chosen
+        for line in sorted(by_line):
+            if not found and line > min(lines):  # it runs at import: the next line of a test
+                found = by_line[line]
+        if not found:  # a page
+            found = {test for test in self.seconds if f"test_{Path(file).stem}.py" in test}
+        of_files = Counter()  # file -> seconds of its tests
+        for test in found:
+            of_files[test.split("::")[0]] += self.seconds[test]
+        ordered = [test for test in self.seconds if test in found]
+        ordered.sort(key=lambda test: of_files[test.split("::")[0]])
+        totals = itertools.accumulate(map(self.seconds.get, ordered))
+        return [test for test, total in zip(ordered, totals)
+                if test == ordered[0] or total <= most]
 
 
 def copy(folder):
-    """Copies what the tests need into a folder."""
-    for pattern in COPIED:
-        for path in ROOT.glob(pattern):
-            if path.is_file() and "__pycache__" not in path.parts:
-                target = folder / path.relative_to(ROOT)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, target)
+    """Copies the repository into a folder, without what runs leave in it."""
+    shutil.copytree(ROOT, folder, ignore=LEFT_OUT, dirs_exist_ok=True)
 
 
 def import_libraries():
@@ -169,54 +146,39 @@ def import_libraries():
     from vllm import SamplingParams  # noqa: F401
 
 
-class FirstFailure:
-    """A pytest plugin. `name`: the first test that fails, or that a file could not be collected."""
-
-    def __init__(self):
-        self.name = ""
-
-    def pytest_runtest_logreport(self, report):
-        if report.failed and not self.name:
-            self.name = report.nodeid
-
-    def pytest_collectreport(self, report):
-        if report.failed:
-            self.name = "cannot be collected"
+def run_tests(folder, tests, core):
+    """Runs these tests of a copy on one core, up to the first that fails, and ends the process."""
+    os.setsid()
+    os.sched_setaffinity(0, {core})
+    log = open(folder / "log", "w")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    os.chdir(folder)
+    libraries = [p for p in sys.path if not p.startswith(str(ROOT)) or "site-packages" in p]
+    sys.path[:] = [str(folder / "tests"), str(folder), *libraries]
+    import pytest
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov", *tests])
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def first_failure(folder, tests, core, limit):
-    """The first test that fails in a copy, "" if all pass. In a forked child; limit: seconds."""
-    reading, writing = os.pipe()
+    """The first test that fails in a copy, "" if all pass. In a forked child; limit: seconds,
+    after which it is killed: "pytest ended with -9"."""
     child = os.fork()
     if not child:
-        os.setsid()
-        os.sched_setaffinity(0, {core})
-        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.chdir(folder)
-        libraries = [p for p in sys.path if not p.startswith(str(ROOT)) or "site-packages" in p]
-        sys.path[:] = [str(folder / "tests"), str(folder), *libraries]
-        import pytest
-        first = FirstFailure()
-        code = pytest.main(
-            ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov", *tests], plugins=[first])
-        name = first.name or ("" if code == 0 else f"pytest ended with {int(code)}")
-        os.write(writing, name.encode())
-        os._exit(0)
-    os.close(writing)
-    begin, name = time.monotonic(), ""
-    while not os.waitpid(child, os.WNOHANG)[0]:
-        if time.monotonic() - begin > limit:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            name = "does not end"
-            break
-        time.sleep(0.05)
+        run_tests(folder, tests, core)
+    timer = threading.Timer(limit, os.killpg, (child, signal.SIGKILL))
+    timer.start()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    timer.cancel()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # what the tests left
-    with os.fdopen(reading) as pipe:
-        return name or pipe.read()
+    if not code:
+        return ""
+    summary = (folder / "log").read_text().rpartition("short test summary info")[2]
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", summary, re.M)
+    return failed[1] if failed else f"pytest ended with {code}"
 
 
 def main():
@@ -228,43 +190,42 @@ def main():
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
-    changes = list(mutants(args.random, args.seed) if args.random else planted())
-    changes = [change for change in changes if " ".join(args.words) in change[0]]
-    if args.dry:
-        sys.exit()
+    drawn = itertools.islice(mutants(args.seed), args.random) if args.random else planted()
+    changes = [change for change in drawn if " ".join(args.words) in change[0]]
+    if args.dry or not changes:
+        sys.exit(None if changes else f"no change is called {args.words}")
     coverage, begin = Coverage(), time.time()
     import_libraries()
-    cores = sorted(os.sched_getaffinity(0))
-    free, missed = list(cores), []
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(len(cores)) as threads:
-        def run(number, file, changed, tests):
-            folder = Path(temporary) / str(number)
-            core = free.pop()
+    free = sorted(os.sched_getaffinity(0))  # cores
+
+    def run(file, changed, tests):
+        """The first test that fails with this change, "" if none."""
+        core = free.pop()
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
             copy(folder)
             (folder / file).write_text(changed)
             name = first_failure(folder, tests, core, limit=120 + 5 * args.seconds)
-            shutil.rmtree(folder)
-            free.append(core)
-            return name
+        free.append(core)
+        return name
 
-        chosen = [coverage.tests(file, changed_lines(file, changed), args.seconds)
-                  for _, file, changed in changes]
-        every = sorted(set().union(*chosen), key=list(coverage.seconds).index)
-        unchanged = (ROOT / "data.py").read_text()
-        if not args.words and (name := run("plain", "data.py", unchanged, every)):
-            sys.exit(f"without any change: {name}")
-        names = threads.map(
-            lambda i: run(i, *changes[i][1:], chosen[i]) if chosen[i] else "", range(len(changes)))
+    diffs, lines = zip(*(difference(file, changed) for _, file, changed in changes))
+    chosen = [coverage.tests(change[1], numbers, args.seconds)
+              for change, numbers in zip(changes, lines)]
+    every = [test for test in coverage.seconds if any(test in tests for tests in chosen)]
+    if not args.words and (name := run("data.py", (ROOT / "data.py").read_text(), every)):
+        sys.exit(f"without any change: {name}")
+    missed = []
+    with ThreadPoolExecutor(len(free)) as threads:
+        names = threads.map(lambda change, tests: run(*change[1:], tests) if tests else "",
+                            changes, chosen)
         print("| change | caught by |\n|---|---|")
-        for (what, file, changed), tests, name in zip(changes, chosen, names):
+        for (what, *_), diff, tests, name in zip(changes, diffs, chosen, names):
             by = f"`{name}`" if name else f"**nothing** of {len(tests)}"
             print(f"| {what} | {by} |", flush=True)
             if not name:
-                missed.append((what, file, changed))
-    for what, file, changed in missed:
-        lines = difflib.unified_diff(
-            (ROOT / file).read_text().splitlines(), changed.splitlines(), lineterm="", n=0)
-        print(f"\n{what}\n" + "\n".join(list(lines)[2:]))
+                missed.append("\n".join([what, *diff]))
+    print("", *missed, sep="\n\n")
     print(f"\n{len(changes) - len(missed)} of {len(changes)} caught, {time.time() - begin:.0f} s")
     sys.exit(bool(missed) and not args.random)
 

@@ -1,16 +1,13 @@
 """docs/add_an_algorithm.md, followed word by word in a copy of the repository."""
 import re
-import shutil
 import subprocess
 import sys
 
-import pytest
-
+import mutations
 from conftest import ENV, ROOT
 
 PAGE = (ROOT / "docs/add_an_algorithm.md").read_text()
 BLOCK = re.compile(r"`([\w/]+\.(?:py|md))`|^```(diff|python|bash)\n(.*?)^```$", re.M | re.S)
-TRACKED = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
 
 
 def apply(diff, text):
@@ -23,13 +20,7 @@ def apply(diff, text):
 
 def test_whoever_follows_the_page_gets_passing_tests(tmp_path):
     """A block of code belongs to the file that the text names last."""
-    names = subprocess.run(TRACKED, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-    if not names:
-        pytest.skip("not a git checkout")
-    for name in names:
-        if (ROOT / name).is_file():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, tmp_path / name)
+    mutations.copy(tmp_path)
     for name, kind, block in BLOCK.findall(PAGE):
         if name:
             path = tmp_path / name

@@ -1,12 +1,13 @@
-"""examples/ppo.py: GAE as linear equations, the critic, and its loop in vLLM."""
+"""examples/ppo.py: GAE as linear equations, the critic, and its loop."""
 import random
 import sys
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import ROOT, close, fixed_rollouts, float64, make_config
+from conftest import ROOT, close, fixed_rollouts, float64, judged_by, make_config
 
 sys.path.append(str(ROOT / "examples"))
 import ppo  # noqa: E402
@@ -40,38 +41,32 @@ def critic(group):
         yield critic
 
 
-def test_values_are_those_of_one_sequence_at_a_time_before_each_token(critic, tokenizer):
-    rollouts = fixed_rollouts(tokenizer)
-    batch = nr.collate(rollouts)
-    with torch.no_grad():
-        values = critic(batch).split(batch.lengths.tolist())
-        critic.decoder.set_attn_implementation("eager")
-        for r, ours in zip(rollouts, values):
-            row = torch.tensor([r.prompt + r.completion])
-            hidden = critic.decoder(input_ids=row, use_cache=False).last_hidden_state[0]  # (L, H)
-            close(ours, critic.head(hidden[len(r.prompt) - 1:-1])[:, 0])  # from the token before it
+@torch.no_grad()
+def values_of(critic, rollout):
+    """(R,) values before each token of a completion, from a pass of this sequence alone."""
+    row = torch.tensor([rollout.prompt + rollout.completion])
+    hidden = critic.decoder(input_ids=row, use_cache=False).last_hidden_state[0]  # (L, H)
+    return critic.head(hidden[len(rollout.prompt) - 1:-1])[:, 0]
 
 
 def test_advantages_are_normalised_gae_and_the_targets_are_gae_plus_the_values(critic, tokenizer):
     rollouts = fixed_rollouts(tokenizer)
     rollouts[0].steps = [(1, 0.5), (len(rollouts[0].completion), 0.25)]  # a reward per step
     rollouts[1].kl = 2.0
-    batches, wanted = critic.assign_advantages(rollouts), {}
-    assert len(batches) == 3
+    batches = critic.assign_advantages(rollouts)
+    critic.decoder.set_attn_implementation("eager")
+    wanted = {}  # id(rollout) -> GAE
     for i, batch in enumerate(batches):
-        with torch.no_grad():
-            values = critic(batch)  # (R,)
-        close(batch.values, values)
-        raw = []
-        for r, v in zip(rollouts[i::3], values.split(batch.lengths.tolist())):
+        values = [values_of(critic, r) for r in rollouts[i::3]]
+        for r, v in zip(rollouts[i::3], values):
             rewards = [0.0] * (len(v) - 1) + [r.reward - critic.cfg.kl_coef * r.kl]
             if r is rollouts[0]:
                 rewards[-1] = 0.25
                 rewards[0] += 0.5
-            wanted[id(r)] = ppo.gae(rewards, v.tolist(), 1.0, 0.7)
-            raw += wanted[id(r)]
-        close(batch.returns, torch.tensor(raw) + values)
-    wanted = torch.tensor([a for r in rollouts for a in wanted[id(r)]])  # (tokens,)
+            wanted[id(r)] = torch.tensor(ppo.gae(rewards, v.tolist(), 1.0, 0.7))
+        close(batch.values, torch.cat(values))
+        close(batch.returns, torch.cat([wanted[id(r)] for r in rollouts[i::3]]) + batch.values)
+    wanted = torch.cat([wanted[id(r)] for r in rollouts])  # (tokens,)
     normalised = (wanted - wanted.mean()) / (wanted.std(correction=0) + 1e-4)
     close(nr.collate(rollouts).advantage, normalised)  # each token has its own in the loss
 
@@ -90,19 +85,24 @@ def test_the_critic_starts_at_0_and_learns_to_predict_the_reward(group, tokenize
 # ---- the loop
 
 
-def test_a_short_run_trains_policy_and_critic(fresh_llm, tokenizer, monkeypatch, tmp_path):
-    """The samples of the first step are those of GRPO, but each token has its own advantage."""
-    cfg = make_config(max_prompt=256, eval_size=16, eval_every=2, kl_coef=0.1, kl_in="reward",
-                      epochs=2, minibatches=2, out=str(tmp_path), name="x")
+def test_a_short_run_trains_policy_and_critic(group, tokenizer, monkeypatch, tmp_path):
+    cfg = make_config(eval_size=16, eval_every=2, kl_coef=0.1, kl_in="reward", epochs=2,
+                      minibatches=2, mismatch_bound=1e9, out=str(tmp_path), name="x")
+    monkeypatch.setattr(nr, "rollout", lambda llm, prompts, n, *_, **__: fixed_rollouts(
+        tokenizer, groups=len(prompts), n=n))
+
+    @judged_by("x")
+    def verify(texts, **columns):
+        values = [float(i % 3 == 0) for i in range(len(texts))]
+        return values, {"x": values}, {}
+
     train_set, eval_set = nr.data.load_splits(cfg, tokenizer)
     log, policy = nr.Log(cfg, tokenizer), nr.make_policy(cfg)
-    with nr.rewards.Verifier("gsm8k") as verifier:
-        checkpoints = nr.Checkpoints(cfg, log)
-        checkpoints.restore(policy)
-        run = nr.Run(cfg, train_set, eval_set, verifier, log, checkpoints, fresh_llm, policy,
-                     nr.make_reference(cfg))
-        before, critic = [p.detach().clone() for p in policy.parameters()], ppo.Critic(cfg)
-        ppo.train(run, critic)
+    checkpoints = nr.Checkpoints(cfg, log)
+    checkpoints.restore(policy)
+    before, critic = [p.detach().clone() for p in policy.parameters()], ppo.Critic(cfg)
+    ppo.train(nr.Run(cfg, train_set, eval_set, verify, log, checkpoints, MagicMock(), policy,
+                     nr.make_reference(cfg)), critic)
     assert any((a != b).any() for a, b in zip(before, policy.parameters()))
     assert critic.head.weight.any()
     assert ["eval/accuracy" in row for row in log.rows] == [True, False, True]

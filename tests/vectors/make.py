@@ -13,7 +13,9 @@ import cmath
 import json
 import math
 import random
+import statistics
 from pathlib import Path
+from statistics import fmean as mean
 
 FILE = Path(__file__).with_name("cases.json")
 H = 1e-100  # the complex step
@@ -43,15 +45,6 @@ PRESETS = {
 
 # -------------------------------------------------------------------------------------- advantages
 
-def mean(xs):
-    return math.fsum(xs) / len(xs)
-
-
-def deviation(xs):
-    """Of the population: divided by the number of xs."""
-    return math.sqrt(mean([(x - mean(xs)) ** 2 for x in xs]))
-
-
 def all_in(groups):
     return [c for group in groups for c in group]
 
@@ -80,7 +73,7 @@ def advantage_of_step(reward, group, batch, running, o):
         return advantage
     if scale == "mean":  # MaxRL
         return advantage / (mean(group) + EPS) if mean(group) > 0 else 0.0
-    return advantage / (deviation({"group": group, "batch": batch}[scale]) + EPS)
+    return advantage / (statistics.pstdev({"group": group, "batch": batch}[scale]) + EPS)
 
 
 def assign_advantages(case):
@@ -209,11 +202,15 @@ def make_case(name, lengths=((2, 3, 1, 4), (4, 2, 3, 2)),
               tool=(), off=True, spread=0.5, running_mean=None, logps=None, old=None, **options):
     """A case with random log-probs that depend on its name alone.
 
+    A part "option value" of the name, between commas, is an option too.
     rewards: per completion a number, None (no verdict) or a list of (end, reward), its steps.
     truncated: (group, completion). tool: (group, completion, token): not sampled.
     off: off-policy, with log-ratios up to `spread`. logps, old: of each completion, not random.
     """
     o, rng = DEFAULTS | options, random.Random(name)
+    for option, _, value in (part.partition(" ") for part in name.split(", ")):
+        if option in DEFAULTS and value:
+            o[option] = type(DEFAULTS[option])(value)
 
     def around(x, width, digits=2):  # rng.random() is the same in every version of Python
         return round(min(x + width * (2 * rng.random() - 1), -0.01), digits)
@@ -264,12 +261,11 @@ def cases():
                         rewards=((1.0, None, 0.0, 0.0), (0.5, 1.0, 0.0, 1.0)), truncated={(1, 2)})
     for baseline in "group", "leave_one_out", "batch", "running", "none":
         for scale in "group", "batch", "mean", "none":
-            yield make_case(f"baseline {baseline}, scale {scale}", **VERDICTS, **PLAIN,
-                            baseline=baseline, scale=scale, running_mean=0.25)
-        yield make_case(
-            f"baseline {baseline}, process rewards", **STEPS, **PLAIN, baseline=baseline)
+            yield make_case(
+                f"baseline {baseline}, scale {scale}", **VERDICTS, **PLAIN, running_mean=0.25)
+        yield make_case(f"baseline {baseline}, process rewards", **STEPS, **PLAIN)
     for scale in "group", "batch", "mean", "none":
-        yield make_case(f"scale {scale}, process rewards", **STEPS, **PLAIN, scale=scale, off=False)
+        yield make_case(f"scale {scale}, process rewards", **STEPS, **PLAIN, off=False)
     running = dict(baseline="running", scale="none", off=False, **PLAIN)
     yield make_case("running mean, first batch", **running)
     nothing = ((None,) * 4,) * 2
@@ -277,41 +273,39 @@ def cases():
     yield make_case("running mean, first batch, no verdict", rewards=nothing, **running)
     for ratio in "token", "sequence", "product":
         for gate in "clip", "detach", "soft", "squared":
-            yield make_case(f"ratio {ratio}, gate {gate}", **PLAIN, ratio=ratio, gate=gate)
+            yield make_case(f"ratio {ratio}, gate {gate}", **PLAIN)
         for kind in "none", "token_truncate", "token_mask", "sequence_mask":
-            yield make_case(f"ratio {ratio}, correction {kind}", LONG, ratio=ratio, correction=kind,
-                            kl_coef=0.0, spread=0.05)
-        yield make_case(f"ratio {ratio}, delta", LONG, **PLAIN, ratio=ratio, delta=1.3, spread=1.2)
-        yield make_case(f"ratio {ratio}, tokens not sampled", **TOOL, ratio=ratio)
-        yield make_case(f"ratio {ratio}, log-ratio above 20", **ABOVE, ratio=ratio)
-        yield make_case(f"ratio {ratio}, log-ratio below -20", **BELOW, ratio=ratio)
+            yield make_case(
+                f"ratio {ratio}, correction {kind}", LONG, kl_coef=0.0, spread=0.05)
+        yield make_case(f"ratio {ratio}, delta", LONG, **PLAIN, delta=1.3, spread=1.2)
+        yield make_case(f"ratio {ratio}, tokens not sampled", **TOOL)
+        yield make_case(f"ratio {ratio}, log-ratio above 20", **ABOVE)
+        yield make_case(f"ratio {ratio}, log-ratio below -20", **BELOW)
     for gate in "detach", "soft", "squared":
-        yield make_case(f"gate {gate}, log-ratio above 20", **ABOVE, gate=gate)
-    yield make_case("gate clip, clip_low 0.1, clip_high 0.4", **PLAIN, clip_low=0.1, clip_high=0.4)
-    yield make_case("gate soft, tau 0.5, tau_neg 3", **PLAIN, gate="soft", tau=0.5, tau_neg=3.0)
-    yield make_case("gate squared, tau 2", **PLAIN, gate="squared", ratio="product", tau=2.0)
+        yield make_case(f"gate {gate}, log-ratio above 20", **ABOVE)
+    yield make_case("gate clip, clip_low 0.1, clip_high 0.4", **PLAIN)
+    yield make_case("gate soft, tau 0.5, tau_neg 3", **PLAIN)
+    yield make_case("gate squared, tau 2", **PLAIN, ratio="product")
+    truncated = {(0, 1), (1, 0)}
     for aggregate in "sequence", "token", "constant":
-        truncated = dict(aggregate=aggregate, truncated={(0, 1), (1, 0)})
-        yield make_case(f"aggregate {aggregate}, truncated", **truncated)
-        yield make_case(f"aggregate {aggregate}, mask_truncated", **truncated, mask_truncated=True)
-        yield make_case(f"aggregate {aggregate}, tokens not sampled", **TOOL, aggregate=aggregate)
-        yield make_case(f"aggregate {aggregate}, no verdict", rewards=MISSING, aggregate=aggregate,
-                        max_tokens=16)
+        yield make_case(f"aggregate {aggregate}, truncated", truncated=truncated)
+        yield make_case(
+            f"aggregate {aggregate}, mask_truncated", truncated=truncated, mask_truncated=True)
+        yield make_case(f"aggregate {aggregate}, tokens not sampled", **TOOL)
+        yield make_case(f"aggregate {aggregate}, no verdict", rewards=MISSING, max_tokens=16)
     yield make_case("mask_truncated, all truncated", mask_truncated=True, off=False,
                     truncated={(g, i) for g in range(2) for i in range(4)})
     for kind in "token_truncate", "token_mask", "sequence_mask":
-        yield make_case(
-            f"correction {kind}, cap 1.2", correction=kind, correction_cap=1.2, kl_coef=0.0)
-        yield make_case(f"correction {kind}, tool, KL", **TOOL, correction=kind, kl_coef=0.1)
-    yield make_case("kl_coef 0.2", kl_coef=0.2, correction="none")
-    yield make_case("kl_coef 0.2, on-policy", kl_coef=0.2, correction="none", off=False)
-    in_reward = dict(kl_in="reward", kl_coef=0.3)
-    yield make_case("kl_in reward", **in_reward)
-    yield make_case("kl_in reward, process rewards", **STEPS, **in_reward)
-    yield make_case("kl_in reward, tokens not sampled", **TOOL, **in_reward)
+        yield make_case(f"correction {kind}, cap 1.2", correction_cap=1.2, kl_coef=0.0)
+        yield make_case(f"correction {kind}, tool, KL", **TOOL, kl_coef=0.1)
+    yield make_case("kl_coef 0.2", correction="none")
+    yield make_case("kl_coef 0.2, on-policy", correction="none", off=False)
+    yield make_case("kl_in reward", kl_coef=0.3)
+    yield make_case("kl_in reward, process rewards", **STEPS, kl_coef=0.3)
+    yield make_case("kl_in reward, tokens not sampled", **TOOL, kl_coef=0.3)
     yield make_case(
-        "kl_in reward, leave one out", **in_reward, baseline="leave_one_out", scale="none")
-    yield make_case("kl_in reward, no verdict", rewards=MISSING, **in_reward)
+        "kl_in reward, leave one out", baseline="leave_one_out", scale="none", kl_coef=0.3)
+    yield make_case("kl_in reward, no verdict", rewards=MISSING, kl_coef=0.3)
     yield make_case("process rewards, one without verdict", ((4, 3, 2), (1, 2, 3)), (
         ([(1, 1.0), (3, 0.0)], None, 1.0), (None, None, [(1, 0.5), (2, 1.0)])))
     yield make_case("process rewards, two steps end in one token", ((3, 2),), (
@@ -324,19 +318,13 @@ def cases():
                     tool={(0, 1, 0), (0, 1, 1)})
 
 
-def rounded(x):
-    """The same with floats of 15 significant digits: the last bits depend on the C library."""
-    if isinstance(x, dict):
-        return {name: rounded(value) for name, value in x.items()}
-    if isinstance(x, list):
-        return [rounded(value) for value in x]
-    return float(f"{x:.15g}") if isinstance(x, float) else x
-
-
 def text():
-    """The file: one case per line."""
-    solved = [rounded(case | {"expected": solve(case)}) for case in cases()]
-    return "[\n" + ",\n".join(json.dumps(case, separators=(",", ":")) for case in solved) + "\n]\n"
+    """The file: a case per line, with 15 digits per number: the last ones depend on the C library.
+    """
+    solved = json.dumps([case | {"expected": solve(case)} for case in cases()])
+    rounded = json.loads(solved, parse_float=lambda x: float(f"{float(x):.15g}"))
+    lines = [json.dumps(case, separators=(",", ":")) for case in rounded]
+    return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
 if __name__ == "__main__":
