@@ -176,7 +176,7 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
         org/name:config)
     split: "train" or "test"; ignored for files, which have no splits
     size: number of examples, 0 = all (8192 for a generated task)
-    answer_key: "none" for rows without an answer, whose reward reads other columns (code, judge)
+    answer_key: "none" for rows without an answer, whose reward reads other columns (code)
 
     Returns a list of dicts with `question` and, unless answer_key is "none", `answer` as strings. A
     row with text in the column `reward` is judged by this spec instead of --rewards; it needs no

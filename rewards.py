@@ -6,7 +6,7 @@ with one value per completion. None means "no verdict": the completion is left o
 count as 0. Completions are strings or TRL's lists of messages, columns are the dataset's other
 columns. So TRL's reward functions work here, and these functions work in TRL. A list holds a reward
 per step (not in TRL, see verify/verifier.py). REWARDS, at the end of this file, has their names;
-examples/shaping_rewards.py has more.
+examples/README.md names more, such as a judge and instructions.
 
 Your own reward is a file and a flag. `@each` turns a function of one text and its columns into
 TRL's convention:
@@ -38,9 +38,8 @@ import re
 import time
 from fractions import Fraction
 
-from verify import jail, judge, verifier
+from verify import jail, verifier
 from verify.answer import read_number, same_math, warm_math
-from verify.instructions import follows
 from verify.verifier import load, text_of  # noqa: F401  load: a function of a user file
 
 
@@ -283,7 +282,7 @@ def steps_reward(text, question):
     return [*steps, (len(text), float(final_number(text) == totals[-1]))]
 
 
-# ---------------------------------------------------- format, programs, judge, length, random
+# ----------------------------------------------------------- format, programs, length, random
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
@@ -359,41 +358,6 @@ def _lines(text):
 
 
 @each
-def instruction_reward(text, instruction_id_list, kwargs):
-    """1.0 if the text after </think> follows every instruction, else 0.0; None without one.
-
-    The two columns are IFEval's: a list of ids, see verify/instructions.py, and a list of their
-    arguments. An empty answer follows no instruction. Raises ValueError for an unknown id.
-    """
-    text = after_thinking(text).strip()
-    passed = [follows(text, name, arguments)
-              for name, arguments in zip(instruction_id_list, kwargs, strict=True)]
-    return float(all(passed)) if passed else None
-
-
-@each
-def judge_reward(text, question, rubric=None, answer=None,
-                 judge_url=None, judge_model=None, judge_cache=None, timeout=5.0):
-    """A language model's score of the text after </think>, 0.0 to 1.0; None if it gives none.
-
-    judge_url is an OpenAI-compatible endpoint such as http://localhost:8001/v1 (`vllm serve` is
-    one), judge_model its model, OPENAI_API_KEY its key if it needs one. Scores are cached in the
-    SQLite file judge_cache (default ~/.cache/nano_rlvr/judge.sqlite). Optional columns: rubric, and
-    answer (a reference answer). Raises what judge.ask raises. A judge is not a verifier: check what
-    text it comes to prefer.
-    """
-    text = after_thinking(text).strip()
-    if not text:
-        return 0.0
-    return judge.ask(text, question, rubric, answer, judge_url, judge_model, judge_cache,
-                     0.9 * timeout)
-
-
-judge_reward.check = judge.check
-judge_reward.waits = True
-
-
-@each
 def overlong_reward(text, completion_ids, max_tokens, overlong_buffer=None):
     """A penalty for the length (DAPO, arXiv 2503.14476, eq. 13).
 
@@ -435,8 +399,6 @@ REWARDS = {  # name: function  # the columns it reads; what 1.0 means
     "steps": steps_reward,  # question (a sum); per step: the running total or the answer is right
     "format": format_reward,  # <think>...</think><answer>...</answer> and nothing else
     "code": code_reward,  # tests; the program passes every test, in a jail
-    "instruction": instruction_reward,  # instruction_id_list, kwargs; all followed (IFEval's ids)
-    "judge": judge_reward,  # question, [rubric], [answer]; a language model gives it 10 of 10
     "overlong": overlong_reward,  # completion_ids, max_tokens; 0 if short, -1 at max_tokens
     "random": random_reward,  # [prompts], [step]; heads of a coin: a control experiment
 }

@@ -9,8 +9,9 @@ that sees the whole batch (length_kimi), and one that loads a model before the w
 import re
 from collections import Counter
 
+from instructions import identifier, language_of
+
 from rewards import each, math_reward
-from verify.instructions import identifier, language_of
 from verify.verifier import text_of
 
 EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"

@@ -3,7 +3,6 @@
 `examples` are dicts; the column eval_set names the set of an example, without it there is one set.
 """
 import math
-import os
 from statistics import fmean
 
 import rewards
@@ -19,8 +18,7 @@ def start_verifier(cfg, train_set, eval_set):
         cfg.rewards, timeout=cfg.reward_timeout, messages=cfg.template == "chat",
         allow_unsafe_code=cfg.allow_unsafe_code, random_seed=cfg.seed, max_tokens=cfg.max_tokens,
         overlong_buffer=math.ceil(cfg.overlong_buffer * cfg.max_tokens) or None,
-        judge_url=os.environ.get("OPENAI_BASE_URL", "http://localhost:8000/v1"),
-        judge_model=cfg.judge_model, row_specs=[e.get("reward") for e in train_set + eval_set])
+        row_specs=[e.get("reward") for e in train_set + eval_set])
     verifier.check_columns(train_set, cfg.data or cfg.task)
     verifier.check_columns(eval_set, cfg.eval_data or cfg.data or cfg.task)
     verifier.count_unreadable(train_set, dist.print_once)

@@ -40,7 +40,6 @@ class RunFlags:
     rewards: str = ""  # name:weight,... or my_file.py:my_reward; the first counts in evaluations
     reward_timeout: float = 5.0  # seconds a reward function has per completion, then no verdict
     allow_unsafe_code: bool = False  # --rewards code: run the model's programs without isolation
-    judge_model: str = ""  # --rewards judge: the name of the model at OPENAI_BASE_URL
     # engines and memory
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # bfloat16 has fp32 master weights
     lora_rank: int = 0  # train adapters of this rank on all linear layers; 0 = train all weights

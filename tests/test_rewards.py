@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import random
 import re
+import sys
 import threading
 import time
 from unittest import mock
@@ -18,13 +19,20 @@ from hypothesis import strategies as st
 
 import rewards
 from conftest import ROOT, SHARED
-from examples import shaping_rewards as shaping
-from verify import answer, instructions, jail, verifier
+from verify import answer, jail, verifier
+
+sys.path.append(str(ROOT / "examples"))
+import instructions  # noqa: E402
+import judge as judging  # noqa: E402
+import shaping_rewards as shaping  # noqa: E402
 
 needs_jail = pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
-SHAPING = {name: f"{ROOT}/examples/shaping_rewards.py:{name}"
-           for name in ("language", "repetition", "length_kimi")}
-FUNCTIONS = rewards.REWARDS | {name: getattr(shaping, name) for name in SHAPING}
+JUDGE = f"{ROOT}/examples/judge.py:judge"
+OWN = {name: f"{ROOT}/examples/shaping_rewards.py:{name}"
+       for name in ("language", "repetition", "length_kimi")}
+FUNCTIONS = rewards.REWARDS | {name: getattr(shaping, name) for name in OWN}
+FUNCTIONS["instruction"] = instructions.instruction
+OWN["instruction"] = f"{ROOT}/examples/instructions.py:instruction"
 # columns with which every reward runs on any completion (judge and code have tests of their own)
 COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}"}, "format": {},
            "countdown": {"numbers": [3, 5, 2], "target": 21},
@@ -37,7 +45,7 @@ COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}
            "language": {"question": "How many eggs are there?"}, "repetition": {},
            "random": {"prompts": "p"}, "overlong": {"completion_ids": [1] * 9, "max_tokens": 10},
            "length_kimi": {"prompts": "p", "correct": 1.0}}
-SPECS = {name: SHAPING.get(name, name) for name in COLUMNS}
+SPECS = {name: OWN.get(name, name) for name in COLUMNS}
 
 
 def one(name, text, **columns):
@@ -168,7 +176,7 @@ def test_the_columns_that_a_reward_needs_are_its_parameters_without_a_default(tm
     (tmp_path / "my.py").write_text(
         "def mine(completions, prompts, gold, timeout, why=None, **_): return []")
     trl = "trl.rewards:accuracy_reward,trl.rewards:think_format_reward"
-    spec = (f"code,overlong,{SHAPING['length_kimi']},countdown,instruction,random,{trl},"
+    spec = (f"code,overlong,{OWN['length_kimi']},countdown,{OWN['instruction']},random,{trl},"
             f"{tmp_path}/my.py:mine")
     with rewards.Verifier(spec, max_tokens=9, allow_unsafe_code=True) as made:
         assert {name: traits.needs for name, traits in made.traits.items()} == {
@@ -320,7 +328,7 @@ def test_code_takes_the_last_block_after_thinking():
 
 
 @contextlib.contextmanager
-def endpoint_at(host, tmp_path):
+def endpoint_at(host):
     """A fake OpenAI-compatible endpoint; a reply has the next of `statuses`, the last one stays."""
     class Endpoint(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
@@ -352,10 +360,8 @@ def endpoint_at(host, tmp_path):
     endpoint = Server((host, 0), Endpoint)
     vars(endpoint).update(says="Good.\nSCORE: 7", asked=[], body=b"", statuses=[200], drips="",
                           location="", wait=lambda: None)
-    endpoint.settings = {"judge_url": f"http://{host}:{endpoint.server_port}/v1",
-                         "judge_model": "m", "judge_cache": str(tmp_path / "a/judge.sqlite")}
-    endpoint.judge = lambda text, **more: rewards.judge_reward(
-        [text], question=["Why?"], **endpoint.settings, **more)[0]
+    endpoint.url = f"http://{host}:{endpoint.server_port}/v1"
+    endpoint.judge = lambda text, **more: judging.judge([text], question=["Why?"], **more)[0]
     threading.Thread(target=endpoint.serve_forever, daemon=True).start()
     yield endpoint
     endpoint.shutdown()
@@ -363,8 +369,11 @@ def endpoint_at(host, tmp_path):
 
 
 @pytest.fixture
-def judge(tmp_path):
-    with endpoint_at("127.0.0.1", tmp_path) as endpoint:
+def judge(tmp_path, monkeypatch):
+    with endpoint_at("127.0.0.1") as endpoint:
+        monkeypatch.setenv("OPENAI_BASE_URL", endpoint.url)
+        monkeypatch.setenv("JUDGE_MODEL", "m")
+        monkeypatch.setenv("JUDGE_CACHE", str(tmp_path / "a/judge.sqlite"))
         yield endpoint
 
 
@@ -389,17 +398,17 @@ def test_the_judge_sees_rubric_and_reference_but_not_the_thinking_and_is_asked_o
     ("7.5.1", None), ("ten", None), ("", None), ("10\n" + "bye " * 100, None),
 ])
 def test_a_number_from_0_to_10_is_a_score_and_no_part_of_another_number_is(score, value):
-    assert rewards.judge._score(f"Not SCORE: 4.\nSCORE: {score}") == value
+    assert judging._score(f"Not SCORE: 4.\nSCORE: {score}") == value
 
 
 @pytest.mark.parametrize("status", [302, 307])
-def test_the_key_does_not_follow_a_redirect_to_another_host(judge, monkeypatch, tmp_path, status):
+def test_the_key_does_not_follow_a_redirect_to_another_host(judge, monkeypatch, status):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     judge.statuses = [status]
-    with endpoint_at("localhost", tmp_path) as other:
-        judge.location = f"{other.settings['judge_url']}/chat/completions"
+    with endpoint_at("localhost") as other:
+        judge.location = f"{other.url}/chat/completions"
         with pytest.raises(ValueError, match=f"/v1: HTTP {status} "):
-            rewards.judge.check(**judge.settings)
+            judging.check()
         with pytest.raises(openai.APIStatusError):
             judge.judge("x")
         assert len(judge.asked) == 2 and other.asked == []
@@ -409,14 +418,14 @@ def test_the_key_does_not_follow_a_redirect_to_another_host(judge, monkeypatch, 
 def test_a_judge_that_replies_in_drops_has_a_time_limit(judge, part, status):
     judge.drips, judge.statuses = part, [status]
     with pytest.raises(ValueError, match="^the judge at http://127.*/v1: no reply in time;"):
-        rewards.judge.check(timeout=0.7, **judge.settings)
+        judging.check(timeout=0.7)
     with pytest.raises(TimeoutError):
         judge.judge("x", timeout=0.7)
 
 
 def test_a_judge_has_50_requests_at_the_same_time_and_each_score_is_kept(judge):
     texts, columns = [f"x{i}" for i in range(50)], {"question": ["Why?"] * 50}
-    with rewards.Verifier("judge", timeout=40, workers=1, **judge.settings) as verify:
+    with rewards.Verifier(JUDGE, timeout=40, workers=1) as verify:
         judge.wait = threading.Barrier(50, timeout=30).wait  # no reply before 50 have asked
         for _ in range(2):
             assert verify(texts, **columns)[0] == [0.7] * 50
@@ -425,7 +434,7 @@ def test_a_judge_has_50_requests_at_the_same_time_and_each_score_is_kept(judge):
 
 def test_a_busy_judge_is_asked_again_one_that_fails_is_a_crash_and_one_that_hangs_a_time_out(
         judge, capfd):
-    with rewards.Verifier("format,judge", timeout=4, **judge.settings) as verify:
+    with rewards.Verifier(f"format,{JUDGE}", timeout=4) as verify:
         judge.statuses = [429, 503, 200]
         values, _, metrics = verify(["x"], question=["Why?"])
         assert values == [0.7] and not any(metrics.values()) and len(judge.asked) == 1 + 3
@@ -441,30 +450,30 @@ def test_a_busy_judge_is_asked_again_one_that_fails_is_a_crash_and_one_that_hang
 
 
 @pytest.mark.parametrize("faults, says", [
-    ({"judge_url": "http://127.0.0.1:9/v1"}, "^the judge at .*:9/v1: .*onnect.*; start the"),
-    ({"judge_url": "localhost:8000/v1"}, "must look like http"),
-    ({"judge_url": "http://me:secret@localhost:8000/v1"}, "must look like .* OPENAI_API_KEY"),
-    ({"judge_url": "http://localhost:8000/v1?key=secret"}, "must look like .* OPENAI_API_KEY"),
-    ({"judge_url": "http://localhost:port/v1"}, ":port/v1: .*[Pp]ort"),
-    ({"judge_model": ""}, "needs --judge_model$"),
+    ({"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}, "^the judge at .*:9/v1: .*onnect.*; start the"),
+    ({"OPENAI_BASE_URL": "localhost:8000/v1"}, "must look like http"),
+    ({"OPENAI_BASE_URL": "http://me:secret@localhost:8000/v1"}, "must look like .* OPENAI_API_KEY"),
+    ({"OPENAI_BASE_URL": "http://localhost:8000/v1?key=secret"}, "must look like .*, without"),
+    ({"OPENAI_BASE_URL": "http://localhost:port/v1"}, ":port/v1: .*[Pp]ort"),
+    ({"JUDGE_MODEL": ""}, "needs its model's name in JUDGE_MODEL$"),
     ({"statuses": [401]}, "/v1: HTTP 401 Unauthorized .*; set OPENAI_API_KEY$"),
     ({"statuses": [500], "body": b"two\nlines"}, "HTTP 500 Internal Server Error two lines$"),
     ({"wait": threading.Event().wait}, "no reply in time; .* --reward_timeout$"),
     ({"body": b"\xff junk"}, "not the reply of an OpenAI-compatible endpoint"),
     ({"body": b"{}"}, "not the reply .*(TypeError: .*); its address usually ends"),
-    ({"says": "Is\nright"}, r"--judge_model m ends its reply with 'Is\\nright' and not with"),
-    ({"judge_cache": __file__}, "the judge's cache .*rewards.py cannot be read: file is not a"),
+    ({"says": "Is\nright"}, r"the judge m ends its reply with 'Is\\nright' and not with"),
+    ({"JUDGE_CACHE": __file__}, "the judge's cache .*rewards.py cannot be read: file is not a"),
 ])
 def test_a_judge_that_cannot_work_ends_in_one_line_at_the_start(judge, monkeypatch, faults, says):
-    assert rewards.judge_reward.check is rewards.judge.check
+    assert judging.judge.check is judging.check
     monkeypatch.setenv("OPENAI_API_KEY", "sk-sentinel\nsk-sentinel")
     for name, value in faults.items():
-        if name in judge.settings:
-            judge.settings[name] = value
+        if name.isupper():
+            monkeypatch.setenv(name, value)
         else:
             setattr(judge, name, value)
     with pytest.raises(ValueError, match=says) as caught:
-        rewards.judge.check(timeout=0.7, **judge.settings)
+        judging.check(timeout=0.7)
     assert not re.search("\n|secret|sentinel", str(caught.value))
 
 
@@ -477,10 +486,10 @@ def test_several_instructions_give_1_only_if_all_are_followed():
     rows = {"instruction_id_list": [names],
             "kwargs": [[{}, {"num_words": None}, {"num_words": 3, "relation": "at least"}]]}
     for text, value in (("one two three", 1.0), ("one, two three", 0.0), ("One, two", 0.0)):
-        assert rewards.instruction_reward([text], **rows) == [value]
-    assert rewards.instruction_reward(["x"], instruction_id_list=[[]], kwargs=[[]]) == [None]
+        assert instructions.instruction([text], **rows) == [value]
+    assert instructions.instruction(["x"], instruction_id_list=[[]], kwargs=[[]]) == [None]
     with pytest.raises(ValueError, match="unknown instruction 'be:nice'"):
-        rewards.instruction_reward(["x"], instruction_id_list=[["be:nice"]], kwargs=[[{}]])
+        instructions.instruction(["x"], instruction_id_list=[["be:nice"]], kwargs=[[{}]])
 
 
 EN = "First we count the eggs that the ducks lay. Then we subtract those that she eats."

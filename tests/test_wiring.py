@@ -365,7 +365,6 @@ WIRES = {
     "rewards": (("gsm8k:1", "random:0.5"), setting("spec")),
     "reward_timeout": ((2.0, 3.0), setting("timeout")),
     "allow_unsafe_code": ((False, True), setting("allow_unsafe_code")),
-    "judge_model": (("a", "b"), setting("judge_model")),
     # rollout
     "rollout": (("", "a.py:f"), samplers, ([""] * 2, ["a.py:f"] * 2)),
     "steps": ((2, 4), at("lr"), ([1.0, 0.5, None], [1.0, 0.75, 0.5, 0.25, None]),

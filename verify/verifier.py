@@ -53,7 +53,7 @@ class Verifier:
     of them are given in row_specs. `known`: see parse_spec; rewards.Verifier fills it in.
 
     A column that is a list holds one value per completion. Any other column and the settings
-    (max_tokens, judge_url, ...) reach every call unchanged. A call gets one completion, `timeout`
+    (max_tokens, random_seed, ...) reach every call unchanged. A call gets one completion, `timeout`
     seconds and memory_mb. Two columns are added: index (position in the batch) and, for whole_batch
     functions, correct (the first part that is not one of them). The first crash of each function is
     printed to stderr; its last line is in the dict `crashes`.

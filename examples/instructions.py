@@ -1,4 +1,7 @@
-"""Instructions that a text can be checked against, with IFEval's ids (arXiv 2311.07911).
+"""A reward: does a text follow its instructions? They have IFEval's ids (arXiv 2311.07911).
+
+    python nano_rlvr.py --data my.jsonl --answer_key none \\
+        --rewards examples/instructions.py:instruction
 
 Why not a library: the checks in lm-eval need NLTK's data, downloaded at run time, and the separate
 package is a git fork that needs NLTK too.
@@ -6,6 +9,8 @@ package is a git fork that needs NLTK too.
 import functools
 import json
 import re
+
+from rewards import after_thinking, each
 
 
 @functools.cache
@@ -110,3 +115,16 @@ def follows(text, name, arguments=None):
     # IFEval's table has all arguments in every row
     arguments = {key: value for key, value in (arguments or {}).items() if value is not None}
     return bool(text.strip()) and INSTRUCTIONS[name](text, **arguments)
+
+
+@each
+def instruction(text, instruction_id_list, kwargs):
+    """1.0 if the text after </think> follows every instruction, else 0.0; None without one.
+
+    The two columns are IFEval's: a list of ids, and a list of their arguments. An empty answer
+    follows no instruction. Raises ValueError for an unknown id.
+    """
+    text = after_thinking(text).strip()
+    passed = [follows(text, name, arguments)
+              for name, arguments in zip(instruction_id_list, kwargs, strict=True)]
+    return float(all(passed)) if passed else None
