@@ -6,13 +6,16 @@ bf16 noise. So the checksums of all weights are compared after every sync.
 import functools
 import itertools
 import os
+import tempfile
 import warnings
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from runtime import dist, memory
 from runtime.dist import RunError
+from runtime.folder import is_writable
 
 CHUNK = 2**21  # elements that checksum() hashes at a time: three temporaries of 16 MB
 FACTORS = (0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd; of Knuth's MMIX generator and xorshift64*
@@ -69,8 +72,8 @@ class Sampler:
             self._threads = torch.get_num_threads()
             torch.set_num_threads(dist.CORES)  # vLLM and torchrun set 1; AdamW here needs all
 
-    def load(self, named_weights):
-        """Wakes up with the trainer's weights, (name, tensor) pairs, and checks them.
+    def load(self, named_weights, total):
+        """Wakes up with the trainer's weights, `total` (name, tensor) pairs, and checks them.
 
         Raises RunError if one bit differs afterwards. The KV cache wakes up last: beside it, the
         weights might have no room to arrive.
@@ -86,8 +89,9 @@ class Sampler:
         except (RuntimeError, ValueError, KeyError, AssertionError) as e:
             if memory.is_out_of_memory(e) or not sent.sent:
                 raise
-            raise RunError(f"the sync failed on rank {dist.rank()} at {list(sent.sent)[-1]}: "
-                           f"{type(e).__name__}: {e}") from e
+            raise RunError(
+                f"the sync failed on rank {dist.rank()} at tensor {len(sent.sent)} of {total}, "
+                f"{list(sent.sent)[-1]}: {type(e).__name__}: {e}") from e
         sent.check(self._llm)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the sync left
@@ -112,6 +116,9 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
     # FlashInfer's kernels are compiled at their first call, for minutes, and need nvcc
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
+    from vllm import envs
+    if not is_writable(Path(envs.VLLM_CACHE_ROOT)):  # it would print tracebacks
+        os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(prefix="vllm-")
     from vllm.platforms import current_platform
     if not torch.cuda.is_available():  # before the sampler is imported: Inductor takes 12 s
         current_platform.simple_compile_backend = "eager"
