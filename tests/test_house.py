@@ -22,7 +22,7 @@ FLOORS = [
 ]
 PRODUCT = sorted(path for pattern in ("*.py", "runtime/*.py", "verify/*.py")
                  for path in ROOT.glob(pattern))
-MOST_LINES = 6650  # to become 5,900
+MOST_LINES = 6060  # to become 5,900
 
 
 @pytest.fixture(scope="module")

@@ -114,6 +114,9 @@ def test_harm_to_any_file_of_a_checkpoint_is_noticed(saving):
             harm(path)
             assert checkpoint.damage(step), path
             path.write_bytes(before)
+    for text in ("{}", "[]"):
+        (step / "manifest.json").write_text(text)
+        assert checkpoint.damage(step)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(saving, capsys):
