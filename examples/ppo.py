@@ -91,12 +91,13 @@ def train(run, critic):
     """nano_rlvr's loop, with GAE in place of the group's mean."""
     def assign_advantages(groups, cfg, running_mean):
         judged = [r for group in groups for r in group if r.reward is not None]
-        batches = critic.assign_advantages(judged)
-        returns = torch.cat([batch.returns for batch in batches])  # (tokens,)
-        errors = returns - torch.cat([batch.values for batch in batches])  # (tokens,)
-        # share of the variance of the returns that V explains, before it is trained on them
-        run.metrics["critic/explained"] = 1 - (errors.var() / returns.var()).item()
-        critic.update(batches)
+        with nr.timed(run.metrics, "critic"):  # a part of the stage "update"
+            batches = critic.assign_advantages(judged)
+            returns = torch.cat([batch.returns for batch in batches])  # (tokens,)
+            errors = returns - torch.cat([batch.values for batch in batches])  # (tokens,)
+            # share of the variance of the returns that V explains, before it is trained on them
+            run.metrics["critic/explained"] = 1 - (errors.var() / returns.var()).item()
+            critic.update(batches)
         return running_mean
 
     nr.train(run, assign_advantages=assign_advantages)

@@ -52,6 +52,7 @@ def on_signals():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        received = 0
 
 
 def check(checkpoints):

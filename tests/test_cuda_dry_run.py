@@ -99,7 +99,6 @@ def train(monkeypatch, tokenizer, stays=False, **changes):
         again = copy.deepcopy(groups)
         return [again[i::cfg.minibatches] for i in range(cfg.minibatches)], again
 
-    monkeypatch.setattr(nr, "collect_rollouts", collected)
     monkeypatch.setattr(nr, "evaluate", lambda *_: ({}, []))
     monkeypatch.setattr(Log, "close", lambda self: None)
     monkeypatch.setattr(log, "peak_flops", lambda dtype: 1e12)
@@ -113,7 +112,8 @@ def train(monkeypatch, tokenizer, stays=False, **changes):
     record = Log(cfg, tokenizer)
     checkpoints = Checkpoints(cfg, record)
     checkpoints.restore(policy)
-    nr.train(nr.Run(cfg, [], [], None, record, checkpoints, llm, policy, ref))
+    nr.train(nr.Run(cfg, [], [], None, record, checkpoints, llm, policy, ref),
+             collect_rollouts=collected)
     return cfg, policy, ref, llm, record.rows[0]
 
 

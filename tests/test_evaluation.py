@@ -19,10 +19,11 @@ from runtime.log import Log
 sys.path.append(str(ROOT / "examples"))
 import test_time as example  # noqa: E402
 
+INSTRUCTION = f"{ROOT}/examples/instructions.py:instruction"
 ROWS = [  # of a file: sums, and an instruction without an answer
     {"question": "3+4+5", "answer": "12", "reward": ""},
     {"question": "3+4-5", "answer": "2", "reward": " "},
-    {"question": "Say it.", "reward": "instruction:1",
+    {"question": "Say it.", "reward": INSTRUCTION,
      "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}]
 
 
@@ -42,7 +43,7 @@ def test_each_set_keeps_its_name_and_is_judged_by_its_own_rewards(tmp_path, toke
     sets = [e["eval_set"] for e in examples]
     assert sets == ["arithmetic"] * 8 + ["countdown"] * 8 + ["mixed"] * 3
     assert [e.get("reward") for e in examples] == (
-        [None] * 8 + ["countdown:1,format:0.1"] * 8 + [None, None, "instruction:1"])
+        [None] * 8 + ["countdown:1,format:0.1"] * 8 + [None, None, INSTRUCTION])
     assert examples[-1]["answer"] is None
     cfg = make_config(eval_data="arithmetic", rewards="random", eval_size=4)
     assert [e["reward"] for e in data.load_splits(cfg, tokenizer)[1]] == ["gsm8k:1"] * 4

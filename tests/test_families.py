@@ -188,12 +188,11 @@ def test_the_check_before_step_0_finds_wrong_positions_which_mix_no_sequences(
 def test_the_user_gets_one_line_if_only_the_check_before_step_0_finds_it(
         group, config_of, monkeypatch, tmp_path):
     monkeypatch.setattr(runtime.flags, "check_architecture", lambda *_: None)
-    monkeypatch.setattr(nr, "Sampler", lambda cfg: SimpleNamespace(sleep=lambda: None))
     monkeypatch.setattr(nr, "make_policy", lambda cfg: nr.TokenLogps(runtime.model.load_model(cfg)))
     flags = "--task arithmetic --template chat --max_tokens 96 --prompts 4 --kl_coef 0"
     with pytest.raises(SystemExit) as error:
         nr.main(["--model", config_of("LFM2").model, "--out", str(tmp_path), "--max_prompt", "400",
-                 *flags.split()])
+                 *flags.split()], sampler=lambda cfg: SimpleNamespace(sleep=lambda: None))
     line = str(error.value)
     assert line.startswith("nano_rlvr: --model ") and "\n" not in line
     assert "packed and single sequences give different log-probs (mean |difference| " in line

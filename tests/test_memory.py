@@ -228,12 +228,11 @@ def test_which_errors_are_out_of_memory():
         assert memory.is_out_of_memory(RuntimeError(f"CUDA error: {words}")) is full
 
 
-def test_out_of_memory_ends_a_run_in_one_line_with_the_flags_to_change(monkeypatch, tmp_path):
+def test_out_of_memory_ends_a_run_in_one_line_with_the_flags_to_change(tmp_path):
     def full(cfg):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
-    monkeypatch.setattr(nr, "Sampler", full)
     flags = ["--steps", "1", "--pack_tokens", "4096", "--checkpointing", "off"]
     with pytest.raises(SystemExit) as e:
-        nr.main([*flags, "--out", str(tmp_path)])
+        nr.main([*flags, "--out", str(tmp_path)], sampler=full)
     assert "--checkpointing on --pack_tokens 1632 --max_tokens 48 --lora_rank 32" in str(e.value)
     assert "\n" not in str(e.value)

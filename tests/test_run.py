@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -20,8 +21,8 @@ TIMED = ("seconds/", "memory/", "tokens_per_second", "mfu")  # metrics that depe
 PARITY = 10_000 * EPS  # see test_engines.py
 
 
-def start(*argv, launcher=(sys.executable,)):
-    return subprocess.Popen([*launcher, ROOT / "nano_rlvr.py", *argv], env=ENV, cwd=ROOT, text=True,
+def start(*argv, launcher=(sys.executable,), script="nano_rlvr.py"):
+    return subprocess.Popen([*launcher, ROOT / script, *argv], env=ENV, cwd=ROOT, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -83,6 +84,29 @@ def test_two_ranks_have_the_first_step_of_one_and_stop_at_a_signal_with_a_checkp
                  "eval/accuracy", "eval/length", "eval/n"):
         within(abs(one[name] - two[name]), 100 * EPS * max(1, abs(one[name])))
     assert "seconds/wait" in two and "seconds/wait" not in one
+
+
+def test_an_asynchronous_run_whose_sampler_is_killed_has_the_bits_of_a_synchronous_one(
+        run, tmp_path):
+    """examples/async_rl.py --lag 0. With --lag 1 the second step has rollouts of the first."""
+    script = "examples/async_rl.py"
+    killed = start(*FLAGS, "--out", tmp_path, "--lag", "0", script=script)
+    for line in killed.stdout:
+        if line.startswith("step    0  reward"):
+            [sampler] = [child for child in psutil.Process(killed.pid).children()
+                         if "spawn_main" in str(child.cmdline())]
+            sampler.kill()
+            break
+    rest = killed.communicate()[0]
+    assert killed.returncode == 1 and "Traceback" not in rest
+    assert rest.count("nano_rlvr: the sampler's process has ended; --resume continues") == 1
+    finish(start("--resume", tmp_path / "run", "--lag", "0", script=script))
+    assert left_by(tmp_path / "run") == left_by(run)
+    finish(start(*FLAGS, "--out", tmp_path / "later", "--lag", "1", script=script))
+    _, metrics, rollouts, _ = left_by(tmp_path / "later/run")
+    _, _, wanted, _ = left_by(run)
+    assert rollouts[:32] == wanted[:32] and rollouts[32:] != wanted[32:]
+    assert metrics[0]["mismatch/mean_abs"] < 1e-4 < metrics[1]["mismatch/mean_abs"]
 
 
 @pytest.mark.numeric

@@ -188,8 +188,8 @@ def updates(monkeypatch):
     """(batches, metrics) of each call of update()."""
     calls, update = [], nr.update
 
-    def recorded(engine, batches, cfg):
-        calls.append((batches, update(engine, batches, cfg)))
+    def recorded(engine, batches, *args):
+        calls.append((batches, update(engine, batches, *args)))
         return calls[-1][-1]
 
     monkeypatch.setattr(nr, "update", recorded)

@@ -193,7 +193,7 @@ def at(name):
                        for j in range(2)] for i in range(4)]
             return [groups[i::cfg.minibatches] for i in range(cfg.minibatches)], groups
 
-        def update(policy, batches, cfg):
+        def update(policy, batches, cfg, policy_loss):
             note("packs", len(batches))
             return note("update", policy.optimizer.param_groups[0]["lr"], {"skipped": 0.0,
                                                                            "tokens": 1.0})
@@ -204,14 +204,14 @@ def at(name):
         checkpoints = SimpleNamespace(
             progress=progress, save=lambda final: note("save", ... if final else progress.step))
         policy = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{}]))
-        with patched((nr, "collect_rollouts", collect), (nr, "store_fixed_logps", nothing),
-                     (nr, "sync_weights", nothing), (trainer, "place_frozen_weights", nothing),
+        with patched((nr, "store_fixed_logps", nothing), (nr, "sync_weights", nothing),
+                     (trainer, "place_frozen_weights", nothing),
                      (trainer, "token_logps", nothing), (nr, "summary", lambda *_: {}),
                      (nr, "update", update), (trainer, "store_kl", lambda *_: note("kl", 1, {})),
                      (nr, "evaluate", lambda *_: note("evaluate", progress.step, ({}, [])))):
             nr.train(nr.Run(dataclasses.replace(cfg, samples=2), [], [], None, fake_log,
                             checkpoints, SimpleNamespace(sleep=nothing), policy,
-                            "reference" if cfg.kl_coef else None))
+                            "reference" if cfg.kl_coef else None), collect_rollouts=collect)
         return [value for event, value in seen if event == name]
     return observe
 
