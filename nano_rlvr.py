@@ -484,10 +484,11 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
     """
     sums = []  # per pack: each metric summed over its tokens
     for batch in batches:
-        logp, entropy = policy(batch)  # (R,), (R,)
+        logp, batch.entropy = policy(batch)  # (R,), (R,) a loss of yours may use the entropy
         loss, terms = policy_loss(logp, batch.old, batch.ref, batch, cfg)  # ()
         policy.backward(loss * dist.world_size())  # ZeRO averages over the ranks; we want the sum
-        sums.append(stats.pack_sums(loss, terms, entropy, batch.weight, cfg))
+        batch.entropy = batch.entropy.detach()  # (R,)
+        sums.append(stats.pack_sums(loss, terms, batch.entropy, batch.weight, cfg))
     metrics = stats.token_means(sums)  # means over tokens; sum of loss, maximum of mismatch/max
     guard.check_step(metrics, cfg.mismatch_bound, cfg.rollout)
     policy.step()  # DeepSpeed skips it silently when the gradient is not finite

@@ -129,11 +129,18 @@ def chunk_forward(hidden, weight, targets, temperature):
     return norm, -logp.mul_(p).sum(-1), target_logit
 
 
-def chunk_backward(hidden, weight, targets, temperature, norm, grad):
-    """-> gradient of the logits of one chunk (R, C), before the division by the temperature."""
+def chunk_backward(hidden, weight, targets, temperature, norm, grad, entropy, grad_entropy=None):
+    """-> gradient of hidden @ weight.T, one chunk (R, C). norm, entropy: (R, 1).
+
+    grad, grad_entropy: those of log-prob and entropy, divided by the temperature (R, 1).
+    """
     logits, column, in_chunk = chunk_logits(hidden, weight, targets, temperature)
-    p = logits.sub_(norm).exp_()  # (R, C)
-    return p.mul_(-grad).scatter_add_(-1, column, grad * in_chunk).to(weight.dtype)  # (R, C)
+    logp, push = logits.sub_(norm), grad  # (R, C), (R, 1)
+    if grad_entropy is not None:
+        push = (logp + entropy).mul_(grad_entropy).add_(grad)  # (R, C)
+    p = logp.exp_()  # (R, C)
+    grad_logits = p.mul_(push).neg_().scatter_add_(-1, column, grad * in_chunk)  # (R, C)
+    return grad_logits.to(weight.dtype)
 
 
 class HeadLogps(torch.autograd.Function):
@@ -144,10 +151,11 @@ class HeadLogps(torch.autograd.Function):
 
         logp[i] = log_softmax(hidden[i] @ weight.T / temperature)[targets[i]]
 
-    The entropy is a metric and has no gradient. At most two fp32 arrays of (R, chunk) exist at a
-    time. The forward pass combines log sum exp(logits) and entropy of the chunks at the end. The
-    backward pass computes the logits again, and from them, in place,
-    grad_logits = grad_logp * (onehot(target) - softmax(logits)).
+    At most two fp32 arrays of (R, chunk) exist at a time. The forward pass combines log sum
+    exp(logits) and entropy H of the chunks at the end. The backward pass computes the logits again,
+    and from them, in place, with p = softmax(logits),
+    grad_logits = grad_logp * (onehot(target) - p) - grad_H * p * (log p + H).
+    A loss without the entropy, as usual, skips the second part.
     """
 
     @staticmethod
@@ -166,19 +174,23 @@ class HeadLogps(torch.autograd.Function):
         # chain rule: entropy between the chunks plus the mean entropy within them
         entropy = (chunk_logp.exp() * (entropies - chunk_logp)).sum(-1)  # (R,)
         ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.save_for_backward(hidden, weight, targets, norm)
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, targets, norm, entropy[:, None])
+        ctx.set_materialize_grads(False)  # that of the entropy is None if the loss does not use it
         return (target_logit - norm)[:, 0], entropy  # (R,), (R,)
 
     @staticmethod
-    def backward(ctx, grad_logp, _):
-        hidden, weight, targets, norm = ctx.saved_tensors  # (R, H), (V, H), (R,), (R, 1)
+    def backward(ctx, grad_logp, grad_entropy):
+        # (R, H), (V, H), (R,), (R, 1), (R, 1)
+        hidden, weight, targets, norm, entropy = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # (R, H) sum of chunks in fp32
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # (V, H)
         grad = grad_logp[:, None] / ctx.temperature  # (R, 1)
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy[:, None] / ctx.temperature  # (R, 1)
         for i in range(0, len(weight), ctx.chunk):
             w = weight[i:i + ctx.chunk]  # (C, H)
-            grad_logits = chunk_backward(hidden, w, targets - i, ctx.temperature, norm, grad)
+            grad_logits = chunk_backward(
+                hidden, w, targets - i, ctx.temperature, norm, grad, entropy, grad_entropy)
             grad_hidden += grad_logits @ w  # (R, H)
             if grad_weight is not None:
                 torch.mm(grad_logits.T, hidden, out=grad_weight[i:i + ctx.chunk])  # (C, H)

@@ -1,6 +1,8 @@
 """examples/: each idea against its formula. What they import is nano_rlvr as it is."""
 import copy
+import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ sys.path.append(str(ROOT / "examples"))
 import curriculum  # noqa: E402
 import distill  # noqa: E402
 import dpo  # noqa: E402
+import entropy  # noqa: E402
 
 
 @pytest.fixture
@@ -95,3 +98,68 @@ def test_the_band_has_the_questions_in_it_or_the_nearest():
     assert names(examples, rates, 0.2, 0.8, 1) == "cd"
     assert names(examples, rates, 0.2, 0.8, 3) == "cdb"  # b is 0.1 away, a and e 0.2
     assert names(examples, rates, 0.0, 1.0, 2) == "abcde"
+
+
+def test_the_entropy_has_the_gradient_of_autograd_in_several_chunks(models, tokenizer):
+    policy, _ = models
+    policy.temperature, policy.chunk = 0.7, 100
+    rollouts = fixed_rollouts(tokenizer, groups=2)
+    batch = nr.collate(rollouts)
+    logp, batch.entropy = policy(batch)  # (R,), (R,)
+    a, b = torch.randn(2, len(logp)).unbind()  # (R,) twice
+    (a * logp + b * batch.entropy).sum().backward()
+    ours = [p.grad.clone() for p in policy.parameters()]
+    policy.zero_grad()
+    policy.model.set_attn_implementation("eager")
+    total, done = 0.0, 0
+    for r in rollouts:
+        row = torch.tensor([[*r.prompt, *r.completion]])
+        logits = policy.model(row, use_cache=False).logits[0, len(r.prompt) - 1:-1]  # (L, V)
+        all_logps = (logits / 0.7).log_softmax(-1)  # (L, V)
+        own = all_logps.gather(1, row[0, len(r.prompt):, None])[:, 0]  # (L,)
+        place = slice(done, done + len(own))
+        done += len(own)
+        entropies = -(all_logps.exp() * all_logps).sum(1)  # (L,)
+        close(batch.entropy[place], entropies)
+        total = total + (a[place] * own + b[place] * entropies).sum()
+    total.backward()
+    for p, own in zip(policy.parameters(), ours):
+        close(own, p.grad)
+
+
+def test_the_bonus_and_gmpo_are_their_formulas(models, tokenizer):
+    """GMPO's as a product, sequence by sequence; the bonus as a sum over the tokens."""
+    rollouts = fixed_rollouts(tokenizer, groups=1)
+    batch, cfg = nr.collate(rollouts), make_config(correction="none")
+    old = torch.randn(len(batch.targets)) - 3  # (R,)
+    logp = (old + torch.randn_like(old)).requires_grad_()  # (R,)
+    batch.entropy = torch.rand_like(old)  # (R,)
+    loss, terms = entropy.gmpo_loss(logp, old, None, batch, cfg)
+    wanted, clipped, parts = 0.0, [], batch.lengths.tolist()
+    for r, ours, before in zip(rollouts, logp.split(parts), old.split(parts)):
+        a = torch.tensor(r.advantages[0])
+        rollout_a = torch.tensor(r.advantages)  # (L,) equal in each token
+        ratio, sign = (ours - before).exp(), a.sign()
+        bounded = torch.minimum(ratio**sign, (ratio**sign).clamp(2.718281828459045**-0.4,
+                                                                 2.718281828459045**0.4))
+        clipped += (bounded != ratio**sign).tolist()
+        mean = (bounded**sign).prod() ** (1 / len(ours))
+        wanted = wanted - (r.weight * mean * rollout_a).sum()
+    close(loss, wanted)
+    assert terms["clipped"].tolist() == clipped and any(clipped) and not all(clipped)
+    wanted_grad, = torch.autograd.grad(wanted, logp)
+    close(torch.autograd.grad(loss, logp)[0], wanted_grad)
+    plain, _ = nr.policy_loss(logp, old, None, batch, cfg)
+    loss, _ = entropy.with_bonus(0.5)(logp, old, None, batch, cfg)
+    close(plain - loss, 0.5 * (batch.weight * batch.entropy).sum())
+
+
+def test_clip_cov_draws_from_the_tokens_with_a_large_product_of_distances():
+    first = SimpleNamespace(sampled=[True, True, False, True], advantages=[2.0, -2.0, 9.0, 1.0])
+    second = SimpleNamespace(sampled=[True, True], advantages=[-1.0, 0.0])
+    logps = [[0.0, -4.0, -4.0], [0.0, -2.0]]  # distances 2, -2, -2; 2, 0: products 4, 4, -2, -2, 0
+    assert entropy.clip_cov([first, second], logps, 0.2, random.Random(0)) == 1
+    assert sorted(first.advantages) in ([-2.0, 0.0, 1.0, 9.0], [0.0, 1.0, 2.0, 9.0])
+    first.advantages[:2] = [2.0, -2.0]
+    assert entropy.clip_cov([first, second], logps, 1.0, random.Random(0)) == 2
+    assert first.advantages == [0.0, 0.0, 9.0, 1.0] and second.advantages == [-1.0, 0.0]

@@ -1,0 +1,90 @@
+"""Against the collapse of the entropy: a bonus for it, Clip-Cov, or a mean that outliers spare.
+
+    python examples/entropy.py --bonus 0.001 --steps 30      flags of nano_rlvr.py work
+    python examples/entropy.py --clip_cov 0.01 --minibatches 4
+    python examples/entropy.py --gmpo --minibatches 4
+
+--bonus c subtracts c times the entropy of each token from its loss; here it has a gradient.
+--clip_cov r (arXiv:2505.22617): a share r of the tokens gets no gradient. They are drawn
+from those whose log-prob is high while their advantage is, which lower the entropy most: the
+product of both distances from the mean is between LOW and HIGH.
+--gmpo (arXiv:2507.20673): the geometric mean of a sequence's ratios, each bounded on the
+side to which the advantage pushes it; the bounds are wide, e^-0.4 to e^0.4.
+"""
+import argparse
+import random
+import sys
+from pathlib import Path
+from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import nano_rlvr as nr  # noqa: E402
+from runtime import trainer  # noqa: E402
+from runtime.batch import sequence_mean  # noqa: E402
+
+LOW, HIGH = 1.0, 5.0
+
+
+def with_bonus(coefficient):
+    """nr.policy_loss minus coefficient * entropy."""
+    def policy_loss(logp, old, ref, batch, cfg):
+        loss, terms = nr.policy_loss(logp, old, ref, batch, cfg)
+        return loss - coefficient * (batch.weight * batch.entropy).sum(), terms
+    return policy_loss
+
+
+def gmpo_loss(logp, old, ref, batch, cfg):
+    """GMPO's loss: one ratio per sequence, from bounded log-ratios of its tokens."""
+    old = logp.detach() if old is None else old
+    sign = batch.advantage.sign()  # (R,)
+    log_ratio = sign * (sign * (logp - old)).clamp(max=0.4)  # (R,) pessimistic, as PPO's minimum
+    ratio = sequence_mean(log_ratio, batch).exp()  # (R,)
+    mismatch = old - batch.vllm_logps  # (R,)
+    terms = {"ratio": ratio, "clipped": log_ratio != logp - old, "mismatch": mismatch,
+             "mismatch/k3": nr.k3(batch.vllm_logps, old)}
+    loss = -ratio * batch.advantage  # (R,)
+    if cfg.correction != "none":
+        terms["correction"] = nr.importance(mismatch, batch, cfg)  # (R,)
+        loss = loss * terms["correction"]  # (R,)
+    return (batch.weight * loss).sum(), terms
+
+
+def clip_cov(rollouts, logps, share, rng):
+    """Sets the advantage of the tokens to 0 that Clip-Cov draws. Returns their number.
+
+    logps: per rollout, a list with the log-prob of each sampled token.
+    """
+    places = [(r, i) for r in rollouts for i, sampled in enumerate(r.sampled) if sampled]
+    logps = [logp for own in logps for logp in own]
+    advantages = [r.advantages[i] for r, i in places]
+    mean_logp, mean = fmean(logps), fmean(advantages)
+    found = [place for place, logp, a in zip(places, logps, advantages)
+             if LOW <= (logp - mean_logp) * (a - mean) <= HIGH]
+    drawn = rng.sample(found, min(len(found), int(share * len(places))))
+    for r, i in drawn:
+        r.advantages[i] = 0.0
+    return len(drawn)
+
+
+def train(run, own):
+    """nano_rlvr's loop with these changes."""
+    def assign_advantages(groups, cfg, running_mean):
+        running_mean = nr.assign_advantages(groups, cfg, running_mean)
+        rollouts, step = sum(groups, []), run.checkpoints.progress.step
+        if own.clip_cov and rollouts:
+            logps = trainer.token_logps(run.policy, rollouts, rollouts[0], cfg)
+            rng = random.Random(f"{cfg.seed}/{step}")
+            run.metrics["clip_cov"] = clip_cov(rollouts, logps, own.clip_cov, rng)
+        return running_mean
+
+    policy_loss = gmpo_loss if own.gmpo else with_bonus(own.bonus)
+    nr.train(run, assign_advantages=assign_advantages, policy_loss=policy_loss)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--bonus", type=float, default=0.0)
+    parser.add_argument("--clip_cov", type=float, default=0.0)
+    parser.add_argument("--gmpo", action="store_true")
+    own, argv = parser.parse_known_args()
+    nr.main(argv, lambda run: train(run, own))
