@@ -4,9 +4,9 @@
     python -m runtime.report runs/a runs/b --out ab.html   several runs in one report
     python -m runtime.report runs/a runs/b --out ab.png    only reward, accuracy and length
 
-Runs that differ only in the seed are one line: the mean, with the 95 % t interval over the seeds
-as a band. matplotlib draws the charts as SVG with text: no script to load, sharp at any size. At
-most 2,000 rollouts of a run are shown, see shown(). docs/report.md says how to read the report.
+A run is a line; bench/seeds.py has means over seeds. matplotlib draws the charts as SVG with text:
+no script to load, sharp at any size. At most 2,000 rollouts of a run are shown, see shown().
+docs/report.md says how to read the report.
 """
 import argparse
 import base64
@@ -19,16 +19,10 @@ import math
 import re
 import sys
 from pathlib import Path
-from statistics import fmean
 
-import numpy as np
-
-from runtime import folder
 from runtime.shape import first_line
-from runtime.stats import mean_interval
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-SAME_BUT_SEED = folder.FREE - {"data", "eval_data"} | {"seed"}  # may differ between runs of a line
 LIMIT = 2000  # rollouts of a run
 QUESTIONS = 1000  # of the evaluation, the first ones, are shown
 STAGES = ("rollout", "reward", "update", "sync")
@@ -66,21 +60,6 @@ def read_run(path):
     about = json.loads((path / "config.json").read_text())
     return {"path": path, "name": path.resolve().name, "about": about, "config": about["config"],
             "rows": read(path)}
-
-
-def lines_of(runs):
-    """{label: runs that differ only in the seed}. The label has the flags in which lines differ."""
-    first, *others = [run["config"] for run in runs]
-    differ = [name for name in first if name not in SAME_BUT_SEED
-              and any(config.get(name) != first[name] for config in others)]
-    lines, labelled = {}, {}
-    for run in runs:
-        flags = tuple(f"{name} {run['config'].get(name)}" for name in differ)
-        lines.setdefault(flags, []).append(run)
-    for flags, line in lines.items():
-        notes = [*flags, *[f"{len(line)} seeds"] * (len(line) > 1)]
-        labelled[line[0]["name"] + f" ({', '.join(notes)})" * bool(notes)] = line
-    return labelled
 
 
 def stage_seconds(rows, stages=STAGES):
@@ -170,48 +149,36 @@ def figure(**args):
     return Figure(layout="constrained", **args)
 
 
-def draw(axis, lines, key, style="-"):
-    """A line per label: the mean of a metric over the seeds, with its interval as a band.
-
-    The band of one run's accuracy is that of the evaluation. The scale is that of the lines: the
-    interval of two seeds would flatten them.
-    """
-    from matplotlib.collections import FillBetweenPolyCollection
+def draw(axis, runs, key, style="-"):
+    """A line per run; the accuracy has its interval as a band."""
     is_accuracy = key == "eval/accuracy"
-    for i, (label, runs) in enumerate(lines.items()):
-        values = [series(run["rows"], key) for run in runs]
-        steps = sorted(set.intersection(*map(set, values)))
-        points = [mean_interval([x[step] for x in values]) for step in steps]
-        if is_accuracy and len(runs) == 1:
-            points = [(row[key], row["eval/low"], row["eval/high"])
-                      for row in runs[0]["rows"] if key in row]
-        mean, low, high = np.array(points, float).reshape(-1, 3).T
-        axis.plot(steps, mean, style, color=f"C{i}", marker="o" if is_accuracy else "", ms=3,
-                  label=label.replace("$", r"\$"))  # "$" would begin a formula
-        band = FillBetweenPolyCollection(
-            "x", np.array(steps), low, high, color=f"C{i}", alpha=0.2, lw=0)
-        axis.add_collection(band, autolim=False)
+    for i, run in enumerate(runs):
+        values = series(run["rows"], key)
+        axis.plot(values.keys(), values.values(), style, color=f"C{i}", ms=3,
+                  marker="o" if is_accuracy else "",
+                  label=run["name"].replace("$", r"\$"))  # "$" would begin a formula
+        if is_accuracy:
+            band = [series(run["rows"], name).values() for name in ("eval/low", "eval/high")]
+            axis.fill_between(list(values), *map(list, band), color=f"C{i}", alpha=0.2, lw=0)
 
 
-def draw_stages(axis, runs):
-    """Seconds per stage, stacked, mean of the seeds. Dashed: the update's FLOPs at peak speed."""
-    trained = [[row for row in run["rows"] if "mfu" in row] for run in runs]
-    steps, seconds, bound = [], [], []
-    for rows in zip(*trained):  # a row of each seed
-        steps.append(rows[0]["step"])
-        seconds.append([stage_seconds(rows, [stage]) / len(rows) for stage in STAGES])
-        bound.append(fmean(row["mfu"] * row["seconds/update"] for row in rows))
-    if steps:
-        axis.stackplot(steps, *zip(*seconds), alpha=0.75, step="mid", lw=0)
+def draw_stages(axis, run):
+    """Seconds per stage, stacked. Dashed: the update's FLOPs at peak speed."""
+    rows = [row for row in run["rows"] if "mfu" in row]
+    if rows:
+        steps = [row["step"] for row in rows]
+        seconds = [[stage_seconds([row], [stage]) for row in rows] for stage in STAGES]
+        axis.stackplot(steps, *seconds, alpha=0.75, step="mid", lw=0)
+        bound = [row["mfu"] * row["seconds/update"] for row in rows]
         axis.plot(steps, bound, color="black", lw=1, ls="--")
 
 
-def write_curve(lines, out):
-    """Writes a picture: reward, held-out accuracy and tokens per completion, a line per label."""
+def write_curve(runs, out):
+    """Writes a picture: reward, held-out accuracy and tokens per completion, a line per run."""
     fig = figure(figsize=(12, 3.6))
     keys = ("reward/mean", "eval/accuracy", "completion/length")
     for axis, key in zip(fig.subplots(1, 3), keys):
-        draw(axis, lines, key)
+        draw(axis, runs, key)
         axis.set(xlabel="step", title=key)
     axis.legend(fontsize=8)
     fig.savefig(out, dpi=120)
@@ -231,24 +198,24 @@ CHARTS = [  # title, caption, {metric: style of its line}, properties of the axi
      {"mismatch/mean_abs": "-", "mismatch/max": ":"}, dict(yscale="log"))]
 
 
-def charts(lines):
+def charts(runs):
     """The charts as HTML, those that the runs have numbers for."""
     import matplotlib
-    found = {key for runs in lines.values() for run in runs for row in run["rows"] for key in row}
+    found = {key for run in runs for row in run["rows"] for key in row}
     figures = []
     with matplotlib.rc_context(STYLE):
         for title, caption, metrics, axes in CHARTS:
             if metrics.keys() <= found:
                 axis = figure(figsize=(4.2, 2.4)).subplots()
                 for key, style in metrics.items():
-                    draw(axis, lines, key, style)
+                    draw(axis, runs, key, style)
                 figures.append(to_html(axis, title, caption, **axes))
         stages = " ".join(swatch(i) + stage for i, stage in enumerate(STAGES))
         stages += "<br>dashed: the update's bound, its FLOPs at the device's peak speed"
-        for label, runs in lines.items() if "mfu" in found else ():
+        for run in runs if "mfu" in found else ():
             axis = figure(figsize=(4.2, 2.4)).subplots()
-            draw_stages(axis, runs)
-            title = "Seconds per step" + f": {html.escape(label)}" * (len(lines) > 1)
+            draw_stages(axis, run)
+            title = f"Seconds per step: {html.escape(run['name'])}"
             figures.append(to_html(axis, title, stages))
     return "\n".join(figures)
 
@@ -270,18 +237,17 @@ def swatch(i):
     return f"<span class=swatch style='background: {to_hex(f'C{i}')}'></span>"
 
 
-def summary(lines):
-    """A table with a row per line: accuracy before and after, steps, seconds, command. As HTML."""
+def summary(runs):
+    """A table with a row per run: accuracy before and after, steps, seconds, command. As HTML."""
     rows = ["<tr><th>run<th>accuracy before<th>after<th>steps<th>time"]
-    for i, (label, runs) in enumerate(lines.items()):
-        evals = [list(series(run["rows"], "eval/accuracy").values()) for run in runs]
+    for i, run in enumerate(runs):
+        about, evals = run["about"], list(series(run["rows"], "eval/accuracy").values())
         accuracy = ["–", "–"]  # before, after
-        if all(evals):
-            accuracy = [f"{fmean(run[at] for run in evals):.1%}" for at in (0, -1)]
-        seconds = sum(stage_seconds(run["rows"], [*STAGES, "evaluate"]) for run in runs) / len(runs)
-        steps = max((row["step"] for row in runs[0]["rows"]), default=0)
-        cells = [label, *accuracy, str(steps), f"{seconds:.0f} s"]
-        about = runs[0]["about"]
+        if evals:
+            accuracy = [f"{evals[at]:.1%}" for at in (0, -1)]
+        seconds = stage_seconds(run["rows"], [*STAGES, "evaluate"])
+        steps = max((row["step"] for row in run["rows"]), default=0)
+        cells = [run["name"], *accuracy, str(steps), f"{seconds:.0f} s"]
         where = ", ".join(about[name] for name in ("command", "commit", "device") if name in about)
         rows.append(f"<tr><td>{swatch(i)}{'<td>'.join(map(html.escape, cells))}\n"
                     f"<tr class=quiet><td colspan={len(cells)}>{html.escape(where)}")
@@ -293,15 +259,14 @@ def summary(lines):
 def write(folders, out):
     """Writes the report of these run folders, or only the curve if `out` ends in .png."""
     runs = list(map(read_run, folders))
-    lines = lines_of(runs)
     if Path(out).suffix == ".png":
-        return write_curve(lines, out)
+        return write_curve(runs, out)
     data = [{"name": run["name"], "rollouts": rollouts(run),
              **questions(read(run["path"], "eval.jsonl"))} for run in runs]
     # base64 has no "<": the browser reads no text of a model as HTML
     packed = base64.b64encode(gzip.compress(json.dumps(data).encode(), 6, mtime=0)).decode()
-    texts = {"TITLE": html.escape(", ".join(lines)), "SUMMARY": summary(lines),
-             "CHARTS": charts(lines), "DATA": packed}
+    texts = {"TITLE": html.escape(", ".join(run["name"] for run in runs)),
+             "SUMMARY": summary(runs), "CHARTS": charts(runs), "DATA": packed}
     # in one pass: a run may have one of these names
     page = re.sub("@@(TITLE|SUMMARY|CHARTS|DATA)@@", lambda m: texts[m[1]], TEMPLATE.read_text())
     Path(out).write_text(page)

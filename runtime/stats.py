@@ -1,13 +1,10 @@
 """Statistics of groups, optimizer steps and answers."""
 import math
-from statistics import fmean, stdev
+from statistics import fmean
 
 import torch
 
 from runtime import dist
-
-# Student's t: 95 % of the values lie in +- T[degrees of freedom - 1]
-T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 def is_flat(group):
@@ -26,16 +23,6 @@ def wilson_interval(hits, n):
     center = p + z * z / (2 * n)
     margin = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return (center - margin) / (1 + z * z / n), (center + margin) / (1 + z * z / n)
-
-
-def mean_interval(values):
-    """(mean, low, high): 95 % t interval of the mean; NaN if there is one value. That of more than
-    11 values is a little too wide."""
-    mean, half = fmean(values), math.nan
-    if len(values) > 1:
-        t = T[min(len(values), 11) - 2]
-        half = t * stdev(values) / math.sqrt(len(values))
-    return mean, mean - half, mean + half
 
 
 def pass_at_k(n, correct, k):
