@@ -37,15 +37,8 @@ def vote_of(rollout):
 
 
 def best_is_right(group, scores):
-    """Whether the sample with the highest score is right, the first of equals; None is no score."""
-    scored = [(score, r) for score, r in zip(scores, group) if score is not None]
-    return is_right(max(scored, key=lambda pair: pair[0])[1])
-
-
-def greedy_values(rollout):
-    """{metric: value} of a greedy completion. One without a verdict is wrong."""
-    return {"accuracy": is_right(rollout), "no_verdict": first_part(rollout) is None,
-            "length": rollout.length, "truncated": rollout.truncated}
+    """Whether the sample with the highest score is right, the first of equals."""
+    return is_right(max(zip(scores, group), key=lambda pair: pair[0])[1])
 
 
 def sample_values(group):
@@ -92,7 +85,8 @@ def summary(examples, indices, greedy, groups, cfg):
     the scored samples of each, with --eval_n, else []. With several sets there are also
     eval/<set>/..., and eval/... has the means of the sets. Collective.
     """
-    values = [greedy_values(r) for r in greedy]  # per example, {metric: value}
+    values = [{"accuracy": is_right(r), "no_verdict": first_part(r) is None, "length": r.length,
+               "truncated": r.truncated} for r in greedy]  # per example; no verdict is wrong
     for value, group in zip(values, groups):
         value |= sample_values(group)
     answers = [{"set": e.get("eval_set", cfg.eval_data or cfg.data or cfg.task),

@@ -10,8 +10,10 @@ import torch
 
 from conftest import ENV, ROOT
 from models import SIZES
-from runtime import doctor
 from runtime.memory import GIB
+
+sys.path.append(str(ROOT / "examples"))
+import doctor  # noqa: E402
 
 CHECKS = (doctor.versions, doctor.device, doctor.host, doctor.plan, doctor.disk)  # step takes long
 
@@ -34,7 +36,7 @@ def diagnose(monkeypatch, capsys, tmp_path):
 
 
 FAULTS = {  # what is replaced -> by what; the check that notices, its status, its words
-    "runtime.doctor.metadata.distributions": (
+    "doctor.metadata.distributions": (
         lambda: [], "versions", "note", "torch is missing, pinned 2.*-r requirements-cpu.txt"),
     "shutil.which": (lambda tool: tool, "device", "note", "pip install -r requirements.txt"),
     "runtime.memory.free_host_bytes": (
@@ -89,7 +91,7 @@ def test_memory_gb_without_a_gpu_shows_the_plan_for_one_of_that_size(diagnose, t
 
 
 def test_the_whole_command_takes_a_step(tmp_path):
-    command = [sys.executable, "-m", "runtime.doctor", "--out", str(tmp_path)]
+    command = [sys.executable, "examples/doctor.py", "--out", str(tmp_path)]
     env = ENV | {"WANDB_API_KEY": "sentinel", "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert "ok    step      the bundled model takes a step" in done.stdout, done.stdout

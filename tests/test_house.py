@@ -18,11 +18,10 @@ FLOORS = [
     ["runtime.trainer", "runtime.evaluation", "runtime.log"],
     ["runtime.guard", "runtime.checkpoint", "runtime.flags"],
     ["nano_rlvr"],
-    ["runtime.doctor"],
 ]
 PRODUCT = sorted(path for pattern in ("*.py", "runtime/*.py", "verify/*.py")
                  for path in ROOT.glob(pattern))
-MOST_LINES = 6060  # to become 5,900
+MOST_LINES = 5900
 
 
 @pytest.fixture(scope="module")
