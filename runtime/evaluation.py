@@ -37,8 +37,9 @@ def vote_of(rollout):
 
 
 def best_is_right(group, scores):
-    """Whether the sample with the highest score is right, the first of equals."""
-    return is_right(max(zip(scores, group), key=lambda pair: pair[0])[1])
+    """Whether the sample with the highest score is right, the first of equals; None is no score."""
+    scored = [(score, r) for score, r in zip(scores, group) if score is not None]
+    return is_right(max(scored, key=lambda pair: pair[0])[1])
 
 
 def sample_values(group):

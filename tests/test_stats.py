@@ -84,7 +84,7 @@ def test_the_sample_with_the_highest_mean_log_prob_of_its_sampled_tokens_is_chos
     assert best((1, [-1.0] * 4, None), (0, *tool))
     group = [completion(parts={"x": x}) for x in (0.0, 1.0, 1.0)]
     assert not evaluation.best_is_right(group, [0.5, 0.5, 0.1])  # the first of equals
-    assert evaluation.best_is_right(group, [-3.0, -2.0, -3.0])
+    assert evaluation.best_is_right(group, [None, -2.0, -3.0])  # None is no value
 
 
 def test_docstring_examples():
