@@ -8,18 +8,25 @@ DEV := .venv/ready-requirements-dev.txt
 demo: $(READY)
 	.venv/bin/python nano_rlvr.py
 
+# two files run in processes of their own: after the others, an engine of vLLM was left with open requests
+PYTEST := .venv/bin/python -m pytest -q -rs --durations=10
+MOST := tests -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/test_sampler.py --ignore tests/test_tools.py
+
 test: $(DEV)
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest tests -q -rs -n 2 --dist loadfile --no-loadscope-reorder --durations=10 \
-		--ignore tests/test_sampler.py --ignore tests/test_tools.py
-	# in processes of their own: after the other files, an engine of vLLM was left with open requests
-	.venv/bin/python -m pytest tests/test_sampler.py -q
-	.venv/bin/python -m pytest tests/test_tools.py -q
+	$(PYTEST) $(MOST)
+	$(PYTEST) tests/test_sampler.py
+	$(PYTEST) tests/test_tools.py
 
 # plant faults, or random mutants, one at a time, and see which test notices each (an hour and more)
+COVER := $(PYTEST) --cov=. --cov-context=test --cov-report= --cov-append --junitxml=.pytest_cache/durations
+
+mutations mutants: export COVERAGE_FILE := .pytest_cache/coverage.db
 mutations mutants: $(DEV)
-	COVERAGE_FILE=.pytest_cache/coverage.db .venv/bin/python -m pytest tests -q -n 2 --dist loadfile \
-		--no-loadscope-reorder --cov=. --cov-context=test --cov-report= --junitxml=.pytest_cache/durations.xml
+	rm -f $(COVERAGE_FILE)
+	$(COVER).xml $(MOST)
+	$(COVER)-sampler.xml tests/test_sampler.py
+	$(COVER)-tools.xml tests/test_tools.py
 	.venv/bin/python tests/mutations.py $(if $(filter mutants,$@),--random 300)
 
 # run the notebooks and store their outputs

@@ -10,7 +10,7 @@ The planted faults are in faults.txt: kinds of mistakes that were made or are ea
 changes an operator, a number, a comparison or a condition. A copy of the repository with the change
 is tested in a forked child (torch, TRL and vLLM are imported once, here). It runs the tests that
 reach the changed lines, the quickest files first, up to --seconds of them; coverage.db and
-durations.xml in .pytest_cache tell which they are. Prints a line per change and the diff of those
+durations*.xml in .pytest_cache tell which they are. Prints a line per change and the diff of those
 that no test noticed: a gap, or the same program (say why). Exits with 1 if a planted fault is not
 noticed, or if a test fails without a change.
 """
@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COVERAGE, DURATIONS = ROOT / ".pytest_cache/coverage.db", ROOT / ".pytest_cache/durations.xml"
+MEASURED = ROOT / ".pytest_cache"  # what the run of the suite has left
 PRODUCT = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/*.py", "runtime/*.html", "verify/*.py",
            "examples/*.py")  # where faults are planted
 DRAWN = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/batch.py", "runtime/evaluation.py",
@@ -98,10 +98,12 @@ class Coverage:
 
     def __init__(self):
         import coverage
-        self.data = coverage.CoverageData(str(COVERAGE))
+        self.data = coverage.CoverageData(str(MEASURED / "coverage.db"))
         self.data.read()
         self.seconds = {}  # test -> seconds, of those that passed, in the order of their files
-        for case in xml.etree.ElementTree.parse(DURATIONS).iter("testcase"):
+        files = sorted(MEASURED.glob("durations*.xml"))  # of several processes
+        parsed = [xml.etree.ElementTree.parse(file).iter("testcase") for file in files]
+        for case in itertools.chain(*parsed):
             if all(case.find(outcome) is None for outcome in ("failure", "error", "skipped")):
                 path = case.get("classname").replace(".", "/") + ".py"
                 self.seconds[f"{path}::{case.get('name')}"] = float(case.get("time"))
