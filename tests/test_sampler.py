@@ -180,7 +180,7 @@ def load(vllm_model, weights, loads):
     llm._llm = SimpleNamespace(
         collective_rpc=lambda name, kwargs: loads(kwargs["weights_iterator"]),
         reset_prefix_cache=int, apply_model=lambda function: [function(vllm_model)])
-    llm.load(iter(weights.items()))
+    llm.load(iter(weights.items()), len(weights))
 
 
 @pytest.mark.exercise_16
@@ -196,8 +196,9 @@ def test_every_sync_is_checked_and_a_failure_names_the_tensor_and_the_rank(weigh
         load(Fused(wrong), weights, loads=list)
     with pytest.raises(RunError, match="it has model.embed_tokens.weight, .* and 27 more"):
         load(Fused(weights), weights, loads=id)  # vLLM ignores the iterator
-    with pytest.raises(RunError, match="on rank 0 at model.layers.0.mlp.down_proj.weight: "
-                       "ValueError: wrong shape"):
+    number = 1 + list(weights).index("model.layers.0.mlp.down_proj.weight")
+    with pytest.raises(RunError, match=f"on rank 0 at tensor {number} of {len(weights)}, "
+                       "model.layers.0.mlp.down_proj.weight: ValueError: wrong shape"):
         load(Fused(weights), weights, refuse)
 
 
