@@ -60,7 +60,7 @@ class Config(flags.RunFlags):
     """
 
     # rollout
-    rollout: str = ""  # my_file.py:my_rollout samples instead of the function below, as with tools
+    rollout: str = ""  # my_file.py:my_rollout samples instead of the function below: tools
     steps: int = 200  # rollout batches; each gives epochs * minibatches optimizer steps
     prompts: int = 64  # G: prompts per step, over all ranks
     samples: int = 8  # n: completions per prompt
@@ -80,7 +80,7 @@ class Config(flags.RunFlags):
     tau: float = 1.0  # soft gate: temperature for positive advantages; squared: penalty weight
     tau_neg: float = 1.05  # soft gate: temperature for negative advantages
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference
-    kl_in: Literal["loss", "reward"] = "loss"  # add k3 to the loss, or take k1 from the reward
+    kl_in: Literal["loss", "reward"] = "loss"  # add k3 to the loss, or reward -= log(pi / ref)
     # importance weight for the difference between vLLM's and the trainer's log-probs
     correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     correction_cap: float = 2.0  # largest importance weight pi_trainer / pi_vllm
@@ -152,7 +152,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
         [list(sample.token_ids) for _, sample in samples], skip_special_tokens=True)
     rollouts = []
     for (prompt, sample), text in zip(samples, texts):
-        logps = sample.logprobs.logprobs  # logprobs=0 returns only that of the sampled token
+        logps = sample.logprobs.logprobs  # of sampled tokens only (logprobs=0), at temperature
         truncated = sample.finish_reason == "length"
         rollouts.append(Rollout(prompt, list(sample.token_ids), text, truncated, logps))
     return rollouts
@@ -170,9 +170,9 @@ def rollout_function(name):
 def score(rollouts, examples, verifier, step=0):
     """Fills reward, parts and steps of the N rollouts of G examples. Returns counts of failures.
 
-    A reward function is f(completions, **columns) -> list of float, None or, for process
-    supervision, lists of (end, reward), one per step: `end` is the number of characters up to its
-    end. A completion is a string, or with --template chat a list with one message.
+    A reward function is f(completions, **columns) -> list with, per completion, a float, None or,
+    for process supervision, a list of (end, reward), one per step: `end` is the number of
+    characters up to its end. A completion is a text, with --template chat a list of one message.
     Columns: those of the examples, None where an example lacks one; prompts (the questions),
     completion_ids and step; sample_index, the number of a completion among those of its prompt.
     """
@@ -192,7 +192,7 @@ def score(rollouts, examples, verifier, step=0):
 
 
 def collect_rollouts(run, step):
-    """Stages 1 and 2 for this rank. -> (minibatches of groups to train on, all groups).
+    """Stages 1 and 2 for this rank. -> (split: groups to train on per minibatch, all groups).
 
     With drop_flat_groups, groups whose rewards are all the same are left out. With resample, new
     prompts are then drawn until the ranks together have enough: DAPO's dynamic sampling. Of the
@@ -222,15 +222,15 @@ def collect_rollouts(run, step):
             sampled.append(group)
             if not (cfg.drop_flat_groups and stats.is_flat(group)):
                 groups[draw * cfg.prompts + first + i] = group
-        kept = sorted(dist.all_gather(list(groups)))[:cfg.prompts]  # of all ranks
+        kept = sorted(dist.all_gather(list(groups)))[:cfg.prompts]  # one list, of all ranks
         if len(kept) == cfg.prompts:
             break
     run.metrics["draws"] = draw + 1
     all_rewards = [r.reward for group in sampled for r in group]
     guard.check_verdicts("reward", all_rewards, run.metrics, run.verifier)
-    minibatches = [[groups[number] for number in kept[i::cfg.minibatches] if number in groups]
-                   for i in range(cfg.minibatches)]
-    return minibatches, sampled
+    split = [[groups[number] for number in kept[i::cfg.minibatches] if number in groups]
+             for i in range(cfg.minibatches)]
+    return split, sampled
 
 
 # ------------------------------------------------------------------------------------ 3. advantage
@@ -272,7 +272,7 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
 def assign_advantages(groups, cfg, running_mean):
     """Fills the advantages of each rollout. Returns the updated running mean. Collective.
 
-    With process supervision a rollout has K step rewards. Those of all steps of a group are
+    With process supervision a rollout has S step rewards. Those of all steps of a group are
     normalised together, and a token gets the sum of the advantages of the steps that end at it or
     later (GRPO+PS, arXiv:2402.03300, section 4.1.3).
     running_mean: moving average of the reward, for --baseline running; NaN before the first step.
@@ -281,13 +281,13 @@ def assign_advantages(groups, cfg, running_mean):
                 for group in groups]  # r.kl is 0 unless --kl_in reward
     all_rewards = torch.tensor(dist.all_gather(outcomes)).view(-1, cfg.samples)  # (G, n) all ranks
     if any(dist.all_gather([any(r.steps for group in groups for r in group)])):
-        all_rewards = step_rewards(groups, cfg)  # (G, n K)
+        all_rewards = step_rewards(groups, cfg)  # (G, n S)
     batch_mean = all_rewards.nanmean().item()  # NaN when nothing got a verdict
     if math.isnan(running_mean):
         running_mean = batch_mean
     advantages = group_advantages(
-        all_rewards, cfg.baseline, cfg.scale, running=running_mean)  # (G, n) or (G, n K)
-    set_advantages(groups, advantages)
+        all_rewards, cfg.baseline, cfg.scale, running=running_mean)  # (G, n) or (G, n S)
+    set_advantages(groups, advantages)  # this rank's rows
     return running_mean if math.isnan(batch_mean) else 0.9 * running_mean + 0.1 * batch_mean
 
 
@@ -330,7 +330,7 @@ def assign_token_weights(rollouts, cfg):
 
 
 def make_batches(groups, filler, cfg):
-    """The packs of one optimizer step, as collate returns them. filler: for ranks with fewer."""
+    """Packs of one optimizer step, from collate. filler: weight 0, as many packs on each rank."""
     trained = assign_token_weights([r for group in groups for r in group], cfg)
     trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
     packs = pack_evenly(trained, filler, cfg.pack_tokens)
@@ -437,9 +437,9 @@ def policy_loss(logp, old, ref, batch, cfg):
     if old is None:
         old = logp.detach()  # (R,)
     log_ratio = logp - old  # (R,) on-policy it is 0, but has a gradient
-    if cfg.ratio == "sequence":  # GSPO: geometric mean; it also averages the step advantages
+    if cfg.ratio == "sequence":  # GSPO: geometric mean; so each token gets the mean advantage
         log_ratio = sequence_mean(log_ratio, batch)  # (R,)
-    elif cfg.ratio == "product":  # RLOO: the ratio of the whole sequence, for each of its tokens
+    elif cfg.ratio == "product":  # RLOO: the sequence's ratio; its tokens' weights sum to 1/N
         log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (R,)
     elif cfg.ratio != "token":
         raise ValueError(f"unknown ratio {cfg.ratio!r}")
@@ -570,25 +570,25 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
     progress = run.checkpoints.progress
     sync_weights(policy, llm)
     for step in run.steps():  # evaluates and saves before a step
-        parts, sampled = collect_rollouts(run, step)  # 1. 2. groups per minibatch, all groups
-        groups = [group for part in parts for group in part]
+        split, sampled = collect_rollouts(run, step)  # 1. 2. groups per minibatch, all groups
+        groups = [group for part in split for group in part]
         filler = min((r for group in sampled for r in group), key=len)  # for ranks with fewer packs
         with timed(run.metrics, "sync"):
             llm.sleep()  # GPU memory: from vLLM to the trainer; sync_weights wakes it up
             trainer.place_frozen_weights(policy, dist.device())
-        shown = run.log.rollouts_with_tokens(step, sampled)  # by the report; none in most steps
+        shown = run.log.rollouts_with_tokens(step, sampled)  # for the report; mostly none
         with timed(run.metrics, "report"):
             before = trainer.token_logps(policy, shown, filler, cfg)
         with timed(run.metrics, "update"):
             if cfg.kl_in == "reward" and ref is not None:
                 run.metrics |= trainer.store_kl(policy, ref, groups, filler, cfg)
             progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
-            minibatches = [make_batches(part, filler, cfg) for part in parts]  # 4.
+            minibatches = [make_batches(part, filler, cfg) for part in split]  # 4.
             store_fixed_logps(policy, ref, sum(minibatches, []), cfg)  # 5. ref, old
             run.metrics["lr"] = trainer.set_lr(policy, step, cfg)
             history = []
             for _ in range(cfg.epochs):
-                for batches in filter(None, minibatches):  # without those of flat groups only
+                for batches in filter(None, minibatches):  # skips those with nothing to train
                     history.append(update(policy, batches, cfg, policy_loss))  # 5. 6. 7.
             run.metrics |= stats.step_means(history)
             progress.skipped = guard.count_skipped(
@@ -604,7 +604,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
 # ------------------------------------------------------------------------------------------- main
 
 def main(argv=None, train=train, sampler=Sampler):
-    """Runs the command line. train, sampler: your own loop, which gets a Run, and Sampler class."""
+    """Runs the command line. train: your loop, which gets a Run. sampler: your Sampler class."""
     stop.keep_printing()
     with stop.on_signals():
         with stop.with_one_line(ValueError, OSError, RuntimeError):

@@ -295,7 +295,7 @@ def step_ends_in_tokens(rollouts, tokenizer):
 
 
 def step_rewards(groups, cfg):
-    """(G, n K): the rewards of the K steps of each rollout, of the groups of all ranks. Collective.
+    """(G, n S): the rewards of the S steps of each rollout, of the groups of all ranks. Collective.
 
     An outcome reward is one step; shorter lists are filled with NaN. r.kl is subtracted from the
     last step.
@@ -305,20 +305,20 @@ def step_rewards(groups, cfg):
         values = [value for _, value in r.steps] or [math.nan if r.reward is None else r.reward]
         rows.append([*values[:-1], values[-1] - cfg.kl_coef * r.kl])
     rows = dist.all_gather(rows)  # in the order of the ranks
-    K = max(map(len, rows), default=1)
-    rows = [row + [math.nan] * (K - len(row)) for row in rows]
-    return torch.tensor(rows).view(-1, cfg.samples * K)
+    S = max(map(len, rows), default=1)
+    rows = [row + [math.nan] * (S - len(row)) for row in rows]
+    return torch.tensor(rows).view(-1, cfg.samples * S)
 
 
 def set_advantages(groups, advantages):
     """Fills r.advantages: a completion token gets the sum of the advantages of the steps that end
-    at it or after it. advantages (G, n K): those of the steps of all ranks. Collective."""
+    at it or after it. advantages (G, n S): those of the steps of all ranks. Collective."""
     start = sum(dist.all_gather([len(groups)])[:dist.rank()])  # groups of the ranks before
     for group, row in zip(groups, advantages[start:].tolist()):
-        K = len(row) // len(group)
+        S = len(row) // len(group)
         for i, r in enumerate(group):
             steps = r.steps or [(len(r.completion), r.reward)]
             at_end = np.zeros(len(r.completion))  # of the steps that end with this token
-            for (end, _), advantage in zip(steps, row[i * K:]):
+            for (end, _), advantage in zip(steps, row[i * S:]):
                 at_end[end - 1] += advantage
             r.advantages = at_end[::-1].cumsum()[::-1].tolist()
