@@ -487,7 +487,6 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
         logp, batch.entropy = policy(batch)  # (R,), (R,) a loss of yours may use the entropy
         loss, terms = policy_loss(logp, batch.old, batch.ref, batch, cfg)  # ()
         policy.backward(loss * dist.world_size())  # ZeRO averages over the ranks; we want the sum
-        batch.entropy = batch.entropy.detach()  # (R,)
         sums.append(stats.pack_sums(loss, terms, batch.entropy, batch.weight, cfg))
     metrics = stats.token_means(sums)  # means over tokens; sum of loss, maximum of mismatch/max
     guard.check_step(metrics, cfg.mismatch_bound, cfg.rollout)
@@ -521,6 +520,7 @@ class Run:
     ref: Any  # the frozen model of the KL, or None
     metrics: dict[str, float] = field(default_factory=dict)  # of the current step
     answers: list[dict] = field(default_factory=list)  # of its evaluation, if there is one
+    filler: Any = None  # its shortest rollout, with weight 0 in the packs of ranks with fewer
 
     def steps(self):
         """Yields the number of each step to take. Before a step: signals, evaluation, checkpoint.
@@ -572,7 +572,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
     for step in run.steps():  # evaluates and saves before a step
         split, sampled = collect_rollouts(run, step)  # 1. 2. groups per minibatch, all groups
         groups = [group for part in split for group in part]
-        filler = min((r for group in sampled for r in group), key=len)  # for ranks with fewer packs
+        filler = run.filler = min((r for group in sampled for r in group), key=len)
         with timed(run.metrics, "sync"):
             llm.sleep()  # GPU memory: from vLLM to the trainer; sync_weights wakes it up
             trainer.place_frozen_weights(policy, dist.device())

@@ -2,10 +2,9 @@
 
     python examples/async_rl.py --lag 1 --steps 50     all flags of nano_rlvr.py work
 
-vLLM and the rewards run in a second process, on the second GPU or on cores of the CPU. The rollouts
-of step t come from the weights before step t - lag; --lag 0 is synchronous. No queue decides which
-weights sample what: the same command gives the same bits, and so does a run that was killed and
-continues. The importance weight (--correction) is pi_trainer / pi_vllm: it covers old weights, too.
+vLLM and the rewards run in a second process, on the last GPU or on cores of the CPU. The rollouts
+of step t come from the weights before step t - lag; --lag 0 is synchronous. No queue decides: the
+same command gives the same bits, and so does a run that was killed and continues.
 """
 import argparse
 import ctypes
@@ -17,28 +16,28 @@ from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import torch  # noqa: E402
-from safetensors import safe_open  # noqa: E402
+from safetensors import SafetensorError, safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 import nano_rlvr as nr  # noqa: E402
-from runtime import checkpoint, dist, flags, sampler  # noqa: E402
+from runtime import checkpoint, dist, flags, folder, sampler, shape, stop  # noqa: E402
 
 here = {}  # in the sampler's process: "run", its Run, and "path", the file whose weights vLLM has
 
 
-def start(cfg):
-    """Makes a Run without a trainer."""
+def make_run(cfg, parent):
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends when the trainer ends
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both: the trainer decides
+    if os.getppid() != parent:
+        os._exit(1)
+    for number in stop.SIGNALS:  # they may reach both processes: the trainer decides
+        signal.signal(number, signal.SIG_IGN)
     del os.environ["RANK"]  # a process group of its own
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[-1]  # the trainer takes the first
     dist.init_process_group(cfg.timeout)
-    train_set, eval_set = nr.data.load_splits(cfg, flags.load_tokenizer(cfg))
-    verifier = nr.evaluation.start_verifier(cfg, train_set, eval_set)
-    here["run"] = nr.Run(
-        cfg, train_set, eval_set, verifier, None, None, nr.Sampler(cfg), None, None)
+    sets = nr.data.load_splits(cfg, flags.load_tokenizer(cfg))
+    verifier = nr.evaluation.start_verifier(cfg, *sets)
+    here["run"] = nr.Run(cfg, *sets, verifier, None, None, nr.Sampler(cfg), None, None)
 
 
 def answer(path, step, *request):
@@ -51,6 +50,8 @@ def answer(path, step, *request):
                 raise dist.RunError(f"{path} has other weights than the trainer wrote")
         run.llm.sleep()
         run.llm.load(weights.items(), len(weights))
+    elif step is not None and path.name != str(step):
+        run.llm.reset_prefix_cache()  # as after a load: a run that continues loads here
     here["path"], run.metrics = path, {}
     if step is None:
         return run.llm.generate(*request, use_tqdm=False)
@@ -59,25 +60,27 @@ def answer(path, step, *request):
 
 class RemoteSampler:
     """A Sampler in a process of its own, which answers calls in order. Each names its weights."""
-
     def __init__(self, cfg, lag):
-        if dist.world_size() > 1 or torch.cuda.device_count() == 1:
-            raise dist.RunError("async_rl needs one trainer, and two GPUs or none")
-        tokenizer = flags.load_tokenizer(cfg)
+        if "TORCHELASTIC_RUN_ID" in os.environ or nr.torch.cuda.device_count() == 1 or lag < 0:
+            raise dist.RunError("async_rl needs no torchrun, two GPUs or none, and --lag from 0")
+        tokenizer, vocabulary = flags.load_tokenizer(cfg), shape.ModelShape.of(cfg.model).vocab
         self.get_tokenizer = lambda: tokenizer
+        self.llm_engine = self.model_config = self  # for the checks of a --rollout function
+        self.get_vocab_size = lambda: vocabulary
         self.sleep = lambda: None  # vLLM has a device of its own
         self.lag, self.futures = lag, {}  # step -> the rollouts to come
         self.folder = Path(cfg.out) / cfg.name / f"weights-lag-{lag}"
         self.folder.mkdir(exist_ok=True)
         self.process = ProcessPoolExecutor(1, get_context("spawn"))
-        self.process.submit(start, cfg).result()
+        self.started = self.process.submit(make_run, cfg, os.getpid())
 
-    def load(self, named_weights, total=0):
+    def load(self, named_weights, total):
         """Writes the weights before the next step, and deletes those that nobody needs any more."""
         self.version += 1
         weights = {name: w.to("cpu", copy=True) for name, w in named_weights}
         sums = {name: str(sampler.checksum(w)) for name, w in weights.items()}
         save_file(weights, self.folder / "part", sums)
+        folder.sync(self.folder / "part")
         (self.folder / "part").rename(self.folder / str(self.version))
         starts = (self.version, *checkpoint.on_disk(self.folder.parent))  # where the run may go on
         for path in self.folder.glob("[0-9]*"):
@@ -104,16 +107,14 @@ def train(run):
     """nano_rlvr's loop. If the sampler's process ends, the run ends with one line."""
     run.llm.version = run.checkpoints.progress.step - 1  # load() begins with this step's weights
     try:
+        run.llm.started.result()
         nr.train(run, collect_rollouts=run.llm.collect)
-    except BrokenProcessPool as e:
-        raise dist.RunError("the sampler's process has ended; --resume continues the run") from e
-    finally:
-        run.llm.process.shutdown(cancel_futures=True)
+    except (BrokenProcessPool, SafetensorError) as e:
+        raise dist.RunError(f"the sampler's process has ended; --resume continues ({e})") from e
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--lag", type=int, default=1)
-    own, argv = parser.parse_known_args()
-    bound = ["--mismatch_bound", "20"] * (own.lag > 0)  # log-probs under old weights differ
-    nr.main([*bound, *argv], train, lambda cfg: RemoteSampler(cfg, own.lag))
+    own, argv = parser.parse_known_args()  # the log-probs of old weights differ without bound
+    nr.main(["--mismatch_bound", "20", *argv], train, lambda cfg: RemoteSampler(cfg, own.lag))

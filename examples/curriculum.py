@@ -5,9 +5,8 @@
 
 A group whose samples are all right, or all wrong, has advantage 0. So the questions whose pass rate
 is in a band are drawn (Kimi k1.5, arXiv:2501.12599, section 2.3.2). Before the first step, vLLM
-samples `--probe` answers to each of the first `--pool` questions. Later, each group of a step gives
-its question a new pass rate, so solved questions leave the band and harder ones come in; --fixed
-keeps the first rates. Pass rates are in <run>/pass_rates.jsonl, which --resume reads again.
+samples `--probe` answers to each of the first `--pool` questions. Later, each group gives its
+question a new pass rate (unless --fixed): solved questions leave the band, harder ones come in.
 """
 import argparse
 import json
@@ -17,7 +16,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import nano_rlvr as nr  # noqa: E402
-from runtime import dist, stats  # noqa: E402
+from runtime import dist, report, stats  # noqa: E402
 
 
 def in_band(examples, rates, low, high, least):
@@ -42,17 +41,21 @@ def train(run, low, high, pool, probe, fixed):
         with path.open("a") as file:
             print(json.dumps({"step": step, "rates": new}), file=file)
 
-    for line in path.read_text().splitlines() if path.exists() else []:
-        row = json.loads(line)
-        if row["step"] <= run.checkpoints.progress.step:  # the later ones are taken again
-            rates |= row["rates"]
+    rows = report.read(path.parent, path.name) if cfg.resume else []
+    rows = [row for row in rows if row["step"] <= run.checkpoints.progress.step]  # not later ones
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for row in rows:
+        rates |= row["rates"]
     if not rates:
+        nr.sync_weights(run.policy, run.llm)  # wakes vLLM
         run.log.say(f"pass rates of {len(everything)} questions, from {probe} samples each ...")
         seeds = [nr.data.request_seed(cfg.seed, "probe", i) for i in range(len(everything))]
         prompts = [e["prompt_ids"] for e in everything]
-        samples = nr.rollout(run.llm, prompts, probe, cfg.temperature, cfg.max_tokens, seeds)
+        samples = nr.rollout_function(cfg.rollout)(
+            run.llm, prompts, probe, cfg.temperature, cfg.max_tokens, seeds, top_p=cfg.top_p)
         nr.score(samples, everything, run.verifier)
         add(0, [samples[i:i + probe] for i in range(0, len(samples), probe)])
+        run.llm.sleep()
 
     def collect_rollouts(run, step):
         run.train_set = in_band(everything, rates, low, high, cfg.prompts)

@@ -4,7 +4,8 @@
 
 The advantage of a token is log pi_teacher - log pi_student: the sum over a completion is minus the
 KL that the student pays, and each token gets its own share of it, with no reward to wait for
-(arXiv:2306.13649 with the reverse KL; arXiv:2306.08543). Rewards are only shown. With
+(arXiv:2306.13649 with the reverse KL; arXiv:2306.08543). Rewards are only shown, None as 0. The
+memory plan does not count the teacher, which waits in host memory. With
 --teacher_prompt, a text is put before the teacher's prompt: without --teacher, the model then
 learns to do without that text (context distillation). Teacher and student share a tokenizer.
 """
@@ -19,22 +20,22 @@ from runtime import dist, trainer  # noqa: E402
 from runtime.model import on_device  # noqa: E402
 
 
-def token_advantages(policy, teacher, rollouts, prefix, cfg):
+def token_advantages(policy, teacher, rollouts, prefix, cfg, filler):
     """Fills r.advantages with log pi_teacher - log pi_student of each sampled token.
 
     prefix: token ids that stand before the teacher's prompts. Returns the mean: minus the KL.
     """
     seen = [dataclasses.replace(r, prompt=prefix + r.prompt) for r in rollouts]
     with on_device(teacher):
-        theirs = trainer.token_logps(teacher, seen, seen[0], cfg)
-    ours = trainer.token_logps(policy, rollouts, rollouts[0], cfg)
+        theirs = trainer.token_logps(teacher, seen, filler, cfg)
+    ours = trainer.token_logps(policy, rollouts, filler, cfg)
     for r, a, b in zip(rollouts, theirs, ours):
         gaps = iter([x - y for x, y in zip(a, b)])
         r.advantages = [next(gaps) if sampled else 0.0 for sampled in r.sampled]
         r.reward = 0.0 if r.reward is None else r.reward  # trained without a verdict, too
     total, tokens = dist.all_sum(
         sum(map(sum, (r.advantages for r in rollouts))), sum(r.length for r in rollouts))
-    return total / tokens
+    return total / max(1, tokens)
 
 
 def train(run, name, text):
@@ -45,7 +46,8 @@ def train(run, name, text):
 
     def assign_advantages(groups, cfg, running_mean):
         rollouts = [r for group in groups for r in group]
-        run.metrics["teacher/kl"] = -token_advantages(run.policy, teacher, rollouts, prefix, cfg)
+        run.metrics["teacher/kl"] = -token_advantages(
+            run.policy, teacher, rollouts, prefix, cfg, run.filler)
         return running_mean
 
     nr.train(run, assign_advantages=assign_advantages)

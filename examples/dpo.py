@@ -1,7 +1,6 @@
 """DPO on verified pairs: of the samples of a prompt, a right and a wrong one are a pair.
 
-    python examples/dpo.py --steps 20                flags of nano_rlvr.py work
-    python examples/dpo.py --offline --steps 20      all pairs are sampled from the starting model
+    python examples/dpo.py [--offline] --steps 20      offline: all samples of the starting model
 
 DPO (arXiv:2305.18290, eq. 7) minimises the mean over the pairs of -log sigmoid(margin), with
 
@@ -9,10 +8,10 @@ DPO (arXiv:2305.18290, eq. 7) minimises the mean over the pairs of -log sigmoid(
 
 Its gradient is -beta sigmoid(-margin) [grad log pi(right) - grad log pi(wrong)]: a policy gradient
 in which a right completion has the advantage beta sigmoid(-margin), a wrong one minus that, and all
-others 0. So DPO takes the place of the group's mean. One optimizer step per batch of rollouts: the
-margin is that before the step.
+others 0. The margin is that before the step, so a batch of rollouts gives one optimizer step.
 """
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -24,11 +23,11 @@ from runtime import dist, stats, trainer  # noqa: E402
 from runtime.model import on_device  # noqa: E402
 
 
-def assign_pairs(groups, policy, ref, beta, cfg):
+def assign_pairs(groups, policy, ref, beta, cfg, filler):
     """Fills the advantages of the pairs: (first right, first wrong) of each group. Collective.
 
-    With --aggregate constant the weight of a token is 1 / (N max_tokens) for N rollouts with a
-    reward. The advantages make up for it: the loss is the mean over the pairs. Returns metrics.
+    The advantages make up for the weight of a token, 1 / (N max_tokens) for N rollouts with a
+    reward: the loss is the mean over the pairs. Returns metrics.
     """
     judged = [[r for r in group if r.reward is not None] for group in groups]
     right = [[r for r in group if stats.is_right(r)] for group in judged]
@@ -36,9 +35,9 @@ def assign_pairs(groups, policy, ref, beta, cfg):
     pairs = [(a[0], b[0]) for a, b in zip(right, wrong) if a and b]
     total, sequences = dist.all_sum(len(pairs), sum(map(len, judged)))
     rollouts = [r for pair in pairs for r in pair]
-    ours = trainer.token_logps(policy, rollouts, groups[0][0], cfg)
+    ours = trainer.token_logps(policy, rollouts, filler, cfg)
     with on_device(ref):
-        theirs = trainer.token_logps(ref, rollouts, groups[0][0], cfg)
+        theirs = trainer.token_logps(ref, rollouts, filler, cfg)
     ratios = torch.tensor([sum(a) - sum(b) for a, b in zip(ours, theirs)])  # (2 pairs,)
     margins = beta * (ratios[::2] - ratios[1::2])  # (pairs,)
     scale = sequences * cfg.max_tokens / max(1, total)
@@ -52,11 +51,13 @@ def assign_pairs(groups, policy, ref, beta, cfg):
 
 
 def train(run, beta, offline):
-    """nano_rlvr's loop with these advantages."""
-    ref = nr.TokenLogps(nr.load_model(run.cfg).eval().requires_grad_(False), run.cfg.temperature)
+    """nano_rlvr's loop with these advantages. The memory plan does not count the reference."""
+    if run.cfg.epochs * run.cfg.minibatches > 1:
+        raise dist.RunError("dpo.py takes one step per batch: --epochs 1 --minibatches 1")
+    ref = nr.make_reference(dataclasses.replace(run.cfg, kl_coef=1.0, lora_rank=0))
 
     def assign_advantages(groups, cfg, running_mean):
-        run.metrics |= assign_pairs(groups, run.policy, ref, beta, cfg)
+        run.metrics |= assign_pairs(groups, run.policy, ref, beta, cfg, run.filler)
         return running_mean
 
     def collect_rollouts(run, step):
@@ -74,6 +75,6 @@ if __name__ == "__main__":
     parser.add_argument("--beta", type=float, default=0.1)
     parser.add_argument("--offline", action="store_true")
     own, argv = parser.parse_known_args()
-    stale = ["--mismatch_bound", "20", "--correction", "none"] if own.offline else []
-    nr.main(["--aggregate", "constant", "--kl_coef", "0", *stale, *argv],
-            lambda run: train(run, own.beta, own.offline))
+    fixed = "--aggregate constant --kl_coef 0 --correction none".split()
+    fixed += ["--mismatch_bound", "20"] * own.offline  # log-probs of old weights
+    nr.main([*fixed, *argv], lambda run: train(run, own.beta, own.offline))

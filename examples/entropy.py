@@ -25,10 +25,10 @@ from runtime.batch import sequence_mean  # noqa: E402
 LOW, HIGH = 1.0, 5.0
 
 
-def with_bonus(coefficient):
-    """nr.policy_loss minus coefficient * entropy."""
+def with_bonus(coefficient, base=nr.policy_loss):
+    """A loss minus coefficient * entropy."""
     def policy_loss(logp, old, ref, batch, cfg):
-        loss, terms = nr.policy_loss(logp, old, ref, batch, cfg)
+        loss, terms = base(logp, old, ref, batch, cfg)
         return loss - coefficient * (batch.weight * batch.entropy).sum(), terms
     return policy_loss
 
@@ -40,12 +40,16 @@ def gmpo_loss(logp, old, ref, batch, cfg):
     log_ratio = sign * (sign * (logp - old)).clamp(max=0.4)  # (R,) pessimistic, as PPO's minimum
     ratio = sequence_mean(log_ratio, batch).exp()  # (R,)
     mismatch = old - batch.vllm_logps  # (R,)
-    terms = {"ratio": ratio, "clipped": log_ratio != logp - old, "mismatch": mismatch,
+    clipped = (sign != 0) & (log_ratio != logp - old)  # (R,)
+    terms = {"ratio": ratio, "clipped": clipped, "mismatch": mismatch,
              "mismatch/k3": nr.k3(batch.vllm_logps, old)}
     loss = -ratio * batch.advantage  # (R,)
     if cfg.correction != "none":
         terms["correction"] = nr.importance(mismatch, batch, cfg)  # (R,)
         loss = loss * terms["correction"]  # (R,)
+    if ref is not None:
+        terms["kl"] = nr.k3(logp, ref)  # (R,)
+        loss = loss + cfg.kl_coef * terms["kl"]  # (R,)
     return (batch.weight * loss).sum(), terms
 
 
@@ -57,7 +61,7 @@ def clip_cov(rollouts, logps, share, rng):
     places = [(r, i) for r in rollouts for i, sampled in enumerate(r.sampled) if sampled]
     logps = [logp for own in logps for logp in own]
     advantages = [r.advantages[i] for r, i in places]
-    mean_logp, mean = fmean(logps), fmean(advantages)
+    mean_logp, mean = fmean(logps or [0.0]), fmean(advantages or [0.0])
     found = [place for place, logp, a in zip(places, logps, advantages)
              if LOW <= (logp - mean_logp) * (a - mean) <= HIGH]
     drawn = rng.sample(found, min(len(found), int(share * len(places))))
@@ -71,13 +75,13 @@ def train(run, own):
     def assign_advantages(groups, cfg, running_mean):
         running_mean = nr.assign_advantages(groups, cfg, running_mean)
         rollouts, step = sum(groups, []), run.checkpoints.progress.step
-        if own.clip_cov and rollouts:
-            logps = trainer.token_logps(run.policy, rollouts, rollouts[0], cfg)
+        if own.clip_cov:
+            logps = trainer.token_logps(run.policy, rollouts, run.filler, cfg)
             rng = random.Random(f"{cfg.seed}/{step}")
             run.metrics["clip_cov"] = clip_cov(rollouts, logps, own.clip_cov, rng)
         return running_mean
 
-    policy_loss = gmpo_loss if own.gmpo else with_bonus(own.bonus)
+    policy_loss = with_bonus(own.bonus, gmpo_loss if own.gmpo else nr.policy_loss)
     nr.train(run, assign_advantages=assign_advantages, policy_loss=policy_loss)
 
 

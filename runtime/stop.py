@@ -8,6 +8,7 @@ import ctypes
 import errno
 import io
 import os
+import shlex
 import signal
 import sys
 import time
@@ -62,7 +63,7 @@ def check(checkpoints):
         dist.print_once(
             f"nano_rlvr: stopped by {signal.Signals(number).name} at step "
             f"{checkpoints.progress.step}; continue with: "
-            f"python nano_rlvr.py --resume {checkpoints.folder}", file=sys.stderr)
+            f"python {shlex.join(sys.argv)} --resume {checkpoints.folder}", file=sys.stderr)
         raise SystemExit(128 + number)
 
 

@@ -50,7 +50,7 @@ def test_dpo_has_the_gradient_of_its_loss(models, tokenizer):
     policy, ref = models
     groups = groups_of(tokenizer)
     cfg = make_config(aggregate="constant", kl_coef=0.0, correction="none")
-    found = dpo.assign_pairs(groups, policy, ref, 0.3, cfg)
+    found = dpo.assign_pairs(groups, policy, ref, 0.3, cfg, groups[0][0])
     for batch in nr.make_batches(groups, groups[0][0], cfg):
         logp, _ = policy(batch)
         nr.policy_loss(logp, None, None, batch, cfg)[0].backward()
@@ -78,7 +78,8 @@ def test_a_distilled_token_has_the_advantage_log_teacher_minus_log_student(model
     prefix = tokenizer.encode("Think.", add_special_tokens=False)
     rollouts = fixed_rollouts(tokenizer)
     rollouts[1].sampled[0] = False  # a tool wrote it
-    mean = distill.token_advantages(student, teacher, rollouts, prefix, make_config())
+    mean = distill.token_advantages(
+        student, teacher, rollouts, prefix, make_config(), rollouts[0])
     for model in models:
         model.model.set_attn_implementation("eager")
     gaps = []
