@@ -10,10 +10,8 @@ demo: $(READY)
 
 # two files run in processes of their own: after the others, an engine of vLLM was left with open requests
 PYTEST := .venv/bin/python -m pytest -q -rs --durations=10
-# the longest first, so that both processes end together
-LONG := tests/test_run.py tests/test_notebooks.py
-MOST := $(LONG) tests -n 2 --dist loadfile --no-loadscope-reorder \
-	--ignore tests/test_sampler.py --ignore tests/test_tools.py
+# in the order of their names: test_run ends its engine, and with it this process's group
+MOST := tests -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/test_sampler.py --ignore tests/test_tools.py
 
 test: $(DEV)
 	.venv/bin/ruff check .
