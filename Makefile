@@ -10,7 +10,6 @@ demo: $(READY)
 
 # two files run in processes of their own: after the others, an engine of vLLM was left with open requests
 PYTEST := .venv/bin/python -m pytest -q -rs --durations=10
-# in the order of their names: test_run ends its engine, and with it this process's group
 MOST := tests -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/test_sampler.py --ignore tests/test_tools.py
 
 test: $(DEV)

@@ -161,9 +161,9 @@ def test_a_checkpoint_holds_the_weights_of_its_step(run):
 
 
 def test_the_final_folder_is_a_model_that_a_second_run_evaluates_with_the_same_result(
-        group, run, tmp_path):
+        run, tmp_path):
     flags = "--eval_size 9 --max_prompt 1536 --max_tokens 64 --steps 0 --name again".split()
-    nr.main(["--model", str(run / "final"), "--out", str(tmp_path), *flags])
+    finish(start("--model", run / "final", "--out", tmp_path, *flags))
     [again], last = lines(tmp_path / "again/metrics.jsonl"), lines(run / "metrics.jsonl")[-1]
     for name in ("eval/accuracy", "eval/length"):
         assert again[name] == last[name]
