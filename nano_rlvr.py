@@ -60,7 +60,7 @@ class Config(flags.RunFlags):
     """
 
     # rollout
-    rollout: str = ""  # my_file.py:my_rollout samples instead of the function below: tools
+    rollout: str = ""  # my_file.py:my_rollout, to sample in another way than below
     steps: int = 200  # rollout batches; each gives epochs * minibatches optimizer steps
     prompts: int = 64  # G: prompts per step, over all ranks
     samples: int = 8  # n: completions per prompt
@@ -572,18 +572,18 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
     for step in run.steps():  # evaluates and saves before a step
         split, sampled = collect_rollouts(run, step)  # 1. 2. groups per minibatch, all groups
         groups = [group for part in split for group in part]
-        filler = run.filler = min((r for group in sampled for r in group), key=len)
+        run.filler = min((r for group in sampled for r in group), key=len)
         with timed(run.metrics, "sync"):
             llm.sleep()  # GPU memory: from vLLM to the trainer; sync_weights wakes it up
             trainer.place_frozen_weights(policy, dist.device())
         shown = run.log.rollouts_with_tokens(step, sampled)  # for the report; mostly none
         with timed(run.metrics, "report"):
-            before = trainer.token_logps(policy, shown, filler, cfg)
+            before = trainer.token_logps(policy, shown, run.filler, cfg)
         with timed(run.metrics, "update"):
             if cfg.kl_in == "reward" and ref is not None:
-                run.metrics |= trainer.store_kl(policy, ref, groups, filler, cfg)
+                run.metrics |= trainer.store_kl(policy, ref, groups, run.filler, cfg)
             progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
-            minibatches = [make_batches(part, filler, cfg) for part in split]  # 4.
+            minibatches = [make_batches(part, run.filler, cfg) for part in split]  # 4.
             store_fixed_logps(policy, ref, sum(minibatches, []), cfg)  # 5. ref, old
             run.metrics["lr"] = trainer.set_lr(policy, step, cfg)
             history = []
@@ -594,7 +594,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
             progress.skipped = guard.count_skipped(
                 progress.skipped, step, history, groups, run.log.folder)
         with timed(run.metrics, "report"):
-            after = trainer.token_logps(policy, shown, filler, cfg)
+            after = trainer.token_logps(policy, shown, run.filler, cfg)
         with timed(run.metrics, "sync"):
             sync_weights(policy, llm)  # 8.
         run.metrics |= summary(cfg, groups, sampled, run.metrics)

@@ -12,6 +12,7 @@ product of both distances from the mean is between LOW and HIGH.
 side to which the advantage pushes it; the bounds are wide, e^-0.4 to e^0.4.
 """
 import argparse
+import dataclasses
 import random
 import sys
 from pathlib import Path
@@ -20,7 +21,6 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import nano_rlvr as nr  # noqa: E402
 from runtime import trainer  # noqa: E402
-from runtime.batch import sequence_mean  # noqa: E402
 
 LOW, HIGH = 1.0, 5.0
 
@@ -37,20 +37,15 @@ def gmpo_loss(logp, old, ref, batch, cfg):
     """GMPO's loss: one ratio per sequence, from bounded log-ratios of its tokens."""
     old = logp.detach() if old is None else old
     sign = batch.advantage.sign()  # (R,)
-    log_ratio = sign * (sign * (logp - old)).clamp(max=0.4)  # (R,) pessimistic, as PPO's minimum
-    ratio = sequence_mean(log_ratio, batch).exp()  # (R,)
-    mismatch = old - batch.vllm_logps  # (R,)
-    clipped = (sign != 0) & (log_ratio != logp - old)  # (R,)
-    terms = {"ratio": ratio, "clipped": clipped, "mismatch": mismatch,
-             "mismatch/k3": nr.k3(batch.vllm_logps, old)}
-    loss = -ratio * batch.advantage  # (R,)
-    if cfg.correction != "none":
-        terms["correction"] = nr.importance(mismatch, batch, cfg)  # (R,)
-        loss = loss * terms["correction"]  # (R,)
-    if ref is not None:
+    bounded = sign * (sign * (logp - old)).clamp(max=0.4)  # (R,) pessimistic, as PPO's minimum
+    free = dict(ratio="sequence", gate="clip", clip_low=1.0, clip_high=1e9, delta=0.0)
+    loss, terms = nr.policy_loss(
+        old + bounded, old, None, batch, dataclasses.replace(cfg, **free))
+    terms["clipped"] = (sign != 0) & (bounded != logp - old)  # (R,)
+    if ref is not None:  # not of the bounded log-probs
         terms["kl"] = nr.k3(logp, ref)  # (R,)
-        loss = loss + cfg.kl_coef * terms["kl"]  # (R,)
-    return (batch.weight * loss).sum(), terms
+        loss = loss + cfg.kl_coef * (batch.weight * terms["kl"]).sum()
+    return loss, terms
 
 
 def clip_cov(rollouts, logps, share, rng):

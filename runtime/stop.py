@@ -60,10 +60,11 @@ def check(checkpoints):
     """Ends the run with a checkpoint if one of the ranks got a signal. Collective."""
     if number := max(dist.all_gather([received])):
         checkpoints.save()
+        again = [] if "--resume" in sys.argv else ["--resume", str(checkpoints.folder)]
         dist.print_once(
             f"nano_rlvr: stopped by {signal.Signals(number).name} at step "
             f"{checkpoints.progress.step}; continue with: "
-            f"python {shlex.join(sys.argv)} --resume {checkpoints.folder}", file=sys.stderr)
+            f"python {shlex.join([*sys.argv, *again])}", file=sys.stderr)
         raise SystemExit(128 + number)
 
 
