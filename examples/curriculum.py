@@ -6,7 +6,7 @@
 A group whose samples are all right, or all wrong, has advantage 0. So the questions whose pass rate
 is in a band are drawn (Kimi k1.5, arXiv:2501.12599, section 2.3.2). Before the first step, vLLM
 samples `--probe` answers to each of the first `--pool` questions. Later, each group gives its
-question a new pass rate (unless --fixed): solved questions leave the band, harder ones come in.
+question a new pass rate (unless --fixed): solved ones leave the band, others enter. One process.
 """
 import argparse
 import json

@@ -4,10 +4,11 @@
 
 The advantage of a token is log pi_teacher - log pi_student: the sum over a completion is minus the
 KL that the student pays, and each token gets its own share of it, with no reward to wait for
-(arXiv:2306.13649 with the reverse KL; arXiv:2306.08543). Rewards are only shown, None as 0. The
-memory plan does not count the teacher, which waits in host memory. With
---teacher_prompt, a text is put before the teacher's prompt: without --teacher, the model then
-learns to do without that text (context distillation). Teacher and student share a tokenizer.
+(arXiv:2306.13649 with the reverse KL; arXiv:2306.08543). Rewards are only shown, None as 0.
+
+--teacher_prompt puts a text before the teacher's prompt. Without --teacher, the model then learns
+to do without that text (context distillation). Teacher and student share a tokenizer. The teacher
+waits in host memory, and the memory plan does not count it.
 """
 import argparse
 import dataclasses
