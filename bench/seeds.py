@@ -14,11 +14,14 @@ The interval is Student's t interval of the mean, 95 %: mean +- t(n - 1) * s / s
 It is about the seed only: all runs are evaluated on the same held-out questions.
 """
 import math
+import os
+import queue
 import re
 import shlex
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -60,10 +63,11 @@ def finished(folder, command):
     return bool(rows) and rows[-1]["step"] == about["config"]["steps"]
 
 
-def run_all(settings, seeds, out):
-    """Runs what is not finished, one after the other. -> {label: [folder of each seed]}.
-    settings: {label: command as a list}. Raises ValueError if a run fails."""
-    out, folders = Path(out).resolve(), {}
+def run_all(settings, seeds, out, jobs=1):
+    """Runs what is not finished. -> {label: [folder of each seed]}.
+    settings: {label: command as a list}. jobs: so many runs at a time, each on one core; 1: one
+    after the other, on all cores. Raises ValueError if a run fails."""
+    out, folders, waiting = Path(out).resolve(), {}, []
     out.mkdir(parents=True, exist_ok=True)
     for seed in seeds:  # all settings of a seed before the next seed: a part of the table is early
         for label, command in settings.items():
@@ -72,10 +76,28 @@ def run_all(settings, seeds, out):
             own = ["--seed", str(seed), "--out", str(out), "--name", name, "--resume"]
             if finished(out / name, [*command, *own]):
                 continue
-            print(f"{time.strftime('%H:%M:%S')}  {name}", flush=True)
-            with open(out / f"{name}.log", "a") as file:
-                if subprocess.run([*command, *own], stdout=file, stderr=file).returncode:
-                    raise ValueError(f"{name} failed; look at {out}/{name}.log")
+            waiting.append((out / name, [*command, *own]))
+    cores = queue.SimpleQueue()
+    for core in sorted(os.sched_getaffinity(0))[:jobs]:
+        cores.put(core)
+
+    def start(folder, command):
+        core = cores.get()
+        pinned = ["taskset", "-c", str(core)] if jobs > 1 else []
+        print(f"{time.strftime('%H:%M:%S')}  {folder.name}", flush=True)
+        with open(f"{folder}.log", "a") as file:
+            done = subprocess.run([*pinned, *command], stdout=file, stderr=file)
+        cores.put(core)
+        if done.returncode:
+            raise ValueError(f"{folder.name} failed; look at {folder}.log")
+
+    with ThreadPoolExecutor(cores.qsize()) as pool:
+        for future in [pool.submit(start, *run) for run in waiting]:
+            try:
+                future.result()
+            except ValueError:
+                pool.shutdown(cancel_futures=True)
+                raise
     return folders
 
 

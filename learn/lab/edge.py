@@ -1,0 +1,31 @@
+"""The edge of competence: which questions teach most, by the model's own pass rate before RL."""
+import lab
+
+CURRICULUM = "examples/curriculum.py --pool 384 --probe 8"
+
+
+def judge(values):
+    return all(lab.above(values, best, other, "mean@4")
+               for best in ("middle",) for other in ("easy", "hard"))
+
+
+FINDING = lab.Finding(
+    claim="RL pays on questions at the edge of competence: those that are almost always or almost "
+          "never solved teach little.",
+    source="2512.07783",
+    rule="After equal samples, mean@4 with questions of the middle band (pass rate 0.3 to 0.7) is "
+         "above that with easy (0.9 to 1) and with hard ones (0 to 0.1).",
+    arms={"easy": f"{CURRICULUM} --band 0.9 1 --fixed",
+          "middle": f"{CURRICULUM} --band 0.3 0.7 --fixed",
+          "hard": f"{CURRICULUM} --band 0 0.1 --fixed",
+          "mixed": f"{CURRICULUM} --band 0 1 --fixed",
+          "moving band": f"{CURRICULUM} --band 0.2 0.8"},
+    measures={"mean@4": (lab.at("eval/mean@4"), lab.share),
+              "greedy": (lab.at("eval/accuracy"), lab.share),
+              "groups without a gradient": (lab.late("group/flat", 30), lab.share),
+              "questions": (lab.at("curriculum/questions", 0), lab.number)},
+    judge=judge,
+    panels={"mean@4": "eval/mean@4", "greedy": "eval/accuracy", "flat groups": "group/flat"})
+
+if __name__ == "__main__":
+    lab.main(FINDING)

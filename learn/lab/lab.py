@@ -1,0 +1,216 @@
+"""The lab: published findings, repeated in small with seeds and judged by a rule written before.
+
+    python learn/lab/staleness.py      its runs, table, picture and verdict: results/staleness.*
+    python learn/lab/lab.py            (make lab) the findings whose file has changed since their
+                                       results were made, then the tables of the two READMEs
+
+A finding is a file with FINDING. An arm is a command, without --seed; all arms get the flags BASE
+and those of the finding. Runs of one seed have the same prompts in the same order, so the arms are
+compared seed by seed. An interrupted command continues. One run per core goes on at a time.
+"""
+import dataclasses
+import hashlib
+import importlib
+import json
+import re
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Callable
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+import common  # noqa: E402
+import seeds  # noqa: E402
+from seeds import number, share  # noqa: E402, F401
+
+RESULTS = HERE / "results"
+RUNS = ROOT / "runs/lab"
+BASE = ("--steps 30 --prompts 16 --samples 8 --kl_coef 0 --eval_every 10 --eval_size 256 "
+        "--eval_n 4 --save_every 0")
+
+
+@dataclasses.dataclass
+class Finding:
+    claim: str  # what the source says, with its own numbers
+    source: str  # arXiv id
+    rule: str  # when our runs agree with the claim, in words; judge is the same in code
+    arms: dict[str, str]  # label -> command: a file of the repository and its flags
+    measures: dict[str, tuple[Callable, Callable]]  # title -> (value of a run's folder, format)
+    judge: Callable  # {arm: {title: [value of each seed]}} -> whether the rule holds
+    panels: dict[str, str]  # title of a panel of the picture -> metric
+    flags: str = ""  # of all arms, after BASE
+    seeds: tuple = (0, 1, 2)
+    prepare: Callable = None  # makes what the arms need, before the runs
+
+
+def at(key, step=-1):
+    """The value of a metric at a step (-1: at its last one), of a run's folder."""
+    return lambda folder: seeds.at(key, step)(common.read(folder))
+
+
+def late(key, steps=10):
+    """The mean of a metric over the last steps of a run."""
+    def value(folder):
+        values = list(common.series(common.read(folder), key).values())[-steps:]
+        return sum(values) / len(values)
+    return value
+
+
+def gap(values, arm, other, title):
+    """(mean, low, high): the 95 % t interval of arm - other, from the differences of each seed."""
+    pairs = zip(values[arm][title], values[other][title], strict=True)
+    return seeds.mean_interval([a - b for a, b in pairs])
+
+
+def above(values, arm, other, title):
+    """Whether arm is above other: the whole interval of their difference is above 0."""
+    return gap(values, arm, other, title)[1] > 0
+
+
+def near(values, arm, other, title, margin):
+    """Whether the whole interval of the difference lies within +-margin."""
+    _, low, high = gap(values, arm, other, title)
+    return -margin < low and high < margin
+
+
+def commands(finding):
+    """{label: command as a list} of the arms."""
+    found = {}
+    for label, words in finding.arms.items():
+        script, *own = shlex.split(words)
+        found[label] = [sys.executable, str(ROOT / script), *BASE.split(), *finding.flags.split(),
+                        *own]
+    return found
+
+
+def digest(path):
+    """Changes with the file of a finding and with BASE."""
+    return hashlib.sha256(path.read_bytes() + BASE.encode()).hexdigest()[:16]
+
+
+def cell(values, form):
+    mean, low, high = seeds.mean_interval(values)
+    return form(mean) + (f" ({form(low)} to {form(high)})" if low < high else "")
+
+
+def minutes(folder):
+    """How long a run took, from the first to the last file it wrote."""
+    return ((folder / "metrics.jsonl").stat().st_mtime
+            - (folder / "inputs.sha256").stat().st_mtime) / 60
+
+
+def run(finding, path, out=None, results=RESULTS):
+    """Makes the runs of a finding and writes its results. path: its file."""
+    name = path.stem
+    if finding.prepare:
+        finding.prepare()
+    folders = seeds.run_all(commands(finding), finding.seeds, out or RUNS / name, jobs=2)
+    values = {label: {title: [value(folder) for folder in of]
+                      for title, (value, _) in finding.measures.items()}
+              for label, of in folders.items()}
+    agrees = bool(finding.judge(values))
+    everyone = sum(folders.values(), [])
+    spent = sum(map(minutes, everyone))
+    rows = [[label, *(cell(values[label][title], form)
+                      for title, (_, form) in finding.measures.items())] for label in folders]
+    conditions = (f"{len(finding.seeds)} seeds per row, in brackets the 95 % t interval over them; "
+                  f"{len(everyone)} runs of {spent / len(everyone):.1f} minutes on one core; "
+                  f"{common.describe([common.read_config(f) for f in everyone])}")
+    verdict = "agrees" if agrees else "does not agree"
+    text = f"""# {name}
+
+Claim: {finding.claim} ([{finding.source}](https://arxiv.org/abs/{finding.source}))
+
+Rule, written before the runs: {finding.rule}
+
+{common.table(["arm", *finding.measures], rows)}
+
+Verdict: **{verdict}**.
+
+![curves]({name}.png)
+
+All arms: `{BASE} {finding.flags}`. {conditions}.
+"""
+    results.mkdir(exist_ok=True)
+    (results / f"{name}.md").write_text(text)
+    (results / f"{name}.json").write_text(json.dumps(
+        {"digest": digest(path), "agrees": agrees, "minutes": spent, "values": values,
+         "date": time.strftime("%Y-%m-%d"), "conditions": conditions}, indent=1))
+    rows = {label: [common.read(folder) for folder in of] for label, of in folders.items()}
+    seeds.draw(rows, finding.panels, results / f"{name}.png")
+    print(text)
+
+
+def main(finding):
+    """Of a finding's file: `if __name__ == "__main__": lab.main(FINDING)`."""
+    run(finding, Path(sys.argv[0]).resolve())
+
+
+# ----------------------------------------------------------------------------------- the two tables
+
+
+def findings():
+    """{name: Finding} of the files beside this one, in the order of their names."""
+    sys.path.insert(0, str(HERE))
+    names = sorted(path.stem for path in HERE.glob("*.py"))
+    modules = {name: importlib.import_module(name) for name in names if name != "lab"}
+    return {name: m.FINDING for name, m in modules.items() if hasattr(m, "FINDING")}
+
+
+def stored(name):
+    """The results of a finding, or None."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def figures(finding, result):
+    """The first measure of each arm, in one line."""
+    title, (_, form) = next(iter(finding.measures.items()))
+    means = ", ".join(f"{arm} {form(seeds.mean_interval(of[title])[0])}"
+                      for arm, of in result["values"].items())
+    return f"{title}: {means}"
+
+
+def lab_table():
+    rows = []
+    for name, finding in findings().items():
+        result = stored(name)
+        if result:
+            verdict = "agrees" if result["agrees"] else "does not agree"
+            rows.append([f"[{name}]({name}.py)", finding.claim,
+                         f"[{finding.source}](https://arxiv.org/abs/{finding.source})",
+                         finding.rule, figures(finding, result),
+                         f"[{verdict}](results/{name}.md)", f"{result['minutes']:.0f}"])
+    head = ["finding", "claim", "source", "rule", "our figures", "verdict", "minutes of a core"]
+    return common.table(head, rows)
+
+
+def replace_between(path, table):
+    """Puts a table between the two marks `<!-- table -->` of a page."""
+    text = path.read_text()
+    mark = "<!-- table -->"
+    before, _, after = text.split(mark)
+    path.write_text(f"{before}{mark}\n{table}\n{mark}{after}")
+
+
+def write_tables():
+    replace_between(HERE / "README.md", lab_table())
+    path = ROOT / "examples/README.md"
+    lines = path.read_text().splitlines(keepends=True)
+    for i, line in enumerate(lines):
+        if file := re.match(r"\| \[`(\w+\.py)`\]", line):
+            cells = line.split(" | ")
+            cells[3] = str(len((path.parent / file[1]).read_text().splitlines()))
+            lines[i] = " | ".join(cells)
+    path.write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    for name, finding in findings().items():
+        path, result = HERE / f"{name}.py", stored(name)
+        if not result or result["digest"] != digest(path):
+            run(finding, path)
+    write_tables()
