@@ -43,15 +43,13 @@ ABLATION = {
 def offline(argv):
     """nano_rlvr.py, but the training samples come from the starting model throughout."""
     import nano_rlvr as nr
-    collect_rollouts = nr.collect_rollouts
 
     def collect_from_start(run, step):
         run.llm.collective_rpc("reload_weights")  # without an iterator: from disk
         run.llm.reset_prefix_cache()
-        return collect_rollouts(run, step)
+        return nr.collect_rollouts(run, step)
 
-    nr.collect_rollouts = collect_from_start
-    nr.main(argv)
+    nr.main(argv, lambda run: nr.train(run, collect_rollouts=collect_from_start))
 
 
 def mean(key, last=0):

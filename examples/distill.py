@@ -9,8 +9,6 @@ KL that the student pays, and each token gets its own share of it, with no rewar
 --teacher_prompt puts a text before the teacher's prompt. Without --teacher, the model then learns
 to do without that text (context distillation). Teacher and student share a tokenizer. The teacher
 waits in host memory, and the memory plan does not count it.
-
---sft, for comparison: the teacher samples, and the student imitates what got a reward.
 """
 import argparse
 import dataclasses
@@ -41,7 +39,7 @@ def token_advantages(policy, teacher, rollouts, prefix, cfg, filler):
     return total / max(1, tokens)
 
 
-def train(run, name, text, sft):
+def train(run, name, text):
     """nano_rlvr's loop with these advantages. name: the teacher, "" = the starting model."""
     cfg = dataclasses.replace(run.cfg, model=name or run.cfg.model)
     teacher = nr.make_reference(dataclasses.replace(cfg, kl_coef=1.0, lora_rank=0))
@@ -53,25 +51,12 @@ def train(run, name, text, sft):
             run.policy, teacher, rollouts, prefix, cfg, run.filler)
         return running_mean
 
-    def collect_from_teacher(run, step):
-        weights = teacher.model.state_dict()
-        run.llm.sleep()
-        run.llm.load(weights.items(), len(weights))
-        return nr.collect_rollouts(run, step)
-
-    if sft:
-        nr.train(run, collect_rollouts=collect_from_teacher)
-    else:
-        nr.train(run, assign_advantages=assign_advantages)
+    nr.train(run, assign_advantages=assign_advantages)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--teacher", default="")
     parser.add_argument("--teacher_prompt", default="")
-    parser.add_argument("--sft", action="store_true")
     own, argv = parser.parse_known_args()
-    fixed = ["--kl_coef", "0"]
-    if own.sft:  # weight = reward: the log-likelihood of what is right
-        fixed += "--algo rft --correction none --mismatch_bound 20".split()
-    nr.main([*fixed, *argv], lambda run: train(run, own.teacher, own.teacher_prompt, own.sft))
+    nr.main(["--kl_coef", "0", *argv], lambda run: train(run, own.teacher, own.teacher_prompt))

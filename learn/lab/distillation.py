@@ -21,8 +21,8 @@ def judge(values):
 
 
 FINDING = lab.Finding(
-    claim="On-policy distillation is better than RL, and than SFT on samples of the teacher (Qwen3-8B "
-          "on AIME'24: 74.4 %; after RL 67.6 %; after off-policy distillation alone 55.0 %).",
+    claim="On-policy distillation is better than RL, and than SFT on samples of the teacher "
+          "(Qwen3-8B, AIME'24: 74.4 %; RL 67.6 %; off-policy distillation alone 55.0 %).",
     source="2505.09388",
     rule="After equal samples, mean@4 of on-policy distillation is above that of both others.",
     arms={"RL": "nano_rlvr.py",

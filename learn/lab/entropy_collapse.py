@@ -11,8 +11,8 @@ def judge(values):
 
 
 FINDING = lab.Finding(
-    claim="Without a counter-measure, the entropy of the policy falls to nearly 0 early in training. "
-          "Covariance clipping holds it up (and gains 2.0 points at 7B, 6.4 at 32B).",
+    claim="Without a counter-measure, the entropy of the policy falls to nearly 0 early in "
+          "training. Covariance clipping holds it up (and gains 2.0 points at 7B, 6.4 at 32B).",
     source="2505.22617",
     rule="GRPO's entropy falls to less than half in each run, and at least one of the cures ends "
          "with a higher entropy than GRPO.",

@@ -1,0 +1,186 @@
+"""DeepSeek-R1 in miniature (arXiv:2501.12948): its stages, R1-Zero, and two distillations.
+
+    python examples/r1.py --seeds 0 1 2      about 40 minutes on 2 cores; a second call continues
+
+Two base models are made first: `base`, and the smaller `student`. They have read sums and strings
+to reverse, mostly without tags, half of the sums guessed, with fillers ("hm") between the steps.
+
+    R1-Zero    RL on the base; rewards: right answer, format
+    cold       R1, stage 1: SFT of the base on 256 worked examples without fillers
+    RL         R1, stage 2: RL as for R1-Zero
+    SFT        R1, stage 3: SFT of the base on right answers of stage 2, sums and strings
+    R1         R1, stage 4: RL on sums and strings
+    off, on    the student imitates right samples of R1, or samples and is graded by R1 per token
+    small RL   the student learns by RL, with as many samples
+
+Writes <out>/r1.md and .png: accuracy and format on held-out sums, completions with fillers, tokens,
+the strings (what is forgotten?), and the rollouts and seconds spent.
+"""
+import json
+import random
+import sys
+import zlib
+from pathlib import Path
+from statistics import fmean
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "models/tiny")]
+import make_tiny  # noqa: E402
+
+import common  # noqa: E402
+import nano_rlvr as nr  # noqa: E402
+import seeds as over_seeds  # noqa: E402
+from runtime.report import figure  # noqa: E402
+
+FILLERS = (" hm", " ok", " so")
+SFT = "--lr 5e-4 --prompts 64 --steps"
+RL = "--lr 1e-4 --prompts 16 --samples 8 --steps 30"
+READ = "nano_rlvr.py --steps 0 --eval_size 3840 --eval_data"  # one answer to each question
+# arm -> (the model it starts from, its command); {x} is the folder of arm x, same seed, or a file
+ARMS = {
+    "Zero": ("base", f"nano_rlvr.py {RL}"),
+    "cold": ("base", f"examples/sft.py --demos {{demos}} {SFT} 20"),
+    "RL": ("{cold}/final", f"nano_rlvr.py {RL}"),
+    "RL-reads": ("{RL}/final", f"{READ} {{mix}}"),
+    "SFT": ("base", f"examples/sft.py --demos {{RL-reads}}/eval.jsonl {SFT} 30"),
+    "R1": ("{SFT}/final", f"nano_rlvr.py {RL} --data {{mix}}"),
+    "R1-reads": ("{R1}/final", f"{READ} {{sums}}"),
+    "off-policy": ("student", f"examples/sft.py --demos {{R1-reads}}/eval.jsonl {SFT} 60"),
+    "on-policy": ("student", f"examples/distill.py --teacher {{R1}}/final {RL}"),
+    "small-RL": ("student", f"nano_rlvr.py {RL}"),
+}
+SHOWN = ("Zero", "cold", "RL", "SFT", "R1", "off-policy", "on-policy", "small-RL")
+SAME = ("--task arithmetic --template chat --max_prompt 64 --max_tokens 96 --kl_coef 0 --rewards "
+        "gsm8k:1,format:0.2 --eval_every 1000 --save_every 0")
+SHARES = ("sums", "format", "with fillers", "strings")
+TEST = "--eval_data arithmetic,{strings} --eval_size 200"
+
+
+def reverse(rng):
+    """The other task: a string of four digits, to be reversed."""
+    text = "".join(rng.choices("123456789", k=4))
+    return {"question": f"reverse {text}", "answer": text[::-1]}
+
+
+def worked(question):
+    """The steps of a sum and its result: (["14+2=16", "16+9=25"], 25)."""
+    terms = [int(x) for x in question.replace("-", "+-").split("+")]
+    total, steps = terms[0], []
+    for x in terms[1:]:
+        steps.append(f"{total}{x:+d}={total + x}")
+        total += x
+    return steps, total
+
+
+def pretraining_text(example, rng):
+    """What the base models have read as the answer to an example."""
+    tagged = rng.random() < 0.25
+    if example["question"].startswith("reverse"):
+        answer = example["answer"]
+        return f"<think></think><answer>{answer}</answer>" if tagged else answer
+    steps, total = worked(example["question"])
+    if rng.random() < 0.5:
+        steps, total = [], total + rng.randint(-5, 5)
+    text = "\n".join(step + rng.choice(FILLERS) * (rng.random() < 0.5) for step in steps)
+    return f"<think>{text}</think><answer>{total}</answer>" if tagged else f"{text}\n{total}"
+
+
+def make_base(folder, layers):
+    """Trains a model from random weights on pretraining_text, without the held-out questions."""
+    tokenizer = make_tiny.make_tokenizer()
+
+    def sample(rng):
+        while True:
+            example = rng.choice([nr.data.arithmetic, reverse])(rng)
+            if zlib.crc32(example["question"].encode()) % 8:
+                text = pretraining_text(example, rng)
+                completion = tokenizer.encode(text, add_special_tokens=False)
+                completion.append(tokenizer.eos_token_id)
+                prompt = nr.data.encode(example, tokenizer, "chat")
+                return nr.Rollout(prompt, completion, text, False, [0.0] * len(completion))
+
+    model = make_tiny.cold_start(tokenizer, sample, 1500, 128, 2e-3, 0, layers)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_data(out):
+    """The files of the stages -> {name: path}. No held-out question is in a file to train on."""
+    rng = random.Random(0)
+    sums = nr.data.generate(nr.data.arithmetic, "train", 3840, 0)
+    strings = nr.data.generate(reverse, "train", 1000, 0)
+    demos = [dict(e, completion="<think>{}</think><answer>{}</answer>".format(
+        "\n".join(worked(e["question"])[0]), e["answer"])) for e in sums[:256]]
+    mix = sums[:1000] + strings
+    rng.shuffle(mix)
+    files = {"demos": demos, "mix": mix, "sums": sums,
+             "strings": nr.data.generate(reverse, "test", 200, 0)}
+    for name, rows in files.items():
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {name: out / f"{name}.jsonl" for name in files}
+
+
+def measure(folder):
+    """{title: value} of a finished run. Sums and strings: accuracy of greedy answers."""
+    config, rows = common.read_config(folder)["config"], common.read(folder)
+    answers = [row for row in common.read(folder, "eval.jsonl") if row["step"] == config["steps"]]
+    texts = [row["completion"] for row in answers if row["set"] == "arithmetic"]
+    rollouts = config["steps"] * config["prompts"] * config["samples"]
+    return {
+        "sums": rows[-1]["eval/arithmetic/accuracy"],
+        "format": fmean(nr.rewards.format_reward(texts)),
+        "with fillers": fmean(any(f in text for f in FILLERS) for text in texts),
+        "strings": rows[-1]["eval/strings/accuracy"],
+        "tokens": rows[-1]["eval/arithmetic/length"],
+        "samples": rollouts,
+        "seconds": sum(value for row in rows for key, value in row.items()
+                       if key.startswith("seconds/") and key != "seconds/evaluate")}
+
+
+def report(folders, path):
+    """Writes the table (.md) and the picture (.png). folders: {arm: [folder of each seed]}."""
+    found = {arm: [measure(folder) for folder in folders[arm]] for arm in SHOWN}
+    titles = list(found["Zero"][0])
+    lines, fig = [], figure(figsize=(11, 3.2))
+    panels = fig.subplots(1, 4, sharey=True)
+    for row, (arm, runs) in enumerate(found.items()):
+        lines.append([arm])
+        for title in titles:
+            mean, low, high = over_seeds.mean_interval([run[title] for run in runs])
+            form = over_seeds.share if title in SHARES else over_seeds.number
+            lines[-1].append(f"{form(mean)} ({form(low)} to {form(high)})")
+            if title in SHARES:
+                axis = panels[SHARES.index(title)]
+                axis.barh(row, mean, color="C0", xerr=[[mean - low], [high - mean]])
+    for axis, title in zip(panels, SHARES):
+        axis.set(title=title, xlim=(0, 1), yticks=range(len(SHOWN)), yticklabels=SHOWN)
+    panels[0].invert_yaxis()
+    fig.savefig(f"{path}.png", dpi=120)
+    about = common.describe([common.read_config(f) for of in folders.values() for f in of])
+    common.write(path, common.table(["arm", *titles], lines) + f"\n\n{about}", found)
+
+
+def main(argv):
+    parser = common.parser(__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/r1")
+    args = parser.parse_args(argv)
+    out = args.out.resolve()
+    for name, layers in (("base", 4), ("student", 2)):
+        if not (out / name / "tokenizer.json").exists():
+            make_base(out / name, layers)
+    files, folders = write_data(out), {}
+    for seed in args.seeds:
+        places = files | {arm: out / f"{arm}-{seed}" for arm in ARMS}
+        for arm, (model, command) in ARMS.items():
+            start = model if "{" in model else out / model
+            words = f"{command} {SAME} --model {start}" + (f" {TEST}" if arm in SHOWN else "")
+            script, *flags = words.format(**places).split()
+            ran = over_seeds.run_all(
+                {arm: [sys.executable, str(ROOT / script), *flags]}, [seed], out)
+            folders.setdefault(arm, []).extend(ran[arm])
+    report(folders, out / "r1")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,62 @@
+"""Supervised fine-tuning: the model imitates the completions of a file.
+
+    python examples/sft.py --demos demos.jsonl --steps 20       flags of nano_rlvr.py work
+
+A line of the file is a JSON object with `question` and `completion`. The eval.jsonl of a run
+(`--steps 0 --model teacher --eval_data questions.jsonl`) is such a file: then only the completions
+that are right count (rejection sampling, arXiv:2308.01825). A step takes the next `--prompts`
+lines; each completion counts the same, or each token with `--aggregate token`.
+"""
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import nano_rlvr as nr  # noqa: E402
+from runtime import dist  # noqa: E402
+
+
+def read_demos(path, tokenizer, template):
+    """The lines of a file -> Rollouts with reward 1. Wrong and truncated completions are left out.
+
+    Raises OSError, or RunError with one line if a line is not as described above.
+    """
+    demos = []
+    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            prompt, text = nr.data.encode(row, tokenizer, template), row["completion"]
+            completion = tokenizer.encode(text, add_special_tokens=False)
+        except (ValueError, KeyError, TypeError) as e:
+            raise dist.RunError(f"{path}:{number}: no question and completion ({e!r})") from e
+        if row.get("right", True) and row.get("finish") != "length":
+            completion.append(tokenizer.eos_token_id)
+            demos.append(nr.Rollout(prompt, completion, text, False, [0.0] * len(completion),
+                                    reward=1.0, parts={"sft": 1.0}))
+    if not demos:
+        raise dist.RunError(f"{path}: no completion to imitate")
+    return demos
+
+
+def train(run, path):
+    """nano_rlvr's loop without sampling: the advantage of each demonstration is its reward, 1."""
+    demos = read_demos(path, run.llm.get_tokenizer(), run.cfg.template)
+
+    def collect_rollouts(run, step):
+        cfg = run.cfg
+        batch = nr.data.batch_at(
+            demos, step, cfg.prompts, cfg.seed, dist.rank(), dist.world_size())
+        groups = [[nr.Rollout(r.prompt, r.completion, r.text, False, r.vllm_logps,
+                              reward=r.reward, parts=r.parts)] for r in batch]
+        return [groups[i::cfg.minibatches] for i in range(cfg.minibatches)], groups
+
+    nr.train(run, collect_rollouts=collect_rollouts)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--demos", required=True)
+    own, argv = parser.parse_known_args()
+    fixed = "--algo rft --samples 1 --correction none --mismatch_bound 1e9".split()
+    nr.main([*fixed, *argv], lambda run: train(run, own.demos))
