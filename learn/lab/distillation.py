@@ -1,18 +1,27 @@
 """A teacher: on-policy distillation, SFT on what it got right, or RL without it."""
+import json
 import subprocess
 import sys
 
 import lab
 
-TEACHER = lab.RUNS / "teacher/final"
+OUT = lab.RUNS / "distillation"
+TEACHER, QUESTIONS = OUT / "teacher/final", OUT / "questions.jsonl"
+SAMPLES = 15 * 16 * 8  # of an arm
 
 
 def make_teacher():
-    """The bundled model after the default run, 100 % right: 4 minutes on one core."""
-    if not TEACHER.exists():
-        subprocess.run([sys.executable, str(lab.ROOT / "nano_rlvr.py"), "--seed", "100", "--out",
-                        str(lab.RUNS), "--name", "teacher", "--save_every", "0", "--resume"],
-                       check=True)
+    """The bundled model after the default run, and its answers to as many questions."""
+    import data
+    OUT.mkdir(parents=True, exist_ok=True)
+    rows = data.generate(data.arithmetic, "train", SAMPLES, 100)
+    QUESTIONS.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = ["--model", TEACHER, "--steps", "0", "--eval_data", QUESTIONS, "--eval_size", SAMPLES]
+    for name, flags in (("teacher", ["--seed", "100", "--save_every", "0"]), ("answers", read)):
+        if not (OUT / name / "final").exists():
+            command = [sys.executable, lab.ROOT / "nano_rlvr.py", *flags, "--out", OUT, "--name",
+                       name, "--resume"]
+            subprocess.run(list(map(str, command)), check=True)
 
 
 def judge(values):
@@ -27,7 +36,8 @@ FINDING = lab.Finding(
     rule="After equal samples, mean@4 of on-policy distillation is above that of both others.",
     arms={"RL": "nano_rlvr.py",
           "on-policy distillation": f"examples/distill.py --teacher {TEACHER}",
-          "SFT on the teacher's right answers": f"examples/distill.py --sft --teacher {TEACHER}"},
+          "SFT on the teacher's right answers":
+              f"examples/sft.py --demos {OUT}/answers/eval.jsonl --prompts 128 --samples 1"},
     flags="--steps 15 --eval_every 5",
     measures={"mean@4": (lab.at("eval/mean@4"), lab.share),
               "greedy": (lab.at("eval/accuracy"), lab.share),

@@ -65,6 +65,13 @@ def gap(values, arm, other, title):
     return seeds.mean_interval([a - b for a, b in pairs])
 
 
+def gain(values, arm, title):
+    """The same of a title after the run minus before it: "x" and "x before"."""
+    of = values[arm]
+    return seeds.mean_interval(
+        [a - b for a, b in zip(of[title], of[f"{title} before"], strict=True)])
+
+
 def above(values, arm, other, title):
     """Whether arm is above other: the whole interval of their difference is above 0."""
     return gap(values, arm, other, title)[1] > 0

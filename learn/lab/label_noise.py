@@ -1,0 +1,30 @@
+"""Label noise: how many wrong verdicts RL tolerates."""
+import lab
+
+FAULTY = str(lab.HERE / "faulty_rewards.py")
+
+
+def judge(values):
+    gains = {arm: lab.gain(values, arm, "mean@4") for arm in values}  # (mean, low, high)
+    learns = all(gains[arm][1] > 0 for arm in ("0 %", "20 %", "40 %"))
+    return learns and gains["50 %"][1] <= 0 and gains["60 %"][2] < 0
+
+
+FINDING = lab.Finding(
+    claim="Noise in the verdicts changes the rate of learning, not its fate, as long as the "
+          "verifier is better than chance: where its hit rate minus its false-alarm rate J is "
+          "positive the model learns, at J = 0 it drifts, below it unlearns.",
+    source="2601.04411",
+    rule="With 0, 20 and 40 % flipped verdicts (J = 1, 0.6, 0.2) mean@4 rises; with 50 % (J = 0) "
+         "it does not; with 60 % (J = -0.2) it falls.",
+    arms={"0 %": "nano_rlvr.py"} | {
+        f"{p} %": f"nano_rlvr.py --rewards gsm8k:0,{FAULTY}:noisy_{p}:1" for p in (20, 40, 50, 60)},
+    measures={"mean@4": (lab.at("eval/mean@4"), lab.share),
+              "mean@4 before": (lab.at("eval/mean@4", 0), lab.share),
+              "greedy": (lab.at("eval/accuracy"), lab.share),
+              "tokens": (lab.at("eval/length"), lab.number)},
+    judge=judge,
+    panels={"mean@4": "eval/mean@4", "greedy": "eval/accuracy", "tokens": "eval/length"})
+
+if __name__ == "__main__":
+    lab.main(FINDING)

@@ -1,0 +1,29 @@
+"""Random rewards: can they raise accuracy, and is it the clip that does it?"""
+import lab
+
+CLIPPED, FREE = "random, clipped", "random, no clip"
+
+
+def judge(values):
+    _, low, _ = lab.gain(values, CLIPPED, "mean@4")
+    return low > 0 and lab.above(values, CLIPPED, FREE, "mean@4")
+
+
+FINDING = lab.Finding(
+    claim="Random rewards raise the accuracy of a model whose frequent habit is the right one "
+          "(Qwen2.5-Math-7B on MATH-500: +21.4 points, +29.1 with true rewards); without clipping "
+          "the gain is gone.",
+    source="2506.10947",
+    rule="With a coin as reward and PPO's clip, mean@4 rises, and ends above that without a clip.",
+    arms={"true": "nano_rlvr.py", CLIPPED: "nano_rlvr.py --rewards gsm8k:0,random:1",
+          FREE: "nano_rlvr.py --rewards gsm8k:0,random:1 --clip_low 1 --clip_high 1000"},
+    flags="--minibatches 4",
+    measures={"mean@4": (lab.at("eval/mean@4"), lab.share),
+              "mean@4 before": (lab.at("eval/mean@4", 0), lab.share),
+              "greedy": (lab.at("eval/accuracy"), lab.share),
+              "tokens": (lab.at("eval/length"), lab.number)},
+    judge=judge,
+    panels={"mean@4": "eval/mean@4", "tokens": "eval/length", "entropy": "entropy"})
+
+if __name__ == "__main__":
+    lab.main(FINDING)
