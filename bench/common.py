@@ -43,7 +43,9 @@ def describe(abouts, load=""):
     """One line: commits, machine, versions and the command of this process."""
     commits = ", ".join(sorted({about["commit"] for about in abouts}))
     versions = ", ".join(f"{name} {v}" for name, v in abouts[0]["versions"].items())
-    command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    script = Path(sys.argv[0]).resolve()
+    script = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    command = " ".join(["python", str(script), *sys.argv[1:]])
     return (f"commit {commits}, {abouts[0]['device']}, {load}{versions}; `{command}`, "
             f"{time.strftime('%Y-%m-%d')}")
 

@@ -1,27 +1,25 @@
 """A teacher: on-policy distillation, SFT on what it got right, or RL without it."""
 import json
-import subprocess
 import sys
 
 import lab
 
+import data
+
 OUT = lab.RUNS / "distillation"
-TEACHER, QUESTIONS = OUT / "teacher/final", OUT / "questions.jsonl"
+TEACHER, ANSWERS = OUT / "teacher-100/final", OUT / "answers-100/eval.jsonl"
 SAMPLES = 15 * 16 * 8  # of an arm
 
 
 def make_teacher():
     """The bundled model after the default run, and its answers to as many questions."""
-    import data
     OUT.mkdir(parents=True, exist_ok=True)
+    questions, script = OUT / "questions.jsonl", [sys.executable, "nano_rlvr.py"]
     rows = data.generate(data.arithmetic, "train", SAMPLES, 100)
-    QUESTIONS.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read = ["--model", TEACHER, "--steps", "0", "--eval_data", QUESTIONS, "--eval_size", SAMPLES]
-    for name, flags in (("teacher", ["--seed", "100", "--save_every", "0"]), ("answers", read)):
-        if not (OUT / name / "final").exists():
-            command = [sys.executable, lab.ROOT / "nano_rlvr.py", *flags, "--out", OUT, "--name",
-                       name, "--resume"]
-            subprocess.run(list(map(str, command)), check=True)
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = f"--model {TEACHER} --steps 0 --eval_data {questions} --eval_size {SAMPLES}"
+    for name, flags in (("teacher", "--save_every 0"), ("answers", read)):
+        lab.seeds.run_all({name: [*script, *flags.split()]}, [100], OUT)
 
 
 def judge(values):
@@ -37,7 +35,7 @@ FINDING = lab.Finding(
     arms={"RL": "nano_rlvr.py",
           "on-policy distillation": f"examples/distill.py --teacher {TEACHER}",
           "SFT on the teacher's right answers":
-              f"examples/sft.py --demos {OUT}/answers/eval.jsonl --prompts 128 --samples 1"},
+              f"examples/sft.py --demos {ANSWERS} --prompts 128 --samples 1"},
     flags="--steps 15 --eval_every 5",
     measures={"mean@4": (lab.at("eval/mean@4"), lab.share),
               "greedy": (lab.at("eval/accuracy"), lab.share),

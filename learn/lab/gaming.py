@@ -1,7 +1,7 @@
 """A leaky verifier is gamed: the reward rises, and the accuracy that it should stand for falls."""
 import lab
 
-FAULTY = str(lab.HERE / "faulty_rewards.py")
+FAULTY = "learn/lab/faulty_rewards.py"
 
 
 def judge(values):

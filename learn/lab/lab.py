@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import os
 import re
 import shlex
 import sys
@@ -27,7 +28,7 @@ import seeds  # noqa: E402
 from seeds import number, share  # noqa: E402, F401
 
 RESULTS = HERE / "results"
-RUNS = ROOT / "runs/lab"
+RUNS = Path("runs/lab")
 BASE = ("--steps 30 --prompts 16 --samples 8 --kl_coef 0 --eval_every 10 --eval_size 256 "
         "--eval_n 4 --save_every 0")
 
@@ -37,7 +38,7 @@ class Finding:
     claim: str  # what the source says, with its own numbers
     source: str  # arXiv id
     rule: str  # when our runs agree with the claim, in words; judge is the same in code
-    arms: dict[str, str]  # label -> command: a file of the repository and its flags
+    arms: dict[str, str]  # label -> command: a file and its flags, seen from the repository
     measures: dict[str, tuple[Callable, Callable]]  # title -> (value of a run's folder, format)
     judge: Callable  # {arm: {title: [value of each seed]}} -> whether the rule holds
     panels: dict[str, str]  # title of a panel of the picture -> metric
@@ -87,9 +88,8 @@ def commands(finding):
     """{label: command as a list} of the arms."""
     found = {}
     for label, words in finding.arms.items():
-        script, *own = shlex.split(words)
-        found[label] = [sys.executable, str(ROOT / script), *BASE.split(), *finding.flags.split(),
-                        *own]
+        found[label] = [sys.executable, *shlex.split(words)[:1], *BASE.split(),
+                        *finding.flags.split(), *shlex.split(words)[1:]]
     return found
 
 
@@ -112,6 +112,7 @@ def minutes(folder):
 def run(finding, path, out=None, results=RESULTS):
     """Makes the runs of a finding and writes its results. path: its file."""
     name = path.stem
+    os.chdir(ROOT)  # the commands have paths from there
     if finding.prepare:
         finding.prepare()
     folders = seeds.run_all(commands(finding), finding.seeds, out or RUNS / name, jobs=2)

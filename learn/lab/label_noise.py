@@ -1,7 +1,7 @@
 """Label noise: how many wrong verdicts RL tolerates."""
 import lab
 
-FAULTY = str(lab.HERE / "faulty_rewards.py")
+FAULTY = "learn/lab/faulty_rewards.py"
 
 
 def judge(values):

@@ -1,12 +1,13 @@
 """RL's razor: RL forgets less than SFT at the same gain on the new task."""
 import sys
+from pathlib import Path
 
 import lab
 
 sys.path.insert(0, str(lab.ROOT / "examples"))
 import r1  # noqa: E402
 
-OUT = lab.ROOT / "runs/r1"  # R1 in miniature has a base model with two tasks
+OUT = Path("runs/r1")  # R1 in miniature has a base model with two tasks
 
 
 def prepare():
