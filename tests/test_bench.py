@@ -12,7 +12,7 @@ import common
 import curves
 import nano_rlvr as nr
 import seeds
-from conftest import within
+from conftest import FAKE_RUN, within
 from runtime import memory
 
 
@@ -69,26 +69,8 @@ def test_benches_whose_runs_are_given(bench, monkeypatch, tmp_path):
 
 # ---- seeds and curves
 
-# writes what a run leaves: an evaluation per step, better with each seed; --fail 1 fails
-FAKE = """
-import json, pathlib, sys
-words = [word for word in sys.argv[1:] if word != "--resume"]
-flags = dict(zip(words[::2], words[1::2]))
-sys.exit(3) if flags["--fail"] == "1" else None
-folder = pathlib.Path(flags["--out"], flags["--name"])
-folder.mkdir()
-about = {"command": " ".join(sys.argv), "config": {"steps": 2}, "commit": "c", "device": "d"}
-(folder / "config.json").write_text(json.dumps(about | {"versions": {}}))
-for step in range(3):
-    accuracy = 0.5 + step * (1 + int(flags["--seed"])) / 20
-    row = {"step": step, "eval/accuracy": accuracy, "eval/n": 64, "eval/length": 10.0,
-           "reward/mean": accuracy, "completion/length": 9.0}
-    (folder / "metrics.jsonl").open("a").write(json.dumps(row) + "\\n")
-"""
-
-
 def test_runs_are_made_once_and_reported_with_their_interval(tmp_path):
-    (tmp_path / "fake.py").write_text(FAKE)
+    (tmp_path / "fake.py").write_text(FAKE_RUN)
     argv = ["--out", str(tmp_path), "--seeds", "3", "--setting", "a=--fail 0", "--", sys.executable,
             str(tmp_path / "fake.py")]
     seeds.main(argv)

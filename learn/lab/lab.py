@@ -104,9 +104,9 @@ def cell(values, form):
 
 
 def minutes(folder):
-    """How long a run took, from the first to the last file it wrote."""
+    """How long a run took after its start, which takes about half a minute more."""
     return ((folder / "metrics.jsonl").stat().st_mtime
-            - (folder / "inputs.sha256").stat().st_mtime) / 60
+            - (folder / "config.json").stat().st_mtime) / 60
 
 
 def run(finding, path, out=None, results=RESULTS):

@@ -28,7 +28,7 @@ FINDING = lab.Finding(
     rule="Of the runs that train on sums, those by RL keep a higher accuracy on strings, the task "
          "that is not trained. (The sums must come out alike: the table shows them.)",
     arms={"RL": "nano_rlvr.py",
-          "SFT": f"examples/sft.py --demos {OUT}/demos.jsonl --prompts 64 --samples 1 --lr 5e-4"},
+          "SFT": f"examples/sft.py --demos {OUT}/demos.jsonl --prompts 128 --samples 1 --lr 5e-4"},
     flags=f"--model {OUT}/base --task arithmetic --template chat --max_prompt 64 --max_tokens 96 "
           f"--lr 1e-4 --rewards gsm8k:1,format:0.2 --eval_data arithmetic,{OUT}/strings.jsonl",
     measures={"strings": (lab.at("eval/strings/accuracy"), lab.share),

@@ -1,0 +1,68 @@
+"""learn/lab/: the commands of each finding, its rule, and the table made from the results."""
+import json
+import runpy
+import sys
+
+import pytest
+
+import nano_rlvr as nr
+from conftest import FAKE_RUN, ROOT, within
+
+sys.path[:0] = [str(ROOT / "learn/lab"), str(ROOT / "bench")]
+import lab  # noqa: E402
+
+FINDINGS = lab.findings()
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_the_arms_are_valid_commands_that_differ_and_take_equal_samples(name, monkeypatch):
+    """Each arm's script runs up to the call of main; the flags that it hands on are parsed."""
+    handed_on = []
+    monkeypatch.setattr(nr, "main", lambda argv, *_, **__: handed_on.append(argv))
+    monkeypatch.chdir(ROOT)
+    commands = list(lab.commands(FINDINGS[name]).values())
+    for _, script, *flags in commands:
+        monkeypatch.setattr(sys, "argv", [script, *flags])
+        if script == "nano_rlvr.py":
+            nr.main(flags)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    configs = [nr.parse_config([*argv, "--model", "models/tiny"]) for argv in handed_on]
+    assert len(configs) == len(set(map(tuple, commands)))
+    assert len({cfg.steps * cfg.prompts * cfg.samples for cfg in configs}) == 1
+
+
+def test_a_finding_compares_its_arms_seed_by_seed(tmp_path, monkeypatch):
+    """Accuracy after two steps of FAKE_RUN is 0.5 + (1 + seed) / 10; the other arm has 0.1 more."""
+    monkeypatch.setattr(lab, "ROOT", tmp_path)
+    monkeypatch.setattr(lab, "BASE", "")
+    (tmp_path / "fake.py").write_text(FAKE_RUN)
+    (tmp_path / "finding.py").write_text("")
+    measures = {"after": (lab.at("eval/accuracy"), lab.share),
+                "after before": (lab.at("eval/accuracy", 0), lab.share)}
+    finding = lab.Finding("c", "1", "r", {"a": "fake.py --fail 0", "b": "fake.py --fail 2"},
+                          measures, lambda values: lab.above(values, "b", "a", "after"),
+                          {"accuracy": "eval/accuracy"})
+    lab.run(finding, tmp_path / "finding.py", results=tmp_path)
+    result = json.loads((tmp_path / "finding.json").read_text())
+    values = result["values"]
+    assert result["agrees"] and values["a"]["after"] == [0.6, 0.7, 0.8]
+    within(max(abs(x - 0.1) for x in lab.gap(values, "b", "a", "after")), 1e-12)
+    mean, low, high = lab.gain(values, "a", "after")  # 0.1, 0.2, 0.3
+    within(max(abs(mean - 0.2), abs(high - mean - 4.303 * 0.1 / 3**0.5)), 1e-12)
+    assert not lab.above(values, "a", "b", "after")
+    assert lab.near(values, "a", "b", "after", 0.11)
+    assert not lab.near(values, "a", "b", "after", 0.09)
+    text = (tmp_path / "finding.md").read_text()
+    assert "| b | 80.0% (55.2% to 100.0%) | 60.0% |" in text and "**agrees**" in text
+    assert (tmp_path / "finding.png").stat().st_size > 10_000
+
+
+def test_the_results_are_those_of_the_files_and_the_table_shows_them():
+    for name, finding in FINDINGS.items():
+        result = lab.stored(name)
+        if result:
+            assert result["digest"] == lab.digest(lab.HERE / f"{name}.py"), f"run {name}.py again"
+            assert bool(finding.judge(result["values"])) == result["agrees"]
+    readme = (ROOT / "learn/lab/README.md").read_text()
+    assert readme.split("<!-- table -->")[1].strip() == lab.lab_table()
