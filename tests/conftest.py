@@ -130,8 +130,8 @@ def fixed_rollouts(tokenizer, groups=4, n=4, seed=0):
 
 # ---- processes
 
-# writes what a run leaves: an evaluation per step, better with each seed and, with --fail 2, by 0.1;
-# --fail 1 fails
+# writes what a run leaves: an evaluation per step, better with each seed; --fail 1 fails, --fail 2
+# is better by 0.1
 FAKE_RUN = """
 import json, pathlib, sys
 words = [word for word in sys.argv[1:] if word != "--resume"]

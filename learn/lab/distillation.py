@@ -36,13 +36,14 @@ FINDING = lab.Finding(
           "on-policy distillation": f"examples/distill.py --teacher {TEACHER}",
           "SFT on the teacher's right answers":
               f"examples/sft.py --demos {ANSWERS} --prompts 128 --samples 1"},
-    flags="--steps 15 --eval_every 5",
+    flags="--steps 15 --eval_every 15",
     measures={"mean@4": (lab.at("eval/mean@4"), lab.share),
               "greedy": (lab.at("eval/accuracy"), lab.share),
               "tokens": (lab.at("eval/length"), lab.number),
               "entropy": (lab.late("entropy", 3), "{:.4f}".format)},
     judge=judge,
-    panels={"mean@4": "eval/mean@4", "greedy": "eval/accuracy", "tokens": "eval/length"},
+    panels={"reward of the samples": "reward/mean", "tokens of a sample": "completion/length",
+            "mean@4": "eval/mean@4"},
     prepare=make_teacher)
 
 if __name__ == "__main__":

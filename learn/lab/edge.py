@@ -25,7 +25,8 @@ FINDING = lab.Finding(
               "groups without a gradient": (lab.late("group/flat", 30), lab.share),
               "questions": (lab.at("curriculum/questions", 0), lab.number)},
     judge=judge,
-    panels={"mean@4": "eval/mean@4", "greedy": "eval/accuracy", "flat groups": "group/flat"})
+    panels={"reward of the samples": "reward/mean", "flat groups": "group/flat",
+            "mean@4": "eval/mean@4"})
 
 if __name__ == "__main__":
     lab.main(FINDING)

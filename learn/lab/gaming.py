@@ -23,7 +23,7 @@ FINDING = lab.Finding(
               "tokens": (lab.at("eval/length"), lab.number)},
     judge=judge,
     panels={"true mean@4": "eval/mean@4", "training reward": "reward/mean",
-            "tokens": "eval/length"})
+            "tokens of a sample": "completion/length"})
 
 if __name__ == "__main__":
     lab.main(FINDING)

@@ -29,7 +29,7 @@ from seeds import number, share  # noqa: E402, F401
 
 RESULTS = HERE / "results"
 RUNS = Path("runs/lab")
-BASE = ("--steps 30 --prompts 16 --samples 8 --kl_coef 0 --eval_every 10 --eval_size 256 "
+BASE = ("--steps 30 --prompts 16 --samples 8 --kl_coef 0 --eval_every 30 --eval_size 256 "
         "--eval_n 4 --save_every 0")
 
 

@@ -24,7 +24,8 @@ FINDING = lab.Finding(
               "greedy": (lab.at("eval/accuracy"), lab.share),
               "tokens": (lab.at("eval/length"), lab.number)},
     judge=judge,
-    panels={"mean@4": "eval/mean@4", "greedy": "eval/accuracy", "tokens": "eval/length"})
+    panels={"reward of the samples": "reward/mean", "tokens of a sample": "completion/length",
+            "mean@4": "eval/mean@4"})
 
 if __name__ == "__main__":
     lab.main(FINDING)
