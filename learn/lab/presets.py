@@ -24,7 +24,8 @@ FINDING = lab.Finding(
               "entropy": (lab.late("entropy"), "{:.4f}".format),
               "seconds of a step": (lab.late("seconds/update", 30), "{:.2f}".format)},
     judge=judge,
-    panels={"mean@4": "eval/mean@4", "entropy": "entropy", "tokens of a sample": "completion/length"})
+    panels={"reward of the samples": "reward/mean", "entropy": "entropy",
+            "tokens of a sample": "completion/length"})
 
 if __name__ == "__main__":
     lab.main(FINDING)

@@ -23,7 +23,8 @@ FINDING = lab.Finding(
               "greedy": (lab.at("eval/accuracy"), lab.share),
               "tokens": (lab.at("eval/length"), lab.number)},
     judge=judge,
-    panels={"mean@4": "eval/mean@4", "tokens of a sample": "completion/length", "entropy": "entropy"})
+    panels={"mean@4": "eval/mean@4", "entropy": "entropy",
+            "tokens of a sample": "completion/length"})
 
 if __name__ == "__main__":
     lab.main(FINDING)
