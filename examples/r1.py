@@ -2,8 +2,8 @@
 
     python examples/r1.py --seeds 0 1 2      about 40 minutes on 2 cores; a second call continues
 
-Two base models are made first: `base`, and the smaller `student`. They have read sums and strings
-to reverse, mostly without tags, half of the sums guessed, with fillers ("hm") between the steps.
+Two base models are made first: `base`, and `student` with two of its four layers. They have read
+sums and strings to reverse, mostly without tags, half of the sums guessed, with fillers ("hm").
 
     R1-Zero    RL on the base; rewards: right answer, format
     cold       R1, stage 1: SFT of the base on 256 worked examples without fillers
@@ -24,8 +24,11 @@ from pathlib import Path
 from statistics import fmean
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "models/tiny")]
-import make_tiny  # noqa: E402
+TINY = ROOT / "models/tiny"
+sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(TINY)]
+import torch  # noqa: E402
+from make_tiny import cold_start  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 import common  # noqa: E402
 import nano_rlvr as nr  # noqa: E402
@@ -86,8 +89,12 @@ def pretraining_text(example, rng):
 
 
 def make_base(folder, layers):
-    """Trains a model from random weights on pretraining_text, without the held-out questions."""
-    tokenizer = make_tiny.make_tokenizer()
+    """Trains these layers of the bundled model on pretraining_text, without held-out questions."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in layers])
+    model.config.num_hidden_layers = len(layers)
+    model.config.layer_types = model.config.layer_types[:len(layers)]
 
     def sample(rng):
         while True:
@@ -99,7 +106,7 @@ def make_base(folder, layers):
                 prompt = nr.data.encode(example, tokenizer, "chat")
                 return nr.Rollout(prompt, completion, text, False, [0.0] * len(completion))
 
-    model = make_tiny.cold_start(tokenizer, sample, 1500, 128, 2e-3, 0, layers)
+    cold_start(model, sample, steps=500, batch=64, lr=1e-3, seed=0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -166,7 +173,7 @@ def main(argv):
     parser.add_argument("--out", type=Path, default=ROOT / "runs/r1")
     args = parser.parse_args(argv)
     out = args.out.resolve()
-    for name, layers in (("base", 4), ("student", 2)):
+    for name, layers in (("base", (0, 1, 2, 3)), ("student", (0, 3))):
         if not (out / name / "tokenizer.json").exists():
             make_base(out / name, layers)
     files, folders = write_data(out), {}

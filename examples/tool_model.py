@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "models/tiny")]
-from make_tiny import cold_start, make_tokenizer  # noqa: E402
+from make_tiny import cold_start, make_tokenizer, new_model  # noqa: E402
 
 import data  # noqa: E402
 import nano_rlvr  # noqa: E402
@@ -74,8 +74,8 @@ def main():
                 logps = [0.0] * len(completion)
                 return nano_rlvr.Rollout(prompt, completion, "", False, logps, learned)
 
-    model = cold_start(tokenizer, sample, args.steps, args.batch, args.lr, args.seed,
-                       layers=args.layers)
+    model = new_model(tokenizer, args.seed, args.layers)
+    cold_start(model, sample, args.steps, args.batch, args.lr, args.seed)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     for split, size in (("train", 8192), ("test", 512)):

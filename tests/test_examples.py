@@ -1,5 +1,6 @@
 """examples/: each idea against its formula. What they import is nano_rlvr as it is."""
 import copy
+import json
 import random
 import sys
 from types import SimpleNamespace
@@ -9,12 +10,15 @@ import torch
 
 import nano_rlvr as nr
 from conftest import EXACT, ROOT, close, fixed_rollouts, make_config, within
+from runtime import dist
 
 sys.path.append(str(ROOT / "examples"))
 import curriculum  # noqa: E402
 import distill  # noqa: E402
 import dpo  # noqa: E402
 import entropy  # noqa: E402
+import r1  # noqa: E402
+import sft  # noqa: E402
 
 
 @pytest.fixture
@@ -90,6 +94,62 @@ def test_a_distilled_token_has_the_advantage_log_teacher_minus_log_student(model
         close(r.advantages, gap)
         gaps += gap.tolist()
     within(abs(mean - sum(gaps) / (len(gaps) - 1)), EXACT)
+
+
+def test_the_mean_gradient_of_distillation_is_that_of_trls_reverse_kl(in_float64):
+    """Over all V tokens that the student can sample at each of T places, with their probabilities.
+    The advantage is that of the test above; the loss is the script's."""
+    from trl.experimental.gkd import GKDTrainer
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 5, 7).unbind()  # (T, V) twice: logits
+    student.requires_grad_()
+    trls = GKDTrainer.generalized_jsd_loss(student[None], teacher[None], beta=1.0)
+    trls_grad, = torch.autograd.grad(trls, student)
+    logp = student.log_softmax(1).flatten()  # (R,) R = T V
+    gap = (teacher.log_softmax(1).flatten() - logp).detach()  # (R,)
+    scale = trls.item() / -(logp.exp() * gap).sum().item()  # TRL's mean is over what it calls batch
+    batch = SimpleNamespace(advantage=gap, weight=scale * logp.exp().detach(), vllm_logps=logp)
+    loss, _ = nr.policy_loss(logp, None, None, batch, make_config(correction="none"))
+    close(torch.autograd.grad(loss, student)[0], trls_grad)
+    within(abs(1 / scale - round(1 / scale)), EXACT)  # a count
+
+
+def test_sft_has_the_gradient_of_the_mean_log_likelihood(models, tokenizer, tmp_path):
+    """Over the right completions of a file, each the mean over its tokens, and its end."""
+    rows = [{"question": "1+2", "completion": "3", "right": True},
+            {"question": "1+2", "completion": "4", "right": False},
+            {"question": "5+6+7", "completion": "5+6=11", "finish": "length"},
+            {"question": "5+6+7", "completion": "5+6=11\n11+7=18"}]
+    path = tmp_path / "demos.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    demos = sft.read_demos(path, tokenizer, "chat")
+    assert [tokenizer.decode(r.completion) for r in demos] == [
+        f"{row['completion']}<|endoftext|>" for row in (rows[0], rows[3])]
+    policy, _ = models
+    cfg = make_config(**nr.ALGOS["rft"], samples=1, correction="none")
+    groups = [[r] for r in demos]
+    nr.assign_advantages(groups, cfg, 0.0)
+    for batch in nr.make_batches(groups, demos[0], cfg):
+        logp, _ = policy(batch)
+        nr.policy_loss(logp, None, None, batch, cfg)[0].backward()
+    ours = [p.grad.clone() for p in policy.parameters()]
+    policy.zero_grad()
+    policy.model.set_attn_implementation("eager")
+    (-sum(logps_one_at_a_time(policy, r).mean() for r in demos) / len(demos)).backward()
+    for p, own in zip(policy.parameters(), ours):
+        close(own, p.grad)
+    path.write_text(path.read_text() + "{}\n")
+    with pytest.raises(dist.RunError, match=":5: no question and completion"):
+        sft.read_demos(path, tokenizer, "chat")
+
+
+def test_r1_works_a_sum_out_and_its_base_has_read_it_in_several_forms():
+    assert r1.worked("14+2-9") == (["14+2=16", "16-9=7"], 7)
+    texts = {r1.pretraining_text({"question": "14+2-9"}, random.Random(i)) for i in range(200)}
+    assert "<think>14+2=16\n16-9=7</think><answer>7</answer>" in texts
+    assert "14+2=16 hm\n16-9=7\n7" in texts and any(len(text) <= 3 for text in texts)
+    example = r1.reverse(random.Random(0))
+    assert example["question"] == f"reverse {example['answer'][::-1]}"
 
 
 def test_the_band_has_the_questions_in_it_or_the_nearest():

@@ -14,7 +14,7 @@ def prepare():
     OUT.mkdir(parents=True, exist_ok=True)
     r1.write_data(OUT)
     if not (OUT / "base/tokenizer.json").exists():
-        r1.make_base(OUT / "base", 4)
+        r1.make_base(OUT / "base", range(4))
 
 
 def judge(values):

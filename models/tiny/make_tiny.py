@@ -62,10 +62,9 @@ def demonstration(example, rng):
     return f"<think></think><answer>{total + rng.randint(-5, 5)}</answer><|endoftext|>"
 
 
-def cold_start(tokenizer, sample, steps, batch, lr, seed, layers=4):
-    """Supervised training of a new Qwen2. sample(rng): a Rollout whose sampled tokens it learns."""
-    from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
-    AttentionInterface.register("packed", packed_attention)
+def new_model(tokenizer, seed, layers=4):
+    """A Qwen2 with random weights."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=layers,
@@ -73,7 +72,14 @@ def cold_start(tokenizer, sample, steps, batch, lr, seed, layers=4):
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
         dtype="float32")
-    model = Qwen2ForCausalLM._from_config(config, attn_implementation="packed")
+    return Qwen2ForCausalLM(config)
+
+
+def cold_start(model, sample, steps, batch, lr, seed):
+    """Supervised training of a model. sample(rng): a Rollout whose sampled tokens it learns."""
+    from transformers import AttentionInterface
+    AttentionInterface.register("packed", packed_attention)
+    model.set_attn_implementation("packed")
     policy, rng = nano_rlvr.TokenLogps(model), random.Random(seed)
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     start = time.time()
@@ -91,7 +97,6 @@ def cold_start(tokenizer, sample, steps, batch, lr, seed, layers=4):
         if step % 100 == 0 or step == steps - 1:
             seconds = time.time() - start
             print(f"step {step:5d}  loss {loss.item():.4f}  {seconds:6.1f} s", flush=True)
-    return model
 
 
 def main():
@@ -114,7 +119,8 @@ def main():
                 prompt = data.encode(example, tokenizer, "chat")
                 return nano_rlvr.Rollout(prompt, completion, "", False, [0.0] * len(completion))
 
-    model = cold_start(tokenizer, sample, args.steps, args.batch, args.lr, args.seed)
+    model = new_model(tokenizer, args.seed)
+    cold_start(model, sample, args.steps, args.batch, args.lr, args.seed)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
 
