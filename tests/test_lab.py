@@ -37,13 +37,12 @@ def test_a_finding_compares_its_arms_seed_by_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(lab, "ROOT", tmp_path)
     monkeypatch.setattr(lab, "BASE", "")
     (tmp_path / "fake.py").write_text(FAKE_RUN)
-    (tmp_path / "finding.py").write_text("")
     measures = {"after": (lab.at("eval/accuracy"), lab.share),
                 "after before": (lab.at("eval/accuracy", 0), lab.share)}
     finding = lab.Finding("c", "1", "r", {"a": "fake.py --fail 0", "b": "fake.py --fail 2"},
                           measures, lambda values: lab.above(values, "b", "a", "after"),
                           {"accuracy": "eval/accuracy"})
-    lab.run(finding, tmp_path / "finding.py", results=tmp_path)
+    lab.run(finding, "finding", results=tmp_path)
     result = json.loads((tmp_path / "finding.json").read_text())
     values = result["values"]
     assert result["agrees"] and values["a"]["after"] == [0.6, 0.7, 0.8]
@@ -62,7 +61,9 @@ def test_the_results_are_those_of_the_files_and_the_table_shows_them():
     for name, finding in FINDINGS.items():
         result = lab.stored(name)
         if result:
-            assert result["digest"] == lab.digest(lab.HERE / f"{name}.py"), f"run {name}.py again"
+            assert result["digest"] == lab.digest(finding), f"run {name}.py again"
             assert bool(finding.judge(result["values"])) == result["agrees"]
     readme = (ROOT / "learn/lab/README.md").read_text()
     assert readme.split("<!-- table -->")[1].strip() == lab.lab_table()
+    examples = (ROOT / "examples/README.md").read_text()
+    assert examples == lab.examples_table(examples)

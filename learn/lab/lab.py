@@ -1,8 +1,8 @@
 """The lab: published findings, repeated in small with seeds and judged by a rule written before.
 
     python learn/lab/staleness.py      its runs, table, picture and verdict: results/staleness.*
-    python learn/lab/lab.py            (make lab) the findings whose file has changed since their
-                                       results were made, then the tables of the two READMEs
+    python learn/lab/lab.py            (make lab) the findings whose commands have changed since
+                                       their results were made, then all pages and tables
 
 A finding is a file with FINDING. An arm is a command, without --seed; all arms get the flags BASE
 and those of the finding. Runs of one seed have the same prompts in the same order, so the arms are
@@ -16,7 +16,6 @@ import os
 import re
 import shlex
 import sys
-import time
 from pathlib import Path
 from typing import Callable
 
@@ -45,6 +44,8 @@ class Finding:
     flags: str = ""  # of all arms, after BASE
     seeds: tuple = (0, 1, 2)
     prepare: Callable = None  # makes what the arms need, before the runs
+    reading: str = ""  # what the figures mean here, written after the runs
+    exercises: tuple = ()
 
 
 def at(key, step=-1):
@@ -93,9 +94,11 @@ def commands(finding):
     return found
 
 
-def digest(path):
-    """Changes with the file of a finding and with BASE."""
-    return hashlib.sha256(path.read_bytes() + BASE.encode()).hexdigest()[:16]
+def digest(finding):
+    """Changes with what is run and with what is measured."""
+    what = [command[1:] for command in commands(finding).values()]
+    what += [list(finding.arms), list(finding.measures), list(finding.seeds)]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
 def cell(values, form):
@@ -109,9 +112,8 @@ def minutes(folder):
             - (folder / "config.json").stat().st_mtime) / 60
 
 
-def run(finding, path, out=None, results=RESULTS):
-    """Makes the runs of a finding and writes its results. path: its file."""
-    name = path.stem
+def run(finding, name, out=None, results=RESULTS):
+    """Makes the runs of a finding and writes its results: numbers, picture and page."""
     os.chdir(ROOT)  # the commands have paths from there
     if finding.prepare:
         finding.prepare()
@@ -119,42 +121,40 @@ def run(finding, path, out=None, results=RESULTS):
     values = {label: {title: [value(folder) for folder in of]
                       for title, (value, _) in finding.measures.items()}
               for label, of in folders.items()}
-    agrees = bool(finding.judge(values))
     everyone = sum(folders.values(), [])
     spent = sum(map(minutes, everyone))
-    rows = [[label, *(cell(values[label][title], form)
-                      for title, (_, form) in finding.measures.items())] for label in folders]
     conditions = (f"{len(finding.seeds)} seeds per row, in brackets the 95 % t interval over them; "
                   f"{len(everyone)} runs of {spent / len(everyone):.1f} minutes on one core; "
                   f"{common.describe([common.read_config(f) for f in everyone])}")
-    verdict = "agrees" if agrees else "does not agree"
-    text = f"""# {name}
-
-Claim: {finding.claim} ([{finding.source}](https://arxiv.org/abs/{finding.source}))
-
-Rule, written before the runs: {finding.rule}
-
-{common.table(["arm", *finding.measures], rows)}
-
-Verdict: **{verdict}**.
-
-![curves]({name}.png)
-
-All arms: `{BASE} {finding.flags}`. {conditions}.
-"""
     results.mkdir(exist_ok=True)
-    (results / f"{name}.md").write_text(text)
     (results / f"{name}.json").write_text(json.dumps(
-        {"digest": digest(path), "agrees": agrees, "minutes": spent, "values": values,
-         "date": time.strftime("%Y-%m-%d"), "conditions": conditions}, indent=1))
+        {"digest": digest(finding), "agrees": bool(finding.judge(values)), "minutes": spent,
+         "values": values, "conditions": conditions}, indent=1))
     rows = {label: [common.read(folder) for folder in of] for label, of in folders.items()}
     seeds.draw(rows, finding.panels, results / f"{name}.png")
+    write_page(finding, name, results)
+
+
+def write_page(finding, name, results=RESULTS):
+    """The page of a finding, from its stored numbers."""
+    result = stored(name, results)
+    rows = [[label, *(cell(of[title], form) for title, (_, form) in finding.measures.items())]
+            for label, of in result["values"].items()]
+    page = [f"# {name}", f"Claim: {finding.claim} ({link(finding)})",
+            f"Rule, written before the runs: {finding.rule}",
+            common.table(["arm", *finding.measures], rows), f"Verdict: **{verdict(result)}**.",
+            finding.reading, f"![curves]({name}.png)",
+            f"All arms: `{BASE} {finding.flags}`. {result['conditions']}."]
+    if finding.exercises:
+        page += ["## Exercises", *(f"{i}. {text}" for i, text in enumerate(finding.exercises, 1))]
+    text = "\n\n".join(filter(None, page)) + "\n"
+    (results / f"{name}.md").write_text(text)
     print(text)
 
 
 def main(finding):
     """Of a finding's file: `if __name__ == "__main__": lab.main(FINDING)`."""
-    run(finding, Path(sys.argv[0]).resolve())
+    run(finding, Path(sys.argv[0]).stem)
 
 
 # ----------------------------------------------------------------------------------- the two tables
@@ -168,10 +168,18 @@ def findings():
     return {name: m.FINDING for name, m in modules.items() if hasattr(m, "FINDING")}
 
 
-def stored(name):
+def stored(name, results=RESULTS):
     """The results of a finding, or None."""
-    path = RESULTS / f"{name}.json"
+    path = results / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def verdict(result):
+    return "agrees" if result["agrees"] else "does not agree"
+
+
+def link(finding):
+    return f"[{finding.source}](https://arxiv.org/abs/{finding.source})"
 
 
 def figures(finding, result):
@@ -185,40 +193,42 @@ def figures(finding, result):
 def lab_table():
     rows = []
     for name, finding in findings().items():
-        result = stored(name)
-        if result:
-            verdict = "agrees" if result["agrees"] else "does not agree"
-            rows.append([f"[{name}]({name}.py)", finding.claim,
-                         f"[{finding.source}](https://arxiv.org/abs/{finding.source})",
-                         finding.rule, figures(finding, result),
-                         f"[{verdict}](results/{name}.md)", f"{result['minutes']:.0f}"])
+        if result := stored(name):
+            rows.append([f"[{name}]({name}.py)", finding.claim, link(finding), finding.rule,
+                         figures(finding, result), f"[{verdict(result)}](results/{name}.md)",
+                         f"{result['minutes']:.0f}"])
     head = ["finding", "claim", "source", "rule", "our figures", "verdict", "minutes of a core"]
     return common.table(head, rows)
 
 
-def replace_between(path, table):
-    """Puts a table between the two marks `<!-- table -->` of a page."""
-    text = path.read_text()
-    mark = "<!-- table -->"
-    before, _, after = text.split(mark)
-    path.write_text(f"{before}{mark}\n{table}\n{mark}{after}")
+def examples_table(text):
+    """examples/README.md with the number of lines of each file, and the figures of each finding
+    that a row links to."""
+    lines = text.splitlines(keepends=True)
+    for i, line in enumerate(lines):
+        cells = line.split(" | ")
+        if file := re.match(r"\| \[`(\w+\.py)`\]", line):
+            cells[3] = str(len((ROOT / "examples" / file[1]).read_text().splitlines()))
+        if finding := re.search(r"\[([^]]*)\]\(\.\./learn/lab/results/(\w+)\.md\)", line):
+            if result := stored(finding[2]):
+                shown = f"[{figures(findings()[finding[2]], result)}]"
+                cells = [cell.replace(f"[{finding[1]}]", shown) for cell in cells]
+        lines[i] = " | ".join(cells)
+    return "".join(lines)
 
 
 def write_tables():
-    replace_between(HERE / "README.md", lab_table())
+    path, mark = HERE / "README.md", "<!-- table -->"
+    before, _, after = path.read_text().split(mark)
+    path.write_text(f"{before}{mark}\n{lab_table()}\n{mark}{after}")
     path = ROOT / "examples/README.md"
-    lines = path.read_text().splitlines(keepends=True)
-    for i, line in enumerate(lines):
-        if file := re.match(r"\| \[`(\w+\.py)`\]", line):
-            cells = line.split(" | ")
-            cells[3] = str(len((path.parent / file[1]).read_text().splitlines()))
-            lines[i] = " | ".join(cells)
-    path.write_text("".join(lines))
+    path.write_text(examples_table(path.read_text()))
 
 
 if __name__ == "__main__":
     for name, finding in findings().items():
-        path, result = HERE / f"{name}.py", stored(name)
-        if not result or result["digest"] != digest(path):
-            run(finding, path)
+        result = stored(name)
+        if not result or result["digest"] != digest(finding):
+            run(finding, name)
+        write_page(finding, name)
     write_tables()
