@@ -501,7 +501,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 def sync_weights(policy, llm):
     """Wakes vLLM with the policy's weights; RunError if any bit differs. Collective."""
     trainer.place_frozen_weights(policy, "cpu")  # LoRA with offload: they make room for vLLM's
-    llm.load(trainer.named_weights(policy), trainer.count_weights(policy))
+    llm.load(trainer.named_weights(policy))
 
 
 # --------------------------------------------------------------------------------------- the loop

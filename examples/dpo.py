@@ -64,7 +64,7 @@ def train(run, beta, offline):
         if offline:
             weights = ref.model.state_dict()
             run.llm.sleep()
-            run.llm.load(weights.items(), len(weights))
+            run.llm.load(weights.items())
         return nr.collect_rollouts(run, step)
 
     nr.train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advantages)

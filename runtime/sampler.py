@@ -72,8 +72,8 @@ class Sampler:
             self._threads = torch.get_num_threads()
             torch.set_num_threads(dist.CORES)  # vLLM and torchrun set 1; AdamW here needs all
 
-    def load(self, named_weights, total):
-        """Wakes up with the trainer's weights, `total` (name, tensor) pairs, and checks them.
+    def load(self, named_weights):
+        """Wakes up with the trainer's weights, (name, tensor) pairs, and checks them.
 
         Raises RunError if one bit differs afterwards. The KV cache wakes up last: beside it, the
         weights might have no room to arrive.
@@ -90,7 +90,7 @@ class Sampler:
             if memory.is_out_of_memory(e) or not sent.sent:
                 raise
             raise RunError(
-                f"the sync failed on rank {dist.rank()} at tensor {len(sent.sent)} of {total}, "
+                f"the sync failed on rank {dist.rank()} at tensor {len(sent.sent)}, "
                 f"{list(sent.sent)[-1]}: {type(e).__name__}: {e}") from e
         sent.check(self._llm)
         if torch.cuda.is_available():

@@ -65,11 +65,6 @@ def named_weights(engine):
             yield from merge_adapter(engine.module.model, name, tensor.detach())
 
 
-def count_weights(engine):
-    """Number of the pairs that named_weights yields."""
-    return sum(".lora_" not in name for name in engine.module.model.state_dict())
-
-
 def trained_parameters(engine):
     """{name: parameter} of the weights that AdamW updates."""
     return {name: p for name, p in engine.module.model.named_parameters() if p.requires_grad}
