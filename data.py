@@ -1,4 +1,4 @@
-"""Tasks and prompts: a name, a file or a hub set -> examples -> prompt token ids -> batches.
+"""Tasks and prompts: a name, file, function or hub set -> examples -> prompt token ids -> batches.
 
     >>> load("arithmetic", "test", size=1)
     [{'question': '16+16-3-17+10+18', 'answer': '40', 'terms': 6}]
@@ -16,10 +16,9 @@ import zlib
 from pathlib import Path
 
 from runtime import shape
-from verify.verifier import ADDED_COLUMNS
+from verify import verifier
 
 # ---------------------------------------------------------------------------------- generated tasks
-
 
 def arithmetic(rng):
     """A sum of 3 to 6 terms such as 14+2+9. Every running total is in 0..99."""
@@ -78,7 +77,6 @@ def generate(make, split, size, seed):
 
 # ------------------------------------------------------------------------------- files and hub sets
 
-
 def unique(pairs):
     """dict(pairs). Raises ValueError if a key is there twice: its first value would be lost."""
     names = [name for name, _ in pairs if name]
@@ -89,7 +87,7 @@ def unique(pairs):
 
 def read_rows(path):
     """jsonl, json, csv or parquet file -> iterator of (location, row), the former for messages."""
-    kind, location = path.suffix.lower(), path
+    kind, location, rows = path.suffix.lower(), path, None
     try:
         if kind == ".jsonl":
             for n, line in enumerate(path.read_bytes().split(b"\n"), 1):
@@ -109,8 +107,6 @@ def read_rows(path):
         elif kind == ".parquet":
             from pyarrow import parquet
             rows = parquet.read_table(path).to_pylist()
-        else:
-            rows = None
     except Exception as e:  # each format has error types of its own
         raise ValueError(f"{location}: cannot be read ({shape.first_line(e)})") from e
     if not isinstance(rows, list):
@@ -135,14 +131,26 @@ def hub_rows(repo, name, split):
     yield from ((f"{repo}[{split}], row {n}", row) for n, row in enumerate(rows, 1))
 
 
+def function_rows(source, split, size, seed):
+    """What make(split, size, seed) of my_file.py:make gives -> iterator of (location, row)."""
+    file, name = source.rsplit(":", 1)
+    make = verifier.load(file, name, kind="data")
+    try:
+        rows = list(make(split, size, seed))
+        json.dumps(rows)  # only what a file can hold: plain values, the same in every process
+    except (Exception, SystemExit) as e:  # a user's file: any type
+        raise ValueError(f"data {source}: {verifier.user_error(e, file)}") from e
+    yield from ((f"{source}, row {n}", row) for n, row in enumerate(rows, 1))
+
+
 def is_empty(value):
     return value is None or not str(value).strip()
 
 
 def example_of(row, question_key, answer_key):
     """A row of a file or hub dataset -> example. Raises ValueError that says what is wrong."""
-    if None in row:  # csv.DictReader's key for surplus fields
-        raise ValueError("more fields than the header has")
+    if not all(isinstance(name, str) for name in row):  # csv names surplus fields None
+        raise ValueError("more fields than the header has, or a column whose name is not text")
     if "eval_set" in row:
         raise ValueError("rename the column 'eval_set': the name is taken by the trainer")
     # JSON can write half a surrogate pair, which no tokenizer takes: encode raises a ValueError
@@ -170,12 +178,12 @@ def example_of(row, question_key, answer_key):
 
 
 def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
-    """Examples of a task, a file or a hub dataset.
+    """Examples of a task, a file, a function or a hub dataset.
 
-    source: a name in TASKS, a path (.jsonl .json .csv .parquet) or a hub dataset (org/name,
-        org/name:config)
+    source: a name in TASKS, a path (.jsonl .json .csv .parquet), a function in a file
+        (my_file.py:make, see function_rows) or a hub dataset (org/name, org/name:config)
     split: "train" or "test"; ignored for files, which have no splits
-    size: number of examples, 0 = all (8192 for a generated task)
+    size: number of examples, 0 = all (8192 for a generated task; a function is asked for 8192)
     answer_key: "none" for rows without an answer, whose reward reads other columns (code)
 
     Returns a list of dicts with `question` and, unless answer_key is "none", `answer` as strings. A
@@ -190,12 +198,14 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
         rows = read_rows(path)
     elif task:
         rows = hub_rows(*task["hub"], split)
+    elif re.fullmatch(r".+\.py:\w+", source):
+        rows = function_rows(source, split, size or 8192, seed)
     elif source.count("/") == 1 and path.suffix.lower() not in FILES:
         repo, _, name = source.partition(":")
         rows = hub_rows(repo, name or None, split)
     else:
-        raise ValueError(f"{source}: no such file, no task ({', '.join(TASKS)}) and no hub dataset "
-                         "(org/name)")
+        raise ValueError(f"{source}: no such file, no task ({', '.join(TASKS)}), no function "
+                         "(my_file.py:make) and no hub dataset (org/name)")
     examples = []
     for location, row in rows:
         try:
@@ -357,7 +367,7 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
         eval_set = [train_set[i] for i in sorted(order[:size])]
         train_set = [train_set[i] for i in sorted(order[size:])]
 
-    taken = ADDED_COLUMNS | {"prompt_ids", "completions"}
+    taken = verifier.ADDED_COLUMNS | {"prompt_ids", "completions"}
     for name in sorted(taken & set().union(*train_set, *eval_set)):
         notify(f"note: rewards do not see the column '{name}' of the data, but the trainer's")
     held_out = {example["question"] for example in eval_set if cfg.steps}  # 0: evaluates only

@@ -169,7 +169,6 @@ def _up_to_closing_brace(text):
 
 # ------------------------------------------------------------------------------- one correct answer
 
-
 @each
 def gsm8k_reward(text, answer):
     """1.0 if the final answer is exactly the gold number, else 0.0 (arXiv 2110.14168).

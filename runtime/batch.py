@@ -57,7 +57,6 @@ class Rollout:
 
 # ---- packs and ranks
 
-
 def by_prompt(rollouts):
     """Lists of neighbours with the same prompt."""
     return [list(group) for _, group in itertools.groupby(rollouts, key=lambda r: r.prompt)]
@@ -129,7 +128,6 @@ def pack_evenly(rollouts, filler, budget):
 
 
 # ---- a pack as tensors
-
 
 def collate(rollouts, device="cpu"):
     """A pack of B rollouts -> one row of T tokens: each prompt once, before its first completion.
@@ -203,7 +201,6 @@ def sequence_mean(x, batch):
 
 # ---- attention
 
-
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
                      batch=None, **kwargs):
     """Causal attention inside each sequence of a pack. Registered with transformers as "packed".
@@ -263,7 +260,6 @@ def attend_in_groups(q, k, v, batch, scaling):
 
 
 # ---- process rewards
-
 
 def step_ends_in_tokens(rollouts, tokenizer):
     """Turns the end of each step in r.steps from a number of characters into a number of tokens.

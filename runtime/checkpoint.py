@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from runtime import __version__, dist, memory, trainer
 from runtime.dist import RunError
 from runtime.folder import sync, to_json
-from runtime.shape import ModelShape
+from runtime.shape import ModelShape, first_line
 
 
 @dataclasses.dataclass
@@ -128,8 +128,7 @@ class Checkpoints:
                 sync(folder.parent)
         except Exception as e:  # transformers, safetensors and the file system have their own types
             shutil.rmtree(part, ignore_errors=True)
-            reason = [*str(e).splitlines(), type(e).__name__][0]
-            problem = f"{folder} could not be written ({reason}); older checkpoints are whole"
+            problem = f"{folder} could not be written ({first_line(e)}); older ones are whole"
         for _ in states:  # on ranks that do not write, and after a failed write
             pass
         if problem := max(dist.all_gather([problem])):
@@ -168,7 +167,6 @@ class Checkpoints:
 
 
 # ---- files
-
 
 def on_disk(folder):
     """{step: folder} of the checkpoints of a run, oldest first."""

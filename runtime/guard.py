@@ -4,8 +4,6 @@ import inspect
 import json
 import math
 import random
-import traceback
-from pathlib import Path
 from textwrap import shorten
 
 import torch
@@ -16,6 +14,7 @@ from runtime.dist import RunError
 from runtime.model import on_device
 from runtime.shape import empty_model
 from runtime.trainer import adamw_states, set_lr
+from verify.verifier import user_error
 
 MOST_SKIPPED = 3  # steps in a row
 
@@ -165,11 +164,8 @@ def checked(rollout, spec):
         except (Exception, SystemExit) as e:
             if isinstance(e, RunError) or memory.is_out_of_memory(e) or stop.is_lost_rank(e):
                 raise
-            file = str(Path(spec.rpartition(":")[0]).resolve())
-            frames = traceback.extract_tb(e.__traceback__)
-            last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
-            raise RunError(f"--rollout {spec}: {shorten(f'{type(e).__name__}: {e}', 500)} "
-                           f"({last.filename}:{last.lineno})") from e
+            error = user_error(e, spec.rpartition(":")[0])
+            raise RunError(f"--rollout {spec}: {error}") from e
         vocabulary = llm.llm_engine.model_config.get_vocab_size()
         if not isinstance(rollouts, list) or len(rollouts) != len(prompts) * n:
             raise RunError(f"--rollout {spec}: it must return a list of {n} Rollouts for each of "

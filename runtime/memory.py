@@ -288,8 +288,3 @@ def smaller(cfg):
         if dist.world_size() > 1:
             flags |= {"zero_stage": 3, "tp": dist.local_world_size(), "kl_coef": 0}
     return " ".join(f"--{name} {x}" for name, x in flags.items() if x != getattr(cfg, name))
-
-
-def advice(error, cfg):
-    """The line for an out-of-memory error: its first line, and which flags to change."""
-    return f"nano_rlvr: {str(error).splitlines()[0]} To use less memory: {smaller(cfg)}"

@@ -57,7 +57,6 @@ def on_device(model):
 
 # ---- low-rank adapters (LoRA, arXiv:2106.09685) with peft: r * (a + b) numbers per matrix (a, b)
 
-
 def add_adapters(model, rank):
     """Freezes the model and adds adapters of this rank to every linear layer except the LM head.
 
@@ -108,7 +107,6 @@ def merge_adapter(model, name, tensor):
 
 
 # ---- log-probs straight from hidden states: the (R, V) matrix of logits never exists
-
 
 def chunk_logits(hidden, weight, targets, temperature):
     """-> logits (R, C) of one chunk, column of the target (R, 1), is it in this chunk (R, 1)."""

@@ -155,7 +155,6 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
 
 # ---- checksums
 
-
 @torch.no_grad()
 def checksum(tensor):
     """Sum of a 64-bit hash of the bits of each element, modulo 2^64: () int64.

@@ -91,7 +91,7 @@ def with_one_line(*kinds, cfg=None, folder=None):
                 path.write_text(traceback.format_exc())
                 where = f" (traceback: {path})"
         if cfg and memory.is_out_of_memory(e):
-            line = memory.advice(e, cfg)
+            line = f"nano_rlvr: {str(e).splitlines()[0]} To use less memory: {memory.smaller(cfg)}"
         elif "Too many open files" in str(e):  # also from gloo
             line = "nano_rlvr: too few open files are allowed: raise the limit, ulimit -n"
         elif isinstance(e, OSError) and e.errno == errno.ENOSPC and not e.filename:  # a semaphore

@@ -70,6 +70,8 @@ MAIN = [  # a command line, a part of the line: later checks, by main() itself
     ("--gate foo", USAGE),
     ("--clip_low 2", "--clip_low 2.0: must be from 0 to 1"),
     ("--rollout nowhere.py:f", "rollout file 'nowhere.py' does not exist"),
+    ("--data nowhere.py:make", "data file 'nowhere.py' does not exist"),
+    ("--eval_data arithmetic,nowhere.py:make", "data file 'nowhere.py' does not exist"),
     ("--name mine", "holds a run; choose another --name"),
     ("--out {dir}/a.jsonl/x", "Not a directory"),
     ("--name " + "x" * 300, "File name too long"),
@@ -86,7 +88,22 @@ MAIN = [  # a command line, a part of the line: later checks, by main() itself
     ("--model {dir}", "its config.json cannot be loaded"),
 ]
 UNREADABLE = "cannot be read (UnicodeDecodeError"
+THIRD = "def make(*_): return [{'question': '1', 'answer': answer} for answer in ('2', '2', '')]"
 DATA = [  # name, content of the file, a part of the line
+    ("other.py:make", "def made(): pass", "data {dir}/other.py:make: AttributeError: module"),
+    ("syntax.py:make", "def make(", "syntax.py:make: SyntaxError: '(' was never closed"),
+    ("short.py:make", "def make(split): return []", "takes 1 positional argument but 3 were given"),
+    ("none.py:make", "def make(*_): pass", "none.py:make: TypeError: 'NoneType' object is not"),
+    ("empty.py:make", "def make(*_): return []", "empty.py:make: no examples in it"),
+    ("fails.py:make", "def make(*_):\n    yield {}\n    raise OSError('a\\nb')",
+     "fails.py:make: OSError: a b (line 3)"),
+    ("exits.py:make", "def make(*_): raise SystemExit(3)", "exits.py:make: SystemExit: 3 (line 1)"),
+    ("texts.py:make", "def make(*_): return ['1+1']", "texts.py:make, row 1: a row must be an obj"),
+    ("third.py:make", THIRD, "third.py:make, row 3: 'answer' is empty; --answer_key names"),
+    ("keys.py:make", "def make(*_): return [{1: 2}]", "keys.py:make, row 1: more fields than the "
+     "header has, or a column whose name is not text"),
+    ("set.py:make", "def make(*_): return [{'question': '1', 'answer': {1}}]",
+     "set.py:make: TypeError: Object of type set is not JSON"),
     ("blank.jsonl", "\n \n\n", "blank.jsonl: no examples in it"),
     ("null.jsonl", '{"question": null, "answer": 1}', "null.jsonl:1: 'question' is empty"),
     ("number.jsonl", '{"question": 3, "answer": 1}', "number.jsonl:1: 'question' must be text"),
@@ -170,7 +187,8 @@ def cases():
             yield Case(line, call, says)
     for name, text, says in DATA:
         def load(folder, name=name, text=text):
-            (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+            file = folder / name.partition(":")[0]
+            file.write_bytes(text if isinstance(text, bytes) else text.encode())
             data.load(str(folder / name))
         yield Case(name, load, says)
     for fault, plant, says in MODELS:

@@ -7,7 +7,7 @@ import mutations
 from conftest import ENV, ROOT
 
 PAGE = (ROOT / "docs/add_an_algorithm.md").read_text()
-BLOCK = re.compile(r"`([\w/]+\.(?:py|md))`|^```(diff|python|bash)\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"`([\w./-]+\.(?:py|md))`|^```(diff|python|bash)\n(.*?)^```$", re.M | re.S)
 
 
 def apply(diff, text):
@@ -37,4 +37,5 @@ def test_whoever_follows_the_page_gets_passing_tests(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     cases = (tmp_path / "tests/vectors/cases.json").read_text()
     assert cases.count("preset lite_ppo") == 3 and cases.count("baseline median") == 5
-    assert re.search(r"\d+ passed", done.stdout) and "failed" not in done.stdout
+    assert cases.count("gate preserve") == 5  # 3 ratios, above 20, other bounds
+    assert len(re.findall(r"\d+ passed", done.stdout)) == 2 and "failed" not in done.stdout

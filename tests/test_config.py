@@ -41,6 +41,18 @@ def test_every_numeric_flag_has_one_range_that_has_its_default_and_both_ends():
                     make_config(**alone | {name: value})
 
 
+def test_needs_names_flags_that_exist_and_for_each_gate_the_flags_that_act_on_it():
+    all_gates, named = set(typing.get_args(typing.get_type_hints(nr.Config)["gate"])), set()
+    for names, has_effect, needed in runtime.flags.NEEDS:
+        flags = {*names.split(), *re.findall(r"--(\w+)", needed)}
+        assert flags <= nr.Config.__dataclass_fields__.keys(), flags
+        if needed.startswith("--gate "):
+            gates = set(re.findall(r"\w+", needed)) - {"gate", "or"}
+            assert gates == {g for g in all_gates if has_effect(nr.Config(gate=g))}, names
+            named |= gates
+    assert named == all_gates
+
+
 @pytest.mark.parametrize("argv, flags", [
     ("", ""), *((f"--minibatches 2 --algo {algo}", "") for algo in nr.ALGOS),
     # one that has no effect, one that has

@@ -2,14 +2,15 @@
 import csv
 import doctest
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 
 import data
 import nano_rlvr as nr
-from conftest import make_config
-from runtime import evaluation
+from conftest import ROOT, make_config
+from runtime import evaluation, folder
 
 
 def write(path, rows, **options):
@@ -56,6 +57,48 @@ def test_every_file_format_gives_the_same_examples(tmp_path):
     assert data.load(str(tmp_path / "a.jsonl"), size=2) == wanted[:2]
     other = data.load(str(tmp_path / "a.jsonl"), question_key="level", answer_key="problem")
     assert other[1]["answer"].startswith("what is 1")
+
+
+MAKE = """
+def make(split, size, seed):
+    for i in range(size):
+        yield {"question": f"{split} {seed} {i}", "answer": i, "size": size}
+"""
+
+
+def test_a_function_makes_the_rows_of_a_set_from_split_size_and_seed(tmp_path, tokenizer):
+    (tmp_path / "mine.py").write_text(MAKE + "def test(*args): return list(make(*args)) * 2")
+    make, test = (f"{tmp_path}/mine.py:{name}" for name in ("make", "test"))
+    rows = [{"question": f"test 5 {i}", "answer": str(i), "size": 3} for i in range(3)]
+    assert data.load(make, "test", size=3, seed=5) == rows
+    assert data.load(test, "test", size=3, seed=5) == rows  # it may make more than it is asked for
+    assert len(data.load(make)) == 8192 and len(data.load(test)) == 16384
+    with pytest.raises(ValueError, match=r"mine.py:make, row 1: no 'gold' \(it has question"):
+        data.load(make, answer_key="gold")
+    cfg = make_config(data=make, eval_data=f"{make},{test}", eval_size=2, seed=7)
+    train_set, eval_set = data.load_splits(cfg, tokenizer)
+    assert [e["question"] for e in train_set[:2]] == ["train 7 0", "train 7 1"]
+    assert [(e["eval_set"], e["question"]) for e in eval_set] == [
+        (f"mine.py-{name}", f"test 0 {i}") for name in ("make", "test") for i in range(2)]
+
+
+def test_the_function_in_the_pages_runs_and_a_run_continues_only_with_the_same_rows(
+        group, tmp_path, tokenizer):
+    page = (ROOT / "docs/data_and_rewards.md").read_text()
+    code = re.search(r"```python\n(# my_file.py\n.*?)```", page, re.S)[1]
+
+    def claim(file, code, resume=""):
+        (tmp_path / file).write_text(code)
+        make = f"{tmp_path}/{file}:make"
+        cfg = make_config(data=make, eval_data=make, out=str(tmp_path), name="run", resume=resume)
+        train_set, eval_set = data.load_splits(cfg, tokenizer, notify=id)
+        assert len(train_set) > 7000 and len(eval_set) == cfg.eval_size
+        folder.claim_folder(cfg, train_set + eval_set)
+
+    claim("a.py", code)
+    claim("b.py", "# the same rows\n" + code, resume="run")
+    with pytest.raises(ValueError, match="--resume run: its data, tokenizer or --model have chang"):
+        claim("c.py", code.replace("sum(terms)", "sum(terms) + (terms[0] == 30)"), resume="run")
 
 
 def test_blank_lines_count_as_lines_and_rows_without_an_answer_are_read_when_told_so(tmp_path):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import data
 import nano_rlvr as nr
 from conftest import EXACT, ROOT, close, fixed_rollouts, make_config, within
 from runtime import dist
@@ -19,6 +20,8 @@ import dpo  # noqa: E402
 import entropy  # noqa: E402
 import r1  # noqa: E402
 import sft  # noqa: E402
+
+GYM = str(ROOT / "examples/gym_tasks.py")
 
 
 @pytest.fixture
@@ -224,3 +227,40 @@ def test_clip_cov_draws_from_the_tokens_with_a_large_product_of_distances():
     first.advantages[:2] = [2.0, -2.0]
     assert entropy.clip_cov([first, second], logps, 1.0, random.Random(0)) == 2
     assert first.advantages == [0.0, 0.0, 9.0, 1.0] and second.advantages == [-1.0, 0.0]
+
+
+def test_a_task_of_reasoning_gym_is_judged_by_its_own_scorer():
+    """Any expression with the value 20 is right, and a scorer that fails on a text gives it 0."""
+    twenty = {"source_dataset": "countdown", "numbers": [2, 3, 4], "target": 20}
+    primes = {"source_dataset": "prime_factorization", "factors": [2, 3]}
+    texts = {"(2+3)*4": twenty, "4 * (3 + 2)": twenty, "2*3*4": twenty, "2*3": primes,
+             "2 × 3": primes, "no primes": primes}
+    with nr.rewards.Verifier(f"{GYM}:score", workers=1, timeout=60.0) as verifier:
+        found, _, counts = verifier(
+            [f"<answer>{text}</answer>" for text in texts], metadata=[*texts.values()],
+            question=["?"] * 6, answer=["(2+3)*4"] * 3 + ["2 × 3"] * 3)
+    assert [x == 1 for x in found] == [True, True, False, False, True, False]
+    assert found[-1] == 0 and counts == {"reward/timeouts": 0, "reward/crashes": 0}
+
+
+def test_the_rows_of_a_task_depend_on_split_and_seed_and_near_seeds_share_none():
+    of = lambda task, *args: data.load(f"{GYM}:{task}", *args)  # noqa: E731
+    rows = of("chain_sum", "train", 300, 0)
+    assert rows == of("chain_sum", "train", 300, 0)
+    for other in of("chain_sum", "train", 300, 1), of("chain_sum", "test", 300, 0):
+        long = [{e["question"] for e in x if len(e["question"]) > 80} for x in (rows, other)]
+        assert min(map(len, long)) > 100 and not long[0] & long[1]
+    for e in of("sums", "test", 300, 0):
+        assert eval(e["question"]) == int(e["answer"]) and 5 <= len(e["question"]) <= 11
+    assert len({e["question"] for e in of("sums", "test", 300, 0)}) > 250
+
+
+def test_without_reasoning_gym_or_for_an_unknown_task_there_is_one_line(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="^data .*: AttributeError: .* no task chess .line"):
+        data.load(f"{GYM}:chess")
+    (tmp_path / "gym.py").write_text((ROOT / "examples/gym_tasks.py").read_text())
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match="^data .*ImportError: .*; pip install (.*) .line") as e:
+        data.load(f"{tmp_path}/gym.py:sums")
+    pinned = (ROOT / "requirements-dev.txt").read_text().splitlines()
+    assert str(e.value).split("pip install ")[1].split()[0] in pinned

@@ -53,6 +53,12 @@ def test_every_preset_task_template_and_reward_is_named():
         assert f"`{name}`" in text, name
 
 
+def test_both_readmes_list_every_preset():
+    for path in READMES:
+        listed = re.search(r"^`--algo [^.。]*", PAGES[path], re.M)[0]
+        assert re.findall(r"`(?:--algo )?([^`]+)`", listed) == list(nr.ALGOS), path.name
+
+
 def test_every_flag_in_the_pages_exists():
     text = "\n".join(text for path, text in PAGES.items() if path.name != "CHANGELOG.md")
     commands = [line for line in text.splitlines() if "nano_rlvr.py" in line]

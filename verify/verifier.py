@@ -1,5 +1,6 @@
 """Runs the rewards of a spec in processes that can be killed (pool.py), weights and adds them."""
 import asyncio
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -33,7 +34,7 @@ class Traits:
     reads_gold: bool  # gives None to "" exactly if it cannot read the gold answer
 
 
-class Verifier:
+class Verifier(contextlib.AbstractContextManager):
     """The rewards of a spec, run in a pool of processes that is started once.
 
         verify = Verifier("math:1,format:0.2", workers=8, timeout=5.0)
@@ -175,9 +176,6 @@ class Verifier:
     def close(self):
         """End the worker processes."""
         self.pool.close()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()
@@ -330,6 +328,14 @@ def parse_spec(spec, known):
     return parts
 
 
+def user_error(e, file):
+    """An exception in a user's file, in one line with the last line number in this file."""
+    frames, path = traceback.extract_tb(e.__traceback__), str(Path(file).resolve())
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    at = f" (line {lines[-1]})" if lines else ""  # a SyntaxError names its line itself
+    return " ".join(f"{type(e).__name__}: {e}".split())[:500] + at
+
+
 @functools.cache  # a file named by several specs gives the same function
 def load(module, name, kind="reward"):
     """The function `name` of "my_file.py" or "installed.module"; a one-line ValueError if none."""
@@ -346,11 +352,7 @@ def load(module, name, kind="reward"):
             found = importlib.import_module(module)
         function = getattr(found, name)
     except (Exception, SystemExit) as e:  # a user's file: any type
-        frames = traceback.extract_tb(e.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        at = f" (line {lines[-1]})" if lines else ""  # a SyntaxError names its line itself
-        text = " ".join(f"{type(e).__name__}: {e}".split())
-        raise ValueError(f"{kind} {module}:{name}: {text[:500]}{at}") from None
+        raise ValueError(f"{kind} {module}:{name}: {user_error(e, module)}") from None
     if not callable(function):
         raise ValueError(f"{kind} {module}:{name} is not a function")
     return function
