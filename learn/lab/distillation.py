@@ -44,7 +44,11 @@ FINDING = lab.Finding(
     judge=judge,
     panels={"reward of the samples": "reward/mean", "tokens of a sample": "completion/length",
             "mean@4": "eval/mean@4"},
-    prepare=make_teacher)
+    prepare=make_teacher,
+    exercises=(
+        "Take a teacher that was trained for 15 steps only. Predict which arm suffers more.",
+        "Take the student as its own teacher with `--teacher_prompt`. Which text could help "
+        "this model?"))
 
 if __name__ == "__main__":
     lab.main(FINDING)

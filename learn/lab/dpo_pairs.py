@@ -20,7 +20,12 @@ FINDING = lab.Finding(
               "tokens": (lab.at("eval/length"), lab.number)},
     judge=judge,
     panels={"reward of the samples": "reward/mean", "tokens of a sample": "completion/length",
-            "mean@4": "eval/mean@4"})
+            "mean@4": "eval/mean@4"},
+    exercises=(
+        "Add an arm with `examples/dpo.py --offline --beta 0.5`. Predict whether a larger "
+        "beta, which holds the model nearer to its start, helps offline DPO.",
+        "Online DPO uses two samples of each group and GRPO all eight. Predict `mean@4` with "
+        "`--samples 2 --prompts 64` for both."))
 
 if __name__ == "__main__":
     lab.main(FINDING)

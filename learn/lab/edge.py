@@ -26,7 +26,12 @@ FINDING = lab.Finding(
               "questions": (lab.at("curriculum/questions", 0), lab.number)},
     judge=judge,
     panels={"reward of the samples": "reward/mean", "flat groups": "group/flat",
-            "mean@4": "eval/mean@4"})
+            "mean@4": "eval/mean@4"},
+    exercises=(
+        "Narrow the middle band to 0.45 to 0.55. Predict what happens to the share of groups "
+        "without a gradient.",
+        "Take `--probe 2`. Which questions are in the middle band now, and what is their true "
+        "pass rate?"))
 
 if __name__ == "__main__":
     lab.main(FINDING)

@@ -25,7 +25,11 @@ FINDING = lab.Finding(
               "mean@8": (lab.at("eval/mean@8"), lab.share),
               "pass@8": (lab.at("eval/pass@8"), lab.share)},
     judge=judge,
-    panels={"entropy": "entropy", "mean@8": "eval/mean@8", "pass@8": "eval/pass@8"})
+    panels={"entropy": "entropy", "mean@8": "eval/mean@8", "pass@8": "eval/pass@8"},
+    exercises=(
+        "Add an arm `--bonus 0.1`. Predict entropy and mean@8.",
+        "Draw mean@8 against entropy for all runs. Does R = -a exp(H) + b of the paper fit, "
+        "and with which ceiling b?"))
 
 if __name__ == "__main__":
     lab.main(FINDING)

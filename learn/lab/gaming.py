@@ -23,7 +23,12 @@ FINDING = lab.Finding(
               "tokens": (lab.at("eval/length"), lab.number)},
     judge=judge,
     panels={"true mean@4": "eval/mean@4", "training reward": "reward/mean",
-            "tokens of a sample": "completion/length"})
+            "tokens of a sample": "completion/length"},
+    exercises=(
+        "Let the verifier accept answers that are at most 1 off. A guess passes in 3 of 11 "
+        "cases: predict which habit wins.",
+        "Add the exact reward with weight 0.5 beside the leaky one. Predict the training "
+        "reward of both habits by hand, then run it."))
 
 if __name__ == "__main__":
     lab.main(FINDING)

@@ -20,7 +20,11 @@ FINDING = lab.Finding(
               "gradient norm": (lab.late("grad_norm", 30), "{:.2f}".format)},
     judge=judge,
     panels={"reward of the samples": "reward/mean", "flat groups": "group/flat",
-            "mean@4": "eval/mean@4"})
+            "mean@4": "eval/mean@4"},
+    exercises=(
+        "With pass rate p, a group of n has no gradient with probability p^n + (1 - p)^n. "
+        "Compare with the column of the table.",
+        "Take `--prompts 1 --samples 128`. Predict the spread over the seeds."))
 
 if __name__ == "__main__":
     lab.main(FINDING)

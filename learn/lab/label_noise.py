@@ -25,7 +25,11 @@ FINDING = lab.Finding(
               "tokens": (lab.at("eval/length"), lab.number)},
     judge=judge,
     panels={"reward of the samples": "reward/mean", "tokens of a sample": "completion/length",
-            "mean@4": "eval/mean@4"})
+            "mean@4": "eval/mean@4"},
+    exercises=(
+        "Write a reward that accepts wrong answers in 40 % of the cases and never rejects a "
+        "right one. J is 0.6, as with 20 % of flips: predict whether it learns as fast.",
+        "Predict what `--scale none` changes at 40 % of flips, then run it."))
 
 if __name__ == "__main__":
     lab.main(FINDING)

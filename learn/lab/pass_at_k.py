@@ -22,7 +22,11 @@ FINDING = lab.Finding(
                                 ("pass@32", "pass@32"), (f"pass@{K}", f"pass@{K}"))
               for step, title in ((0, f"{name} before"), (-1, name))},
     judge=judge,
-    panels={"pass@1": f"eval/mean@{K}", "pass@8": "eval/pass@8", f"pass@{K}": f"eval/pass@{K}"})
+    panels={"pass@1": f"eval/mean@{K}", "pass@8": "eval/pass@8", f"pass@{K}": f"eval/pass@{K}"},
+    exercises=(
+        "Add `--kl_coef 0.1` to `flags`. Predict what it does to pass@128.",
+        "Train on questions that the model never solves in 128 samples "
+        "(examples/curriculum.py). Does RL solve any of them?"))
 
 if __name__ == "__main__":
     lab.main(FINDING)

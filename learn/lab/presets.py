@@ -25,7 +25,11 @@ FINDING = lab.Finding(
               "seconds of a step": (lab.late("seconds/update", 30), "{:.2f}".format)},
     judge=judge,
     panels={"reward of the samples": "reward/mean", "entropy": "entropy",
-            "tokens of a sample": "completion/length"})
+            "tokens of a sample": "completion/length"},
+    exercises=(
+        "With `--minibatches 1` the ratio is 1. Predict which presets then take the same "
+        "steps, and check it with the seeds.",
+        "Which preset needs another learning rate? Read it from the gradient norms, then try."))
 
 if __name__ == "__main__":
     lab.main(FINDING)

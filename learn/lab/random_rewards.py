@@ -24,7 +24,12 @@ FINDING = lab.Finding(
               "tokens": (lab.at("eval/length"), lab.number)},
     judge=judge,
     panels={"mean@4": "eval/mean@4", "entropy": "entropy",
-            "tokens of a sample": "completion/length"})
+            "tokens of a sample": "completion/length"},
+    exercises=(
+        "Start from a model that works most sums out: `--model` with the checkpoint of a true "
+        "run after 10 steps. Predict the sign of the gain.",
+        "Keep only one side of the clip: `--clip_low 1`. Which side would push a frequent "
+        "habit further?"))
 
 if __name__ == "__main__":
     lab.main(FINDING)

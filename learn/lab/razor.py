@@ -38,7 +38,11 @@ FINDING = lab.Finding(
     judge=judge,
     panels={"strings (old task)": "eval/strings/accuracy",
             "sums (new task)": "eval/arithmetic/accuracy"},
-    prepare=prepare)
+    prepare=prepare,
+    exercises=(
+        "Add `--kl_coef 0.1` for RL. Predict the accuracy on strings.",
+        "Let SFT imitate right answers of the base itself (`--steps 0`, then its eval.jsonl). "
+        "Predict whether it forgets less than with worked examples."))
 
 if __name__ == "__main__":
     lab.main(FINDING)

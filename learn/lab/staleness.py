@@ -24,7 +24,12 @@ FINDING = lab.Finding(
               "reward of the last 10 steps": (lab.late("reward/mean"), "{:.3f}".format),
               "mismatch": (lab.late("mismatch/mean_abs"), "{:.3f}".format)},
     judge=judge,
-    panels={"mean@4": "eval/mean@4", "reward": "reward/mean", "mismatch": "mismatch/mean_abs"})
+    panels={"mean@4": "eval/mean@4", "reward": "reward/mean", "mismatch": "mismatch/mean_abs"},
+    exercises=(
+        "Add `--lr 3e-4` to `flags`. Predict the lag at which the runs without a weight "
+        "break.",
+        "Replace the weight by `--correction sequence_mask`. Predict from `correction/share` "
+        "in metrics.jsonl how many samples lag 8 still uses."))
 
 if __name__ == "__main__":
     lab.main(FINDING)
