@@ -206,14 +206,14 @@ def examples_table(text):
     that a row links to."""
     lines = text.splitlines(keepends=True)
     for i, line in enumerate(lines):
-        cells = line.split(" | ")
+        cells = line.split("|")
         if file := re.match(r"\| \[`(\w+\.py)`\]", line):
-            cells[3] = str(len((ROOT / "examples" / file[1]).read_text().splitlines()))
+            cells[4] = f" {len((ROOT / 'examples' / file[1]).read_text().splitlines())} "
         if finding := re.search(r"\[([^]]*)\]\(\.\./learn/lab/results/(\w+)\.md\)", line):
             if result := stored(finding[2]):
                 shown = f"[{figures(findings()[finding[2]], result)}]"
                 cells = [cell.replace(f"[{finding[1]}]", shown) for cell in cells]
-        lines[i] = " | ".join(cells)
+        lines[i] = "|".join(cells)
     return "".join(lines)
 
 
