@@ -74,7 +74,7 @@ class RemoteSampler:
         self.process = ProcessPoolExecutor(1, get_context("spawn"))
         self.started = self.process.submit(make_run, cfg, os.getpid())
 
-    def load(self, named_weights):
+    def load(self, named_weights, total):
         """Writes the weights before the next step, and deletes those that nobody needs any more."""
         self.version += 1
         weights = {name: w.to("cpu", copy=True) for name, w in named_weights}
