@@ -211,3 +211,200 @@ def test_a_selector_sees_the_question_and_takes_the_first_of_the_best():
     assert seen == {"question": ["1+1"] * 4, "texts": list("abcd")}
     nothing = example.best_of(group, {"question": ""}, lambda texts, question: [None] * 4)
     assert nothing is group[0]
+
+
+def sums(tokenizer, *questions):
+    """Examples as data.py makes them. The gold answers are wrong, so nobody may look at them."""
+    examples = [{"question": question, "answer": "-1"} for question in questions]
+    for e in examples:
+        e["prompt_ids"] = data.encode(e, tokenizer, "chat")
+    return examples
+
+
+class Recorded(example.Sampling):
+    """Keeps what each call gets, (question, text) per example, and the groups that it gives."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.taken, self.given = [], []
+
+    def __call__(self, examples, texts, n=1, until=None):
+        groups = super().__call__(examples, texts, n, until)
+        self.taken.append([(e["question"], text) for e, text in zip(examples, texts)])
+        self.given.append([list(group) for group in groups])
+        return groups
+
+
+@pytest.fixture
+def sample(llm):
+    return Recorded(llm, make_config(), 1.0)
+
+
+@pytest.fixture
+def greedy(llm):
+    return Recorded(llm, make_config(), 0.0)
+
+
+QUESTIONS = ["14+2+9", "3+4-5", "12-7+5+8", "16-14+16", "9+10-13-5", "4+6+8+1+3+5"]
+
+
+def test_a_text_is_continued_up_to_a_string_and_every_sampled_token_is_counted(greedy, tokenizer):
+    examples = sums(tokenizer, "14+2+9", "3+4-5")
+    texts = ["<think>14+2=", "<think>3+4=7\n7-5="]
+    until = greedy(examples, texts, until="\n")
+    assert [r.text for [r] in until] == [
+        "<think>14+2=16\n", "<think>3+4=7\n7-5=2</think><answer>2</answer>"]
+    assert [example.is_open(r, "\n") for [r] in until] == [True, False]
+    # 1 6 \n, and 2 </think> <answer> 2 </answer> <|endoftext|>
+    assert greedy.tokens == 3 + 6
+    prompt = examples[0]["prompt_ids"] + tokenizer.encode(texts[0], add_special_tokens=False)
+    plain = nr.rollout(greedy.llm, [prompt], 1, 0.0, 96)[0]
+    [[whole]] = greedy(examples[:1], texts[:1])
+    assert whole.text == texts[0] + plain.text and whole.prompt + whole.completion == (
+        prompt + plain.completion)
+    greedy.cfg = make_config(max_tokens=len(whole.completion) - 2)  # less than it needs
+    [[cut]] = greedy(examples[:1], ["<think>14+2=16\n16+9=25"], until="</answer>")
+    assert cut.truncated and not example.is_open(cut, "</answer>")
+
+
+def test_waiting_puts_a_text_in_the_place_of_the_end_of_thinking(greedy, tokenizer):
+    examples = sums(tokenizer, *QUESTIONS)
+    plain = nr.rollout(greedy.llm, [e["prompt_ids"] for e in examples], 1, 0.0, 96)
+    assert [r.text for r in example.force_thinking(greedy, examples, 0)] == [
+        r.text for r in plain]
+    assert greedy.tokens == sum(r.length for r in plain)  # waiting for nothing costs nothing
+    greedy.taken.clear()
+    waited = example.force_thinking(greedy, examples, 2, wait=" 1+1=2\n")
+    start, first, second, answer = greedy.taken
+    assert [text for _, text in start] == [""] * len(examples)
+    for i, r in enumerate(plain):
+        thoughts = r.text.partition("</think>")[0]
+        assert first[i] == (QUESTIONS[i], thoughts + " 1+1=2\n")
+        assert second[i][1].startswith(first[i][1]) and second[i][1].endswith(" 1+1=2\n")
+        assert answer[i][1].startswith(second[i][1]) and answer[i][1].count("</think>") == 1
+        assert answer[i][1].endswith("</think>") and waited[i].text.startswith(answer[i][1])
+        assert waited[i].text.endswith("</answer>")
+
+
+def test_the_steps_before_the_first_wrong_one_are_kept(tokenizer):
+    [e] = sums(tokenizer, "14+2+9")
+    kept = {"<think>14+2=16\n16+9=26</think><answer>26</answer>": "<think>14+2=16",
+            "<think>14+2=16\n16+9=25</think><answer>26</answer>": "<think>14+2=16\n16+9=25",
+            "<think>14+2=17\n17+9=25</think><answer>25</answer>": "",
+            "<think></think><answer>27</answer>": "", "": ""}
+    for text, wanted in kept.items():
+        r = nr.Rollout([0], [0], text, False, [0.0])
+        assert example.right_steps(r, e, rewards.steps_reward) == wanted
+
+
+def test_a_refined_answer_begins_with_the_right_steps_of_the_former_one(sample, tokenizer):
+    examples = sums(tokenizer, *QUESTIONS)
+    best = example.refine(sample, examples, 3, rewards.steps_reward)
+    [drafts, *revised], texts = sample.given, sample.taken[1:]
+    former = {e["question"]: draft for e, [draft] in zip(examples, drafts)}
+    for asked, groups in zip(texts, revised, strict=True):
+        right = {q: rewards.steps_reward([r.text], question=[q])[0] for q, r in former.items()}
+        assert [q for q, _ in asked] == [  # only those with a step that is wrong
+            q for q in QUESTIONS if not all(value for _, value in right[q])]
+        for (q, text), [new] in zip(asked, groups):
+            e = examples[QUESTIONS.index(q)]
+            assert text == example.right_steps(former[q], e, rewards.steps_reward)
+            former[q] = example.best_of([former[q], new], e, rewards.steps_reward)
+    assert best == [former[q] for q in QUESTIONS]
+    assert sample.tokens > sum(len(r.completion) for [r] in drafts)  # something was wrong
+
+
+def test_a_refinement_that_is_worse_is_not_taken(sample, tokenizer):
+    examples = sums(tokenizer, *QUESTIONS)
+
+    def brief(texts, question):  # never content, and no step verifier: all is sampled again
+        return [-len(text) for text in texts]
+    best = example.refine(sample, examples, 3, brief)
+    assert sample.taken == [[(q, "") for q in QUESTIONS]] * 4
+    rounds = [[len(r.text) for [r] in groups] for groups in sample.given]
+    assert [len(r.text) for r in best] == list(map(min, zip(*rounds)))
+    assert rounds[-1] != list(map(min, zip(*rounds)))  # the last ones are not the shortest
+
+
+def test_without_a_wrong_step_nothing_is_revised(sample, tokenizer):
+    examples = sums(tokenizer, *QUESTIONS)
+    for value in (1.0, None):
+        best = example.refine(sample, examples, 2, lambda texts, question: [value] * len(texts))
+        draft, *revised = sample.given[-3:]
+        assert best == [r for [r] in draft] and revised == [[], []]
+
+
+def test_samples_are_shared_out_by_the_doubts_about_the_probes(sample, tokenizer):
+    examples = sums(tokenizer, "1+2+3", "4+5+6", "7+8+9", "2+2+2")
+    values = {"1+2+3": [1.0, 1.0], "4+5+6": [1.0, 0.0], "7+8+9": [0.5, 0.0], "2+2+2": [0.25, None]}
+
+    def selector(texts, question):
+        return values[question[0]] + [2.0] * (len(texts) - 2)
+    best = example.by_difficulty(sample, examples, 5, 2, selector)
+    # difficulty 0, 0.5, 0.75, 0.875: of 4 * 3 = 12 samples 0, 2.82, 4.24, 4.94. The sums of these
+    # from the first question on, 0, 2.82, 7.06, 12, are rounded to 0, 3, 7, 12
+    assert [q for q, _ in sample.taken[1]] == ["4+5+6"] * 3 + ["7+8+9"] * 4 + ["2+2+2"] * 5
+    more = [r for [r] in sample.given[1]]
+    assert best == [sample.given[0][0][0], more[0], more[3], more[7]]  # the first with 2.0
+    assert sample.tokens == sum(len(r.completion) for group in sample.given[0] for r in group) + (
+        sum(len(r.completion) for r in more))
+    example.by_difficulty(sample, examples, 5, 2, lambda texts, question: [1.0] * len(texts))
+    assert sample.taken[3] == []  # nothing is hard
+
+
+def test_a_tree_search_of_one_beam_without_a_choice_is_the_greedy_completion(greedy, tokenizer):
+    examples = sums(tokenizer, *QUESTIONS)
+    plain = nr.rollout(greedy.llm, [e["prompt_ids"] for e in examples], 1, 0.0, 96)
+    found = example.tree_search(greedy, examples, 1, 1, rewards.steps_reward)
+    assert [r.text for r in found] == [r.text for r in plain]
+    assert greedy.tokens == sum(r.length for r in plain)
+    assert len(greedy.taken) > 2 and "=" in greedy.taken[2][0][1]  # step by step
+
+
+def test_a_text_that_goes_on_is_not_judged_by_the_answer_that_it_does_not_have(tokenizer):
+    [e] = sums(tokenizer, "14+2+9")
+    group = [nr.Rollout([0], [0], text, False, [0.0]) for text in (
+        "<think>14+2=16\n", "<think>14+2=16\n16+9=26\n", "<think>\n",
+        "<think>14+2=16\n16+9=25</think><answer>1</answer>")]
+    found = example.values_of(group, e, rewards.steps_reward, until="\n")
+    assert found == [1, 1 / 2, None, 2 / 3]
+    assert example.values_of(group, e, rewards.steps_reward) == [1 / 2, 1 / 3, 0, 2 / 3]
+    assert example.best_of(group, e, rewards.steps_reward) is group[3]
+
+
+def mean_of_steps(text, question):
+    """The mean of the step rewards, of a text that goes on without that of its answer."""
+    steps = [value for _, value in rewards.steps_reward([text], question=[question])[0]]
+    steps = steps[:-1] if text.endswith("\n") else steps
+    return sum(steps) / len(steps) if steps else 0.0
+
+
+def patience(text, question):
+    """Likes the first step of a calculation better than an answer, and its next ones less."""
+    return 1.2 - 0.4 * text.count("\n") if text.endswith("\n") else 0.5
+
+
+@pytest.mark.parametrize("value", [mean_of_steps, patience])
+def test_a_tree_search_keeps_the_steps_that_the_verifier_likes_best(sample, tokenizer, value):
+    """Against a search written out per question, from the same samples."""
+    def selector(texts, question):
+        return list(map(patience, texts, question))
+    examples = sums(tokenizer, *QUESTIONS)
+    chosen = rewards.steps_reward if value is mean_of_steps else selector
+    found = example.tree_search(sample, examples, 2, 3, chosen)
+
+    def goes_on(r):
+        return r.text.endswith("\n")
+    for i, (q, result) in enumerate(zip(QUESTIONS, found)):
+        candidates = sample.given[0][i]
+        assert len(candidates) == 6
+        for asked, groups in [*zip(sample.taken[1:], sample.given[1:]), ([], [])]:
+            beam = sorted(candidates, key=lambda r: (-value(r.text, q), goes_on(r)))[:2]
+            candidates = [r for r in beam if not goes_on(r)]
+            children = [(text, group) for (own, text), group in zip(asked, groups) if own == q]
+            if not goes_on(beam[0]):  # the search of this question has ended
+                assert not children
+                break
+            assert [text for text, _ in children] == [r.text for r in beam if goes_on(r)]
+            candidates += [r for _, group in children for r in group]
+        assert result.text == beam[0].text and result.text.endswith("</answer>")
