@@ -11,8 +11,9 @@ from conftest import ROOT
 from runtime import __version__
 
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
-PAGES = {path: path.read_text() for folder in (ROOT, ROOT / "docs", ROOT / "learn")
-         for path in sorted(folder.glob("*.md"))}
+FOLDERS = ("", "docs", "learn", "learn/lab", "examples")
+PAGES = {path: path.read_text() for folder in FOLDERS
+         for path in sorted((ROOT / folder).glob("*.md"))}
 
 
 def test_the_tree_in_the_readme_names_every_file_and_folder():
