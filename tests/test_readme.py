@@ -65,8 +65,8 @@ def test_every_flag_in_the_pages_exists():
     commands = [line for line in text.splitlines() if "nano_rlvr.py" in line]
     commands += re.findall(r"`(--\w+[^`]*)`", text)
     flags = {flag for command in commands for flag in re.findall(r"--([\w-]+)", command)}
-    launchers = {"nproc_per_node", "signals-to-handle", "shutdown-timeout", "kill-on-bad-exit"}
-    assert flags <= nr.Config.__dataclass_fields__.keys() | {"help"} | launchers
+    others = {"nproc_per_node", "signals-to-handle", "shutdown-timeout", "kill-on-bad-exit", "lag"}
+    assert flags <= nr.Config.__dataclass_fields__.keys() | {"help"} | others
 
 
 def commands(text):
