@@ -186,8 +186,8 @@ def llm(group):
 def fresh_llm(llm):
     """The engine of `llm`, which gets the bundled weights back after the test."""
     yield llm
-    engine = nr.make_policy(make_config())
-    nr.sync_weights(engine, llm)
+    weights = dict(runtime.model.load_model(make_config()).named_parameters())
+    llm.load(weights.items(), len(weights))
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ import json
 import math
 import random
 import re
-import sys
 from fractions import Fraction
 
 import pytest
@@ -12,12 +11,10 @@ import data
 import nano_rlvr as nr
 import rewards
 import runtime.flags
+import test_time as example
 from conftest import ROOT, close, make_config, within
 from runtime import evaluation, log, stats
 from runtime.log import Log
-
-sys.path.append(str(ROOT / "examples"))
-import test_time as example  # noqa: E402
 
 INSTRUCTION = f"{ROOT}/examples/instructions.py:instruction"
 ROWS = [  # of a file: sums, and an instruction without an answer

@@ -1,20 +1,17 @@
 """examples/: each idea against its formula. What they import is nano_rlvr as it is."""
 import copy
 import random
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import curriculum
+import distill
+import dpo
+import entropy
 import nano_rlvr as nr
-from conftest import EXACT, ROOT, close, fixed_rollouts, make_config, within
-
-sys.path.append(str(ROOT / "examples"))
-import curriculum  # noqa: E402
-import distill  # noqa: E402
-import dpo  # noqa: E402
-import entropy  # noqa: E402
+from conftest import EXACT, close, fixed_rollouts, make_config, within
 
 
 @pytest.fixture

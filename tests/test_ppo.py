@@ -1,16 +1,13 @@
 """examples/ppo.py: GAE as linear equations, the critic, and its loop."""
 import random
-import sys
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import ROOT, close, fixed_rollouts, float64, judged_by, make_config
-
-sys.path.append(str(ROOT / "examples"))
-import ppo  # noqa: E402
+import ppo
+from conftest import close, fixed_rollouts, float64, judged_by, make_config
 
 # ---- GAE
 

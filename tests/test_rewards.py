@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import random
 import re
-import sys
 import threading
 import time
 from unittest import mock
@@ -17,14 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import instructions
+import judge as judging
 import rewards
+import shaping_rewards as shaping
 from conftest import ROOT, SHARED
 from verify import answer, jail, verifier
-
-sys.path.append(str(ROOT / "examples"))
-import instructions  # noqa: E402
-import judge as judging  # noqa: E402
-import shaping_rewards as shaping  # noqa: E402
 
 needs_jail = pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
 JUDGE = f"{ROOT}/examples/judge.py:judge"

@@ -14,15 +14,13 @@ import torch
 
 import data
 import nano_rlvr as nr
-from conftest import ROOT, close, fixed_rollouts, make_config, within
+import python_tool
+import tool_model
+from conftest import close, fixed_rollouts, make_config, within
 from runtime import guard
 from runtime.batch import pack
 from runtime.dist import RunError
 from runtime.model import load_model
-
-sys.path.append(str(ROOT / "examples"))
-import python_tool  # noqa: E402
-import tool_model  # noqa: E402
 
 MAX_TOKENS = 96
 SEEDS = [data.request_seed(i) for i in range(6)]
