@@ -54,6 +54,10 @@ endif
 
 $(DEV): requirements-dev.txt $(READY)
 	.venv/bin/pip install -q -r requirements-dev.txt
+ifeq ($(REQUIREMENTS),requirements-cpu.txt)
+	# DeepSpeed compiles two extensions where they are first used: a test has one core for it, and others wait
+	.venv/bin/python -c "from deepspeed.ops.op_builder import cpu; cpu.ShareMemCommBuilder().load(); cpu.CPUAdamBuilder().load()"
+endif
 	touch $@
 
 clean:

@@ -96,12 +96,14 @@ def make_config(**changes):
     return cfg
 
 
-def judged_by(*names):
-    """Decorator: lets a function stand in for a Verifier with these rewards, each with weight 1."""
-    def decorate(function):
-        function.weights_of = lambda spec=None: dict.fromkeys(names, 1.0)
-        return function
-    return decorate
+def judged(values_of, **counts):
+    """A stand-in for a Verifier with the reward x: values_of(texts, columns) -> their values."""
+    def verify(texts, **columns):
+        values = values_of(texts, columns)
+        return values, {"x": values}, counts
+
+    verify.weights_of = lambda spec=None: {"x": 1.0}
+    return verify
 
 
 def make_checkpoints(policy, **changes):
@@ -126,6 +128,14 @@ def fixed_rollouts(tokenizer, groups=4, n=4, seed=0):
                 prompt, completion, "", False, logps, reward=float(rng.random() < 0.5),
                 advantages=[rng.gauss(0, 1)] * length, weight=rng.random() / 100))
     return rollouts
+
+
+def naive_logps(model, rollout, temperature=1.0):
+    """Log-probs and entropies of one completion, from the library's full logits: (R,), (R,)."""
+    ids, start = torch.tensor([rollout.prompt + rollout.completion]), len(rollout.prompt)
+    logits = model(input_ids=ids, use_cache=False).logits[0, start - 1:-1] / temperature  # (R, V)
+    logp = logits.log_softmax(-1)  # (R, V)
+    return logp.gather(1, ids[0, start:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 # ---- processes

@@ -10,7 +10,7 @@ from tokenizers import processors
 
 import data
 import nano_rlvr as nr
-from conftest import close, judged_by, make_config
+from conftest import close, judged, make_config
 from runtime import evaluation, guard, log, memory, report, shape
 from runtime.dist import RunError
 
@@ -38,11 +38,7 @@ def test_a_tools_output_is_in_no_length_but_rewards_get_its_tokens_as_in_trl(gro
     found, _ = evaluation.summary([{"question": "q"}] * 2, [0, 1], [short, long], [], make_config())
     assert found["eval/length"] == 3
     seen = {}
-
-    @judged_by("x")
-    def verify(texts, **columns):
-        seen.update(columns)
-        return [0.0], {"x": [0.0]}, {}
+    verify = judged(lambda texts, columns: seen.update(columns) or [0.0])
     nr.score([short], [{"question": "q", "prompt_ids": [0]}], verify, step=4)
     assert [len(ids) for ids in seen["completion_ids"]] == [8] and seen["step"] == 4
     assert seen["prompts"] == seen["question"] == ["q"] and "prompt_ids" not in seen

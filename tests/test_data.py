@@ -1,6 +1,5 @@
 """Tasks, files, templates and the order of the data."""
 import csv
-import doctest
 import json
 from types import SimpleNamespace
 
@@ -89,14 +88,16 @@ def test_a_column_that_the_trainer_replaces_is_named(tmp_path, tokenizer):
 def test_questions_that_are_held_out_are_not_trained_on(tmp_path, tokenizer):
     rows = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
     train = write(tmp_path / "train.jsonl", rows * 3)
-    test, notes = write(tmp_path / "eval.jsonl", rows[:5]), []
-    cfg = make_config(data=train, eval_data=test)
-    train_set, _ = data.load_splits(cfg, tokenizer, notify=notes.append)
+    test, notes = write(tmp_path / "eval.jsonl", rows[:3]), []
+    other = write(tmp_path / "my set@1.jsonl", rows[3:5])
+    cfg = make_config(data=train, eval_data=f"{test},{other}")
+    train_set, eval_set = data.load_splits(cfg, tokenizer, notify=notes.append)
     assert [e["question"] for e in train_set] == [row["question"] for row in rows[5:] * 3]
+    assert [e["eval_set"] for e in eval_set] == ["eval"] * 3 + ["my-set-1"] * 2  # plain names
     same = dict(data=test, eval_data=test)
     with pytest.raises(ValueError, match="nothing is left to train on"):
         data.load_splits(make_config(**same), tokenizer)
-    assert len(data.load_splits(make_config(**same, steps=0), tokenizer)[1]) == 5  # only evaluates
+    assert len(data.load_splits(make_config(**same, steps=0), tokenizer)[1]) == 3  # only evaluates
     # a tenth of this file is held out
     train_set, eval_set = data.load_splits(make_config(data=train), tokenizer, notify=notes.append)
     held_out = {e["question"] for e in eval_set}
@@ -151,7 +152,3 @@ def test_an_answer_of_an_evaluation_names_its_set(group, sources, columns, name)
     rollout = nr.Rollout([1], [2], "x", False, [0.0], reward=1.0, parts={"gsm8k": 1.0})
     _, (answer,) = evaluation.summary([{"question": "q"} | columns], [0], [rollout], [], cfg)
     assert answer["set"] == name
-
-
-def test_docstring_examples():
-    assert doctest.testmod(data).failed == 0 and doctest.testmod(data).attempted >= 2

@@ -48,16 +48,6 @@ def test_each_set_keeps_its_name_and_is_judged_by_its_own_rewards(tmp_path, toke
     assert all("reward" not in e and "eval_set" not in e for e in examples)
 
 
-def test_questions_of_every_set_are_left_out_of_the_training_set(tmp_path, tokenizer):
-    rows = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
-    train, a, b = (write(tmp_path / name, part) for name, part in (
-        ("train.jsonl", rows), ("a.jsonl", rows[:3]), ("my set@1.jsonl", rows[10:12])))
-    cfg = make_config(data=train, eval_data=f"{a},{b}")
-    train_set, eval_set = data.load_splits(cfg, tokenizer, notify=lambda _: None)
-    assert [e["question"] for e in train_set] == [r["question"] for r in rows[3:10] + rows[12:]]
-    assert [e["eval_set"] for e in eval_set] == ["a"] * 3 + ["my-set-1"] * 2  # a plain name
-
-
 def test_names_of_sets_differ_and_no_set_may_be_empty(tmp_path, tokenizer):
     x, y = (write(tmp_path / folder / "a.jsonl", ROWS[:1]) for folder in "xy")
     with pytest.raises(ValueError, match="^--eval_data .*: two sets have the name a"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import fixed_rollouts, judged_by, make_checkpoints, make_config
+from conftest import fixed_rollouts, judged, make_checkpoints, make_config
 from runtime import dist, guard
 from runtime.dist import RunError
 from runtime.trainer import named_weights
@@ -91,11 +91,11 @@ def judge(group, monkeypatch, tokenizer):
         tokenizer, groups=len(prompts), n=n))
 
     def judge(*values, timeouts=0.0, crashes=()):
-        @judged_by("first", "second")
         def verify(texts, **columns):
             parts = {"first": list(values), "second": [0.5] * len(texts)}
             return list(values), parts, {"reward/timeouts": timeouts,
                                          "reward/crashes": float(len(crashes))}
+        verify.weights_of = lambda spec=None: {"first": 1.0, "second": 1.0}
         verify.crashes = dict(enumerate(crashes))
         return verify
     return judge
@@ -134,11 +134,7 @@ def test_every_row_keeps_its_columns_whatever_row_is_first(tokenizer):
             dict(question="c", tests=[1], completions="x")]
     seen = {}
 
-    @judged_by("x")
-    def verify(texts, **columns):
-        seen.update(columns)
-        return [1.0] * len(texts), {"x": [1.0] * len(texts)}, {}
-
+    verify = judged(lambda texts, columns: seen.update(columns) or [1.0] * len(texts))
     examples = [row | {"prompt_ids": [1]} for row in rows]
     nr.score(fixed_rollouts(tokenizer, groups=3, n=2), examples, verify, step=7)
     del seen["completion_ids"]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import async_rl
 import nano_rlvr as nr
-from conftest import ENV, EPS, ROOT, judged_by, make_config, within
+from conftest import ENV, EPS, ROOT, judged, make_config, within
 from runtime import checkpoint
 
 ENV = ENV | {"OMP_NUM_THREADS": "1"}  # with several threads two runs may add in another order
@@ -126,9 +126,9 @@ def test_an_asynchronous_step_has_the_rollouts_of_the_weights_before_the_step_la
     cfg = make_config(steps=4, prompts=2, out=str(tmp_path), name="run")
     (tmp_path / "run").mkdir()
     tokenizer = fresh_llm.get_tokenizer()
-    verifier = judged_by("x")(lambda texts, **_: ([1.0] * len(texts), {"x": texts}, {}))
-    run = nr.Run(cfg, *nr.data.load_splits(cfg, tokenizer), verifier, None, None, fresh_llm, None,
-                 None)
+    verifier = judged(lambda texts, columns: [1.0] * len(texts))
+    run = nr.Run(cfg, *nr.data.load_splits(cfg, tokenizer), verifier,
+                 None, None, fresh_llm, None, None)
     weights = [dict(nr.load_model(cfg).named_parameters())]
     for _ in range(3):
         weights.append({name: w + 0.01 * torch.randn_like(w) for name, w in weights[-1].items()})

@@ -16,7 +16,7 @@ import data
 import nano_rlvr as nr
 import python_tool
 import tool_model
-from conftest import close, fixed_rollouts, make_config, within
+from conftest import close, fixed_rollouts, make_config, naive_logps, within
 from runtime import guard
 from runtime.batch import pack
 from runtime.dist import RunError
@@ -293,11 +293,8 @@ def test_the_gradient_is_that_of_the_sampled_tokens_one_sequence_at_a_time(in_fl
     nr.policy_loss(ours(batch)[0], None, None, batch, cfg)[0].backward()
     naive.set_attn_implementation("eager")
     for r in rollouts:
-        ids = torch.tensor([r.prompt + r.completion])
-        logits = naive(input_ids=ids, use_cache=False).logits[0, len(r.prompt) - 1:-1]  # (R, V)
-        logp = logits.log_softmax(-1).gather(1, ids[0, len(r.prompt):, None])[:, 0]  # (R,)
-        sampled = torch.tensor(r.sampled)
-        (-r.advantages[0] * logp[sampled].mean() / len(rollouts)).backward()
+        logp, _ = naive_logps(naive, r)  # (R,)
+        (-r.advantages[0] * logp[torch.tensor(r.sampled)].mean() / len(rollouts)).backward()
     for p, q in zip(ours.model.parameters(), naive.parameters(), strict=True):
         close(p.grad, q.grad)
     for r in rollouts:  # what is stored for the output changes nothing
