@@ -8,9 +8,9 @@ DEV := .venv/ready-requirements-dev.txt
 demo: $(READY)
 	.venv/bin/python nano_rlvr.py
 
-# two processes; the longest files first, so that both end together
+# two processes, which take files in this order: the longest first, so that both end together
 PYTEST := .venv/bin/python -m pytest -q -rs --durations=10
-LONG := $(addprefix tests/test_,notebooks.py run.py cuda_dry_run.py)
+LONG := $(patsubst %,tests/test_%.py,notebooks run pool sampler wiring tools cuda_dry_run engines families trl)
 ALL := $(LONG) tests -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(DEV)

@@ -1,6 +1,7 @@
 """What the tests share: model, tokenizer and vLLM engine, fixed rollouts, numeric comparisons."""
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import sys
@@ -30,9 +31,12 @@ from runtime import dist  # noqa: E402
 from runtime.checkpoint import Checkpoints  # noqa: E402
 from runtime.log import Log  # noqa: E402
 
-# environment of child processes: without the process group that this process has joined
+# environment of child processes: without the process group that this process has joined, and with
+# one thread: with several, two runs may add in another order
 GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ENV = {name: value for name, value in os.environ.items() if name not in GROUP_VARIABLES}
+ENV["OMP_NUM_THREADS"] = "1"
+TORCHRUN = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node".split()]
 SHARED = ROOT.parent / "shared" / "data"  # GSM8K, MATH-500 ... as jsonl, on machines that have them
 
 
@@ -104,6 +108,24 @@ def judged(values_of, **counts):
 
     verify.weights_of = lambda spec=None: {"x": 1.0}
     return verify
+
+
+def write_rows(path, rows, **options):
+    """Writes rows as lines of JSON. Returns the path as text."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), **options)
+    return str(path)
+
+
+def read_rows(path):
+    """The rows of a file of lines of JSON."""
+    return list(map(json.loads, path.read_text().splitlines()))
+
+
+def save_untied(model, folder):
+    """Saves a copy of the bundled model whose head is a tensor of its own."""
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    model.save_pretrained(folder)
 
 
 def make_checkpoints(policy, **changes):

@@ -10,7 +10,7 @@ from tokenizers import processors
 
 import data
 import nano_rlvr as nr
-from conftest import close, judged, make_config
+from conftest import close, judged, make_config, write_rows
 from runtime import evaluation, guard, log, memory, report, shape
 from runtime.dist import RunError
 
@@ -127,8 +127,8 @@ def test_the_report_compares_the_first_evaluation_with_the_last(tmp_path):
                 "completion": f"step {i}, {j}", "finish": "length" if i else "stop"}
                for i, step in enumerate([[True, False], [True, True], [False, True]])
                for j, right in enumerate(step)]
-    for name, lines in (("metrics.jsonl", rows), ("eval.jsonl", answers)):
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(folder / "metrics.jsonl", rows)
+    write_rows(folder / "eval.jsonl", answers)
     report.write([folder], folder / "report.html")
     text = (folder / "report.html").read_text()
     table = text[text.index("<table class=\"summary\">"):text.index("</table>")]

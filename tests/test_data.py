@@ -7,13 +7,8 @@ import pytest
 
 import data
 import nano_rlvr as nr
-from conftest import make_config
+from conftest import make_config, write_rows
 from runtime import evaluation
-
-
-def write(path, rows, **options):
-    path.write_text("\n".join(map(json.dumps, rows)), **options)
-    return str(path)
 
 
 @pytest.mark.parametrize("task", ["arithmetic", "countdown"])
@@ -59,15 +54,15 @@ def test_every_file_format_gives_the_same_examples(tmp_path):
 
 def test_blank_lines_count_as_lines_and_rows_without_an_answer_are_read_when_told_so(tmp_path):
     row = {"question": "a", "tests": []}
-    path = write(tmp_path / "a.jsonl", [{"question": "a", "answer": 0}, row])
+    path = write_rows(tmp_path / "a.jsonl", [{"question": "a", "answer": 0}, row])
     (tmp_path / "a.jsonl").write_text("\n\n" + (tmp_path / "a.jsonl").read_text())
     with pytest.raises(ValueError, match=r"a.jsonl:4: no 'answer' \(it has question, tests\);"):
         data.load(path)
-    assert data.load(write(tmp_path / "b.jsonl", [row]), answer_key="none") == [row]
+    assert data.load(write_rows(tmp_path / "b.jsonl", [row]), answer_key="none") == [row]
 
 
 def test_byte_order_marks_long_fields_and_nested_columns_are_read(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"question": "a", "answer": 1, "x": {"y": [1]}}],
+    path = write_rows(tmp_path / "a.jsonl", [{"question": "a", "answer": 1, "x": {"y": [1]}}],
                  encoding="utf-8-sig")
     assert data.load(path) == [{"question": "a", "answer": "1", "x": {"y": [1]}}]
     long = "word, " * 50_000  # the csv module's own limit is 131,072 characters
@@ -77,8 +72,9 @@ def test_byte_order_marks_long_fields_and_nested_columns_are_read(tmp_path):
 
 def test_a_column_that_the_trainer_replaces_is_named(tmp_path, tokenizer):
     rows = [{"question": f"{i}+{i}", "answer": str(2 * i), "level": 1} for i in range(20)]
-    train = write(tmp_path / "train.jsonl", [row | {"step": 1, "index": 0} for row in rows[:10]])
-    test = write(tmp_path / "eval.jsonl", [row | {"prompt_ids": "x"} for row in rows[10:]])
+    other = [row | {"step": 1, "index": 0} for row in rows[:10]]
+    train = write_rows(tmp_path / "train.jsonl", other)
+    test = write_rows(tmp_path / "eval.jsonl", [row | {"prompt_ids": "x"} for row in rows[10:]])
     notes = []
     data.load_splits(make_config(data=train, eval_data=test), tokenizer, notify=notes.append)
     assert notes == [f"note: rewards do not see the column '{name}' of the data, but the trainer's"
@@ -87,9 +83,9 @@ def test_a_column_that_the_trainer_replaces_is_named(tmp_path, tokenizer):
 
 def test_questions_that_are_held_out_are_not_trained_on(tmp_path, tokenizer):
     rows = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
-    train = write(tmp_path / "train.jsonl", rows * 3)
-    test, notes = write(tmp_path / "eval.jsonl", rows[:3]), []
-    other = write(tmp_path / "my set@1.jsonl", rows[3:5])
+    train = write_rows(tmp_path / "train.jsonl", rows * 3)
+    test, notes = write_rows(tmp_path / "eval.jsonl", rows[:3]), []
+    other = write_rows(tmp_path / "my set@1.jsonl", rows[3:5])
     cfg = make_config(data=train, eval_data=f"{test},{other}")
     train_set, eval_set = data.load_splits(cfg, tokenizer, notify=notes.append)
     assert [e["question"] for e in train_set] == [row["question"] for row in rows[5:] * 3]

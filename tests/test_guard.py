@@ -1,5 +1,4 @@
 """No silent wrong number: overflow, skipped steps, missing verdicts, infinite weights."""
-import json
 import math
 from types import SimpleNamespace
 
@@ -7,7 +6,7 @@ import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import fixed_rollouts, judged, make_checkpoints, make_config
+from conftest import fixed_rollouts, judged, make_checkpoints, make_config, read_rows
 from runtime import dist, guard
 from runtime.dist import RunError
 from runtime.trainer import named_weights
@@ -73,7 +72,7 @@ def test_the_batch_of_a_skipped_step_is_kept(tokenizer, tmp_path, capsys):
     guard.count_skipped(0, 0, [taken], groups, tmp_path)
     assert not (tmp_path / "quarantine").exists()
     guard.count_skipped(0, 1, [skipped, taken], groups, tmp_path)
-    rows = map(json.loads, open(tmp_path / "quarantine/step-1-rank-0.jsonl"))
+    rows = read_rows(tmp_path / "quarantine/step-1-rank-0.jsonl")
     assert [row["completion"] for row in rows] == [r.completion for r in rollouts]
     assert "step 1 has a gradient that is not finite" in capsys.readouterr().out
 

@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 
 import async_rl
 import nano_rlvr as nr
-from conftest import ENV, EPS, ROOT, judged, make_config, within
+from conftest import ENV, EPS, ROOT, TORCHRUN, judged, make_config, read_rows, within
 from runtime import checkpoint
 
-ENV = ENV | {"OMP_NUM_THREADS": "1"}  # with several threads two runs may add in another order
 FLAGS = ("--name run --steps 2 --prompts 8 --samples 4 --eval_size 9 --eval_n 4 --eval_every 2 "
          "--save_every 1 --max_tokens 64 --lr_end 1").split()
 TIMED = ("seconds/", "memory/", "tokens_per_second", "mfu")  # metrics that depend on time
@@ -34,17 +33,13 @@ def finish(process):
     assert process.returncode == 0, output[-3000:]
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def left_by(run):
     """What a run has left that does not depend on time: checksums, metrics, rollouts, answers."""
     manifest = json.loads((run / "step-2/manifest.json").read_text())
     weights = {name: x for name, x in manifest.items() if name.endswith(".safetensors")}
     metrics = [{name: x for name, x in row.items() if not name.startswith(TIMED)}
-               for row in lines(run / "metrics.jsonl")]
-    return weights, metrics, lines(run / "rollouts.jsonl"), lines(run / "eval.jsonl")
+               for row in read_rows(run / "metrics.jsonl")]
+    return weights, metrics, read_rows(run / "rollouts.jsonl"), read_rows(run / "eval.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +66,8 @@ def test_two_ranks_have_the_first_step_of_one_and_stop_at_a_signal_with_a_checkp
     vLLM samples the same tokens for batches of another size, unless one of 2,000 draws falls
     between two roundings of a probability (EPS wide each: 1 machine in 4,000).
     """
-    torchrun = (sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split())
     stopped = start(  # --resume: there is no run yet, so it starts one
-        *FLAGS, "--out", tmp_path, "--resume", "--steps", "50", launcher=torchrun)
+        *FLAGS, "--out", tmp_path, "--resume", "--steps", "50", launcher=(*TORCHRUN, "2"))
     while not list((tmp_path / "run").glob("step-1*")):  # it is being written or there
         assert stopped.poll() is None, stopped.communicate()[0][-3000:]
         time.sleep(0.01)
@@ -82,7 +76,7 @@ def test_two_ranks_have_the_first_step_of_one_and_stop_at_a_signal_with_a_checkp
     assert output.count("nano_rlvr: stopped by SIGTERM at step") == 1, output
     newest = checkpoint.newest_whole(tmp_path / "run")
     assert f"stopped by SIGTERM at {newest.name.replace('-', ' ')};" in output
-    one, two = lines(run / "metrics.jsonl")[0], lines(tmp_path / "run/metrics.jsonl")[0]
+    one, two = read_rows(run / "metrics.jsonl")[0], read_rows(tmp_path / "run/metrics.jsonl")[0]
     for name in ("reward/mean", "completion/length", "loss", "grad_norm", "entropy",
                  "eval/accuracy", "eval/length", "eval/n"):
         within(abs(one[name] - two[name]), 100 * EPS * max(1, abs(one[name])))
@@ -149,7 +143,7 @@ def test_an_asynchronous_step_has_the_rollouts_of_the_weights_before_the_step_la
 
 @pytest.mark.numeric
 def test_metrics_hold_every_diagnostic(run):
-    first, second, last = lines(run / "metrics.jsonl")
+    first, second, last = read_rows(run / "metrics.jsonl")
     names = set("""
         reward/mean reward/gsm8k group/flat completion/length completion/truncated loss kl ratio
         clipped entropy grad_norm lr mismatch/mean_abs mismatch/max mismatch/k3 seconds/rollout
@@ -171,7 +165,7 @@ def test_metrics_hold_every_diagnostic(run):
 
 @pytest.mark.numeric
 def test_rollouts_file_has_one_line_per_sample(run):
-    rows = lines(run / "rollouts.jsonl")
+    rows = read_rows(run / "rollouts.jsonl")
     assert len(rows) == 2 * 32
     for group in (rows[i:i + 4] for i in range(0, len(rows), 4)):
         assert len({r["prompt"] for r in group}) == 1
@@ -202,6 +196,7 @@ def test_the_final_folder_is_a_model_that_a_second_run_evaluates_with_the_same_r
         run, tmp_path):
     flags = "--eval_size 9 --max_prompt 1536 --max_tokens 64 --steps 0 --name again".split()
     finish(start("--model", run / "final", "--out", tmp_path, *flags))
-    [again], last = lines(tmp_path / "again/metrics.jsonl"), lines(run / "metrics.jsonl")[-1]
+    [again] = read_rows(tmp_path / "again/metrics.jsonl")
+    last = read_rows(run / "metrics.jsonl")[-1]
     for name in ("eval/accuracy", "eval/length"):
         assert again[name] == last[name]

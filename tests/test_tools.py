@@ -4,7 +4,6 @@ The bundled model does not know the markers <python> and </python>. It writes `<
 itself: with the markers "<think>" and "=", each `=` is a call of the program before it, and a turn
 ends there.
 """
-import json
 import sys
 from collections import Counter
 from itertools import groupby
@@ -16,7 +15,7 @@ import data
 import nano_rlvr as nr
 import python_tool
 import tool_model
-from conftest import close, fixed_rollouts, make_config, naive_logps, within
+from conftest import close, fixed_rollouts, make_config, naive_logps, read_rows, within
 from runtime import guard
 from runtime.batch import pack
 from runtime.dist import RunError
@@ -255,8 +254,7 @@ def test_the_example_model_learns_its_calls_but_not_the_output(tmp_path, monkeyp
         assert [tokenizer.decode(ids) for _, ids in segments(r)] == [
             f"<python>print({question})</python>", f"<output>{value}</output>",
             f"<answer>{value}</answer><|endoftext|>"]
-    train, test = ({json.loads(line)["question"]
-                    for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()}
+    train, test = ({row["question"] for row in read_rows(tmp_path / f"{split}.jsonl")}
                    for split in ("train", "test"))
     assert not (train | {tokenizer.decode(r.prompt[1:-1]) for r in batches[0]}) & test
 
