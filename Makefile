@@ -10,7 +10,7 @@ demo: $(READY)
 
 # two processes, which take files in this order: the longest first, so that both end together
 PYTEST := .venv/bin/python -m pytest -q -rs --durations=10
-LONG := $(patsubst %,tests/test_%.py,notebooks run pool sampler wiring tools cuda_dry_run engines families trl)
+LONG := $(patsubst %,tests/test_%.py,notebooks run pool sampler wiring tools cuda_dry_run engines trl)
 ALL := $(LONG) tests -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(DEV)
@@ -55,8 +55,9 @@ endif
 $(DEV): requirements-dev.txt $(READY)
 	.venv/bin/pip install -q -r requirements-dev.txt
 ifeq ($(REQUIREMENTS),requirements-cpu.txt)
-	# DeepSpeed compiles two extensions where they are first used: a test has one core for it, and others wait
-	.venv/bin/python -c "from deepspeed.ops.op_builder import cpu; cpu.ShareMemCommBuilder().load(); cpu.CPUAdamBuilder().load()"
+	# DeepSpeed would compile these where they are first used: in a test, on one core, for minutes
+	PATH="$$PATH:$(CURDIR)/.venv/bin" .venv/bin/python -c "from deepspeed.ops.op_builder import cpu; \
+		cpu.ShareMemCommBuilder().load(); cpu.CPUAdamBuilder().load()"
 endif
 	touch $@
 

@@ -238,7 +238,9 @@ def check_shards(monkeypatch, models, weights):
 
 def test_every_wrong_bit_of_a_shard_is_noticed_by_all_ranks_of_its_engine(
         weights, monkeypatch, ranks=4):
-    """Four ranks have two copies of each of two key heads; norms have as many copies as ranks."""
+    """Four ranks have two copies of each of two key heads; norms have as many copies as ranks. One
+    layer has all kinds of tensors."""
+    weights = {name: w for name, w in weights.items() if ".layers." not in name or ".0." in name}
     parts = shards(weights, ranks)
     models = [Fused(part, rank, ranks) for rank, part in enumerate(parts)]
     assert check_shards(monkeypatch, models, weights) == [""] * ranks
