@@ -10,7 +10,6 @@ import re
 from collections import Counter
 
 from instructions import identifier, language_of
-
 from rewards import each, math_reward
 from verify.verifier import text_of
 

@@ -1,6 +1,7 @@
 """What the tests share: model, tokenizer and vLLM engine, fixed rollouts, numeric comparisons."""
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import sys
@@ -30,9 +31,12 @@ from runtime import dist  # noqa: E402
 from runtime.checkpoint import Checkpoints  # noqa: E402
 from runtime.log import Log  # noqa: E402
 
-# environment of child processes: without the process group that this process has joined
+# environment of child processes: without the process group that this process has joined, and with
+# one thread: with several, two runs may add in another order
 GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ENV = {name: value for name, value in os.environ.items() if name not in GROUP_VARIABLES}
+ENV["OMP_NUM_THREADS"] = "1"
+TORCHRUN = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node".split()]
 SHARED = ROOT.parent / "shared" / "data"  # GSM8K, MATH-500 ... as jsonl, on machines that have them
 
 
@@ -96,12 +100,32 @@ def make_config(**changes):
     return cfg
 
 
-def judged_by(*names):
-    """Decorator: lets a function stand in for a Verifier with these rewards, each with weight 1."""
-    def decorate(function):
-        function.weights_of = lambda spec=None: dict.fromkeys(names, 1.0)
-        return function
-    return decorate
+def judged(values_of, **counts):
+    """A stand-in for a Verifier with the reward x: values_of(texts, columns) -> their values."""
+    def verify(texts, **columns):
+        values = values_of(texts, columns)
+        return values, {"x": values}, counts
+
+    verify.weights_of = lambda spec=None: {"x": 1.0}
+    return verify
+
+
+def write_rows(path, rows, **options):
+    """Writes rows as lines of JSON. Returns the path as text."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), **options)
+    return str(path)
+
+
+def read_rows(path):
+    """The rows of a file of lines of JSON."""
+    return list(map(json.loads, path.read_text().splitlines()))
+
+
+def save_untied(model, folder):
+    """Saves a copy of the bundled model whose head is a tensor of its own."""
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    model.save_pretrained(folder)
 
 
 def make_checkpoints(policy, **changes):
@@ -126,6 +150,14 @@ def fixed_rollouts(tokenizer, groups=4, n=4, seed=0):
                 prompt, completion, "", False, logps, reward=float(rng.random() < 0.5),
                 advantages=[rng.gauss(0, 1)] * length, weight=rng.random() / 100))
     return rollouts
+
+
+def naive_logps(model, rollout, temperature=1.0):
+    """Log-probs and entropies of one completion, from the library's full logits: (R,), (R,)."""
+    ids, start = torch.tensor([rollout.prompt + rollout.completion]), len(rollout.prompt)
+    logits = model(input_ids=ids, use_cache=False).logits[0, start - 1:-1] / temperature  # (R, V)
+    logp = logits.log_softmax(-1)  # (R, V)
+    return logp.gather(1, ids[0, start:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 # ---- processes
@@ -204,8 +236,8 @@ def llm(group):
 def fresh_llm(llm):
     """The engine of `llm`, which gets the bundled weights back after the test."""
     yield llm
-    engine = nr.make_policy(make_config())
-    nr.sync_weights(engine, llm)
+    weights = dict(runtime.model.load_model(make_config()).named_parameters())
+    llm.load(weights.items(), len(weights))
 
 
 @pytest.fixture

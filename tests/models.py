@@ -21,9 +21,6 @@ SIZES = {
     "32B": dict(  # Qwen2.5-32B
         hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40,
         num_key_value_heads=8, vocab_size=152064, tie_word_embeddings=False),
-    "wide": dict(  # as many key heads as query heads
-        hidden_size=4096, intermediate_size=11008, num_hidden_layers=8, num_attention_heads=32,
-        num_key_value_heads=32, vocab_size=32000),
 }
 
 

@@ -10,7 +10,7 @@ The planted faults are in faults.txt: kinds of mistakes that were made or are ea
 changes an operator, a number, a comparison or a condition. A copy of the repository with the change
 is tested in a forked child (torch, TRL and vLLM are imported once, here). It runs the tests that
 reach the changed lines, the quickest files first, up to --seconds of them; coverage.db and
-durations*.xml in .pytest_cache tell which they are. Prints a line per change and the diff of those
+durations.xml in .pytest_cache tell which they are. Prints a line per change and the diff of those
 that no test noticed: a gap, or the same program (say why). Exits with 1 if a planted fault is not
 noticed, or if a test fails without a change.
 """
@@ -101,9 +101,7 @@ class Coverage:
         self.data = coverage.CoverageData(str(MEASURED / "coverage.db"))
         self.data.read()
         self.seconds = {}  # test -> seconds, of those that passed, in the order of their files
-        files = sorted(MEASURED.glob("durations*.xml"))  # of several processes
-        parsed = [xml.etree.ElementTree.parse(file).iter("testcase") for file in files]
-        for case in itertools.chain(*parsed):
+        for case in xml.etree.ElementTree.parse(MEASURED / "durations.xml").iter("testcase"):
             if all(case.find(outcome) is None for outcome in ("failure", "error", "skipped")):
                 path = case.get("classname").replace(".", "/") + ".py"
                 self.seconds[f"{path}::{case.get('name')}"] = float(case.get("time"))

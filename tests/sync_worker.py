@@ -12,11 +12,9 @@ import sys
 import torch
 import vllm._custom_ops
 
-vllm._custom_ops._supports_onednn = False  # before LLM(): it would keep repacked weights only
-
-import nano_rlvr as nr  # noqa: E402
-from conftest import make_config  # noqa: E402
-from runtime import dist, trainer  # noqa: E402
+import nano_rlvr as nr
+from conftest import make_config
+from runtime import dist, trainer
 
 FLAGS = {"zero2": {"zero_stage": 2}, "zero3": {"zero_stage": 3}, "lora": {"lora_rank": 4}}
 VALUE, QKV = (f"model.layers.1.self_attn.{name}.weight" for name in ("v_proj", "qkv_proj"))
@@ -101,6 +99,7 @@ def prompts_of(rank):
 
 
 def main(folder, model, dtype, *policies):
+    vllm._custom_ops._supports_onednn = False  # before LLM(): it would keep repacked weights only
     dist.init_process_group()
     base = dict(model=model, dtype=dtype, tp=dist.world_size(), lr=0.01, kl_coef=0.0)
     llm, results = nr.Sampler(make_config(**base)), {"sampled": {}, "damaged": {}}

@@ -11,6 +11,7 @@ import pytest
 import common
 import curves
 import nano_rlvr as nr
+import random_model
 import seeds
 from conftest import FAKE_RUN, within
 from runtime import memory
@@ -41,13 +42,15 @@ def test_benches_of_one_process(bench, llm):
 
 
 def test_benches_of_updates(bench, monkeypatch, tmp_path):
-    bench("update").main(f"--model {common.TINY} --vocab 256 --max_tokens 30 --rounds 1".split())
+    bench("update").main(f"--model {common.TINY} --vocab 256 --sequences 8 --max_tokens 30 "
+                         "--rounds 1".split())
     size = dict(layers=1, vocab=512, pack_tokens=64, max_tokens=30)
     monkeypatch.setattr(bench("scale"), "BASE", size)
     monkeypatch.setattr(bench("scale"), "AXES", {"rollouts": [{"sequences": n} for n in (2, 4)]})
     bench("scale").main()
     monkeypatch.setattr(bench("ranks"), "held", lambda: 0)  # of tensors of other tests
     monkeypatch.setattr(memory, "BUCKET", memory.BUCKET)  # which a bench changes
+    monkeypatch.setitem(random_model.SHAPES, "small", random_model.SHAPES["tiny"])
     bench("ranks").main(["reduce"])
     assert len(json.loads((tmp_path / "ranks_reduce.json").read_text())) == 6
 

@@ -10,7 +10,7 @@ from tokenizers import processors
 
 import data
 import nano_rlvr as nr
-from conftest import close, judged_by, make_config
+from conftest import close, judged, make_config, write_rows
 from runtime import evaluation, guard, log, memory, report, shape
 from runtime.dist import RunError
 
@@ -38,11 +38,7 @@ def test_a_tools_output_is_in_no_length_but_rewards_get_its_tokens_as_in_trl(gro
     found, _ = evaluation.summary([{"question": "q"}] * 2, [0, 1], [short, long], [], make_config())
     assert found["eval/length"] == 3
     seen = {}
-
-    @judged_by("x")
-    def verify(texts, **columns):
-        seen.update(columns)
-        return [0.0], {"x": [0.0]}, {}
+    verify = judged(lambda texts, columns: seen.update(columns) or [0.0])
     nr.score([short], [{"question": "q", "prompt_ids": [0]}], verify, step=4)
     assert [len(ids) for ids in seen["completion_ids"]] == [8] and seen["step"] == 4
     assert seen["prompts"] == seen["question"] == ["q"] and "prompt_ids" not in seen
@@ -131,8 +127,8 @@ def test_the_report_compares_the_first_evaluation_with_the_last(tmp_path):
                 "completion": f"step {i}, {j}", "finish": "length" if i else "stop"}
                for i, step in enumerate([[True, False], [True, True], [False, True]])
                for j, right in enumerate(step)]
-    for name, lines in (("metrics.jsonl", rows), ("eval.jsonl", answers)):
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(folder / "metrics.jsonl", rows)
+    write_rows(folder / "eval.jsonl", answers)
     report.write([folder], folder / "report.html")
     text = (folder / "report.html").read_text()
     table = text[text.index("<table class=\"summary\">"):text.index("</table>")]

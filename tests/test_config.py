@@ -193,9 +193,8 @@ def test_importing_the_script_loads_no_slow_library_and_shares_the_cores():
     slow = "vllm", "deepspeed", "transformers", "wandb", "datasets", "torch._dynamo"
     code = (f"import sys, os, nano_rlvr; print([m for m in {slow} if m in sys.modules]);"
             "print(nano_rlvr.dist.CORES, os.environ['PYTORCH_CUDA_ALLOC_CONF'])")
-    env = ENV | {"OMP_NUM_THREADS": "1"}
     for processes, cores in (("1", runtime.dist.CORES), ("999", 1)):
-        env["LOCAL_WORLD_SIZE"] = processes
+        env = ENV | {"LOCAL_WORLD_SIZE": processes}
         shown = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True)
         assert shown.splitlines() == ["[]", f"{cores} expandable_segments:True"]
 

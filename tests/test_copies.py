@@ -4,15 +4,12 @@ import configparser
 import difflib
 import random
 import re
-import sys
 
 import pytest
 
+import exercise
+import find_the_bug
 from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "learn"))
-import exercise  # noqa: E402
-import find_the_bug  # noqa: E402
 
 PAGE = (ROOT / "learn/exercises.md").read_text()
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import close, judged_by, make_config
+from conftest import close, judged, make_config
 from runtime import stats
 from runtime.batch import step_ends_in_tokens
 
@@ -41,9 +41,7 @@ def test_a_step_ends_with_the_token_that_completes_its_last_character(tokenizer,
 
 
 def test_score_sums_the_rewards_of_the_steps():
-    @judged_by("a")
-    def verify(texts, **columns):
-        return [[(1, 0.5), (2, -0.25)], None, 0.75], {"a": [0.25, None, 0.75]}, {}
+    verify = judged(lambda *_: [[(1, 0.5), (2, -0.25)], None, 0.75])
     rollouts = [completion(2) for _ in range(3)]
     nr.score(rollouts, [{"question": "q"}], verify)
     assert [(r.reward, r.steps) for r in rollouts] == [

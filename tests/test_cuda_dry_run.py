@@ -284,8 +284,7 @@ def drawn(tmp_path_factory):
     """What sampler_worker.py saves."""
     file = tmp_path_factory.mktemp("sampler") / "drawn.pt"
     command = [sys.executable, ROOT / "tests/sampler_worker.py", file]
-    done = subprocess.run(command, capture_output=True, text=True,
-                          env=ENV | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(file)
 

@@ -1,6 +1,5 @@
 """Tasks, files, templates and the order of the data."""
 import csv
-import doctest
 import json
 import re
 from types import SimpleNamespace
@@ -9,13 +8,8 @@ import pytest
 
 import data
 import nano_rlvr as nr
-from conftest import ROOT, make_config
+from conftest import ROOT, make_config, write_rows
 from runtime import evaluation, folder
-
-
-def write(path, rows, **options):
-    path.write_text("\n".join(map(json.dumps, rows)), **options)
-    return str(path)
 
 
 @pytest.mark.parametrize("task", ["arithmetic", "countdown"])
@@ -103,15 +97,15 @@ def test_the_function_in_the_pages_runs_and_a_run_continues_only_with_the_same_r
 
 def test_blank_lines_count_as_lines_and_rows_without_an_answer_are_read_when_told_so(tmp_path):
     row = {"question": "a", "tests": []}
-    path = write(tmp_path / "a.jsonl", [{"question": "a", "answer": 0}, row])
+    path = write_rows(tmp_path / "a.jsonl", [{"question": "a", "answer": 0}, row])
     (tmp_path / "a.jsonl").write_text("\n\n" + (tmp_path / "a.jsonl").read_text())
     with pytest.raises(ValueError, match=r"a.jsonl:4: no 'answer' \(it has question, tests\);"):
         data.load(path)
-    assert data.load(write(tmp_path / "b.jsonl", [row]), answer_key="none") == [row]
+    assert data.load(write_rows(tmp_path / "b.jsonl", [row]), answer_key="none") == [row]
 
 
 def test_byte_order_marks_long_fields_and_nested_columns_are_read(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"question": "a", "answer": 1, "x": {"y": [1]}}],
+    path = write_rows(tmp_path / "a.jsonl", [{"question": "a", "answer": 1, "x": {"y": [1]}}],
                  encoding="utf-8-sig")
     assert data.load(path) == [{"question": "a", "answer": "1", "x": {"y": [1]}}]
     long = "word, " * 50_000  # the csv module's own limit is 131,072 characters
@@ -121,8 +115,9 @@ def test_byte_order_marks_long_fields_and_nested_columns_are_read(tmp_path):
 
 def test_a_column_that_the_trainer_replaces_is_named(tmp_path, tokenizer):
     rows = [{"question": f"{i}+{i}", "answer": str(2 * i), "level": 1} for i in range(20)]
-    train = write(tmp_path / "train.jsonl", [row | {"step": 1, "index": 0} for row in rows[:10]])
-    test = write(tmp_path / "eval.jsonl", [row | {"prompt_ids": "x"} for row in rows[10:]])
+    other = [row | {"step": 1, "index": 0} for row in rows[:10]]
+    train = write_rows(tmp_path / "train.jsonl", other)
+    test = write_rows(tmp_path / "eval.jsonl", [row | {"prompt_ids": "x"} for row in rows[10:]])
     notes = []
     data.load_splits(make_config(data=train, eval_data=test), tokenizer, notify=notes.append)
     assert notes == [f"note: rewards do not see the column '{name}' of the data, but the trainer's"
@@ -131,15 +126,17 @@ def test_a_column_that_the_trainer_replaces_is_named(tmp_path, tokenizer):
 
 def test_questions_that_are_held_out_are_not_trained_on(tmp_path, tokenizer):
     rows = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
-    train = write(tmp_path / "train.jsonl", rows * 3)
-    test, notes = write(tmp_path / "eval.jsonl", rows[:5]), []
-    cfg = make_config(data=train, eval_data=test)
-    train_set, _ = data.load_splits(cfg, tokenizer, notify=notes.append)
+    train = write_rows(tmp_path / "train.jsonl", rows * 3)
+    test, notes = write_rows(tmp_path / "eval.jsonl", rows[:3]), []
+    other = write_rows(tmp_path / "my set@1.jsonl", rows[3:5])
+    cfg = make_config(data=train, eval_data=f"{test},{other}")
+    train_set, eval_set = data.load_splits(cfg, tokenizer, notify=notes.append)
     assert [e["question"] for e in train_set] == [row["question"] for row in rows[5:] * 3]
+    assert [e["eval_set"] for e in eval_set] == ["eval"] * 3 + ["my-set-1"] * 2  # plain names
     same = dict(data=test, eval_data=test)
     with pytest.raises(ValueError, match="nothing is left to train on"):
         data.load_splits(make_config(**same), tokenizer)
-    assert len(data.load_splits(make_config(**same, steps=0), tokenizer)[1]) == 5  # only evaluates
+    assert len(data.load_splits(make_config(**same, steps=0), tokenizer)[1]) == 3  # only evaluates
     # a tenth of this file is held out
     train_set, eval_set = data.load_splits(make_config(data=train), tokenizer, notify=notes.append)
     held_out = {e["question"] for e in eval_set}
@@ -194,7 +191,3 @@ def test_an_answer_of_an_evaluation_names_its_set(group, sources, columns, name)
     rollout = nr.Rollout([1], [2], "x", False, [0.0], reward=1.0, parts={"gsm8k": 1.0})
     _, (answer,) = evaluation.summary([{"question": "q"} | columns], [0], [rollout], [], cfg)
     assert answer["set"] == name
-
-
-def test_docstring_examples():
-    assert doctest.testmod(data).failed == 0 and doctest.testmod(data).attempted >= 2

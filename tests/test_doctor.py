@@ -8,12 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import doctor
 from conftest import ENV, ROOT
 from models import SIZES
 from runtime.memory import GIB
-
-sys.path.append(str(ROOT / "examples"))
-import doctor  # noqa: E402
 
 CHECKS = (doctor.versions, doctor.device, doctor.host, doctor.plan, doctor.disk)  # step takes long
 

@@ -3,7 +3,6 @@ import json
 import math
 import random
 import re
-import sys
 from fractions import Fraction
 
 import pytest
@@ -12,12 +11,10 @@ import data
 import nano_rlvr as nr
 import rewards
 import runtime.flags
-from conftest import ROOT, close, make_config, within
+import test_time as example
+from conftest import ROOT, close, make_config, within, write_rows
 from runtime import evaluation, log, stats
 from runtime.log import Log
-
-sys.path.append(str(ROOT / "examples"))
-import test_time as example  # noqa: E402
 
 INSTRUCTION = f"{ROOT}/examples/instructions.py:instruction"
 ROWS = [  # of a file: sums, and an instruction without an answer
@@ -27,17 +24,10 @@ ROWS = [  # of a file: sums, and an instruction without an answer
      "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}]
 
 
-def write(path, rows):
-    """Writes a file of rows, as JSON lines. Returns its path as text."""
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
-
-
 # ---- sets
 
 def test_each_set_keeps_its_name_and_is_judged_by_its_own_rewards(tmp_path, tokenizer):
-    mixed = write(tmp_path / "mixed.jsonl", ROWS)
+    mixed = write_rows(tmp_path / "mixed.jsonl", ROWS)
     cfg = make_config(eval_data=f"arithmetic, countdown,{mixed}", eval_size=8, max_prompt=400)
     _, examples = data.load_splits(cfg, tokenizer, notify=pytest.fail)
     sets = [e["eval_set"] for e in examples]
@@ -51,18 +41,10 @@ def test_each_set_keeps_its_name_and_is_judged_by_its_own_rewards(tmp_path, toke
     assert all("reward" not in e and "eval_set" not in e for e in examples)
 
 
-def test_questions_of_every_set_are_left_out_of_the_training_set(tmp_path, tokenizer):
-    rows = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
-    train, a, b = (write(tmp_path / name, part) for name, part in (
-        ("train.jsonl", rows), ("a.jsonl", rows[:3]), ("my set@1.jsonl", rows[10:12])))
-    cfg = make_config(data=train, eval_data=f"{a},{b}")
-    train_set, eval_set = data.load_splits(cfg, tokenizer, notify=lambda _: None)
-    assert [e["question"] for e in train_set] == [r["question"] for r in rows[3:10] + rows[12:]]
-    assert [e["eval_set"] for e in eval_set] == ["a"] * 3 + ["my-set-1"] * 2  # a plain name
-
-
 def test_names_of_sets_differ_and_no_set_may_be_empty(tmp_path, tokenizer):
-    x, y = (write(tmp_path / folder / "a.jsonl", ROWS[:1]) for folder in "xy")
+    for folder in "xy":
+        (tmp_path / folder).mkdir()
+    x, y = (write_rows(tmp_path / folder / "a.jsonl", ROWS[:1]) for folder in "xy")
     with pytest.raises(ValueError, match="^--eval_data .*: two sets have the name a"):
         data.load_eval_sets(make_config(eval_data=f"{x},{y}"))
     cfg = make_config(eval_data="countdown,arithmetic", max_prompt=60)
@@ -150,7 +132,7 @@ def test_answers_are_cut_back_to_the_checkpoint_with_the_other_logs(group, token
 # ---- the real engine
 
 def test_an_evaluation_of_two_sets_with_vllm(llm, tokenizer, tmp_path, monkeypatch):
-    mixed = write(tmp_path / "mixed.jsonl", ROWS)
+    mixed = write_rows(tmp_path / "mixed.jsonl", ROWS)
     cfg = make_config(eval_data=f"arithmetic,{mixed}", eval_size=16, eval_n=4)
     _, examples = data.load_splits(cfg, tokenizer, notify=lambda _: None)
     calls, rollout = [], nr.rollout

@@ -1,6 +1,6 @@
 """examples/: each idea against its formula. What they import is nano_rlvr as it is."""
 import copy
-import json
+import dataclasses
 import random
 import sys
 from types import SimpleNamespace
@@ -8,18 +8,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import curriculum
 import data
+import distill
+import dpo
+import entropy
 import nano_rlvr as nr
-from conftest import EXACT, ROOT, close, fixed_rollouts, make_config, within
+import r1
+import sft
+from conftest import (
+    EXACT,
+    ROOT,
+    close,
+    fixed_rollouts,
+    make_config,
+    naive_logps,
+    within,
+    write_rows,
+)
 from runtime import dist
-
-sys.path.append(str(ROOT / "examples"))
-import curriculum  # noqa: E402
-import distill  # noqa: E402
-import dpo  # noqa: E402
-import entropy  # noqa: E402
-import r1  # noqa: E402
-import sft  # noqa: E402
 
 GYM = str(ROOT / "examples/gym_tasks.py")
 
@@ -45,13 +52,6 @@ def groups_of(tokenizer):
     return [rollouts[i:i + 4] for i in range(0, 16, 4)]
 
 
-def logps_one_at_a_time(model, r, prefix=()):
-    """(L,) log-probs of a completion, from one forward pass of transformers over its sequence."""
-    row = torch.tensor([[*prefix, *r.prompt, *r.completion]])
-    logits = model.model(row, use_cache=False).logits[0, -len(r.completion) - 1:-1]  # (L, V)
-    return logits.log_softmax(-1).gather(1, row[0, -len(r.completion):, None])[:, 0]  # (L,)
-
-
 def test_dpo_has_the_gradient_of_its_loss(models, tokenizer):
     """Of -log sigmoid of the margin of each pair, from autograd, one sequence at a time."""
     policy, ref = models
@@ -69,7 +69,7 @@ def test_dpo_has_the_gradient_of_its_loss(models, tokenizer):
     pairs = [(groups[g][right], groups[g][wrong]) for g, right, wrong in places]
     losses = []
     for pair in pairs:
-        right, wrong = (logps_one_at_a_time(policy, r).sum() - logps_one_at_a_time(ref, r).sum()
+        right, wrong = (naive_logps(policy.model, r)[0].sum() - naive_logps(ref.model, r)[0].sum()
                         for r in pair)
         losses.append(-torch.nn.functional.logsigmoid(0.3 * (right - wrong)))
     loss = torch.stack(losses).mean()
@@ -91,8 +91,9 @@ def test_a_distilled_token_has_the_advantage_log_teacher_minus_log_student(model
         model.model.set_attn_implementation("eager")
     gaps = []
     for r in rollouts:
+        told = dataclasses.replace(r, prompt=[*prefix, *r.prompt])
         with torch.no_grad():
-            gap = logps_one_at_a_time(teacher, r, prefix) - logps_one_at_a_time(student, r)  # (L,)
+            gap = naive_logps(teacher.model, told)[0] - naive_logps(student.model, r)[0]  # (L,)
         gap *= torch.tensor(r.sampled)
         close(r.advantages, gap)
         gaps += gap.tolist()
@@ -124,7 +125,7 @@ def test_sft_has_the_gradient_of_the_mean_log_likelihood(models, tokenizer, tmp_
             {"question": "5+6+7", "completion": "5+6=11", "finish": "length"},
             {"question": "5+6+7", "completion": "5+6=11\n11+7=18"}]
     path = tmp_path / "demos.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     demos = sft.read_demos(path, tokenizer, "chat")
     assert [tokenizer.decode(r.completion) for r in demos] == [
         f"{row['completion']}<|endoftext|>" for row in (rows[0], rows[3])]
@@ -138,7 +139,7 @@ def test_sft_has_the_gradient_of_the_mean_log_likelihood(models, tokenizer, tmp_
     ours = [p.grad.clone() for p in policy.parameters()]
     policy.zero_grad()
     policy.model.set_attn_implementation("eager")
-    (-sum(logps_one_at_a_time(policy, r).mean() for r in demos) / len(demos)).backward()
+    (-sum(naive_logps(policy.model, r)[0].mean() for r in demos) / len(demos)).backward()
     for p, own in zip(policy.parameters(), ours):
         close(own, p.grad)
     path.write_text(path.read_text() + "{}\n")
@@ -175,18 +176,9 @@ def test_the_entropy_has_the_gradient_of_autograd_in_several_chunks(models, toke
     ours = [p.grad.clone() for p in policy.parameters()]
     policy.zero_grad()
     policy.model.set_attn_implementation("eager")
-    total, done = 0.0, 0
-    for r in rollouts:
-        row = torch.tensor([[*r.prompt, *r.completion]])
-        logits = policy.model(row, use_cache=False).logits[0, len(r.prompt) - 1:-1]  # (L, V)
-        all_logps = (logits / 0.7).log_softmax(-1)  # (L, V)
-        own = all_logps.gather(1, row[0, len(r.prompt):, None])[:, 0]  # (L,)
-        place = slice(done, done + len(own))
-        done += len(own)
-        entropies = -(all_logps.exp() * all_logps).sum(1)  # (L,)
-        close(batch.entropy[place], entropies)
-        total = total + (a[place] * own + b[place] * entropies).sum()
-    total.backward()
+    own, entropies = map(torch.cat, zip(*(naive_logps(policy.model, r, 0.7) for r in rollouts)))
+    close(batch.entropy, entropies)
+    (a * own + b * entropies).sum().backward()
     for p, own in zip(policy.parameters(), ours):
         close(own, p.grad)
 

@@ -10,7 +10,7 @@ import nano_rlvr as nr
 import runtime.flags
 import runtime.guard
 import runtime.model
-from conftest import EXACT, ROOT, close, fixed_rollouts, float64, make_config, within
+from conftest import EXACT, ROOT, close, fixed_rollouts, float64, make_config, naive_logps, within
 from runtime.batch import pack
 from runtime.dist import RunError
 from runtime.shape import ModelShape
@@ -97,13 +97,6 @@ def config_of(tmp_path_factory):
     return config_of
 
 
-def naive_logps(model, rollout):
-    """Log-probs of one sequence, from the full logits of the library's own forward pass."""
-    ids, start = torch.tensor([rollout.prompt + rollout.completion]), len(rollout.prompt)
-    logp = model(input_ids=ids, use_cache=False).logits[0, start - 1:-1].log_softmax(-1)  # (R, V)
-    return logp.gather(1, ids[0, start:, None])[:, 0]  # (R,)
-
-
 @pytest.mark.numeric
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_packed_log_probs_and_gradients_equal_the_library_one_sequence_at_a_time(
@@ -118,7 +111,7 @@ def test_packed_log_probs_and_gradients_equal_the_library_one_sequence_at_a_time
         for model in (packed, naive):
             model.set_experts_implementation("eager")  # the grouped kernel has no float64
         rollouts = fixed_rollouts(tokenizer, groups=3)
-        wanted = {id(r): naive_logps(naive, r) for r in rollouts}
+        wanted = {id(r): naive_logps(naive, r)[0] for r in rollouts}
         sum(wanted[id(r)] @ torch.tensor(r.advantages) for r in rollouts).backward()
         (members,) = pack(rollouts, 10**6)
         batch = nr.collate(members)

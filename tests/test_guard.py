@@ -1,5 +1,4 @@
 """No silent wrong number: overflow, skipped steps, missing verdicts, infinite weights."""
-import json
 import math
 from types import SimpleNamespace
 
@@ -7,7 +6,7 @@ import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import fixed_rollouts, judged_by, make_checkpoints, make_config
+from conftest import fixed_rollouts, judged, make_checkpoints, make_config, read_rows
 from runtime import dist, guard
 from runtime.dist import RunError
 from runtime.trainer import named_weights
@@ -73,7 +72,7 @@ def test_the_batch_of_a_skipped_step_is_kept(tokenizer, tmp_path, capsys):
     guard.count_skipped(0, 0, [taken], groups, tmp_path)
     assert not (tmp_path / "quarantine").exists()
     guard.count_skipped(0, 1, [skipped, taken], groups, tmp_path)
-    rows = map(json.loads, open(tmp_path / "quarantine/step-1-rank-0.jsonl"))
+    rows = read_rows(tmp_path / "quarantine/step-1-rank-0.jsonl")
     assert [row["completion"] for row in rows] == [r.completion for r in rollouts]
     assert "step 1 has a gradient that is not finite" in capsys.readouterr().out
 
@@ -91,11 +90,11 @@ def judge(group, monkeypatch, tokenizer):
         tokenizer, groups=len(prompts), n=n))
 
     def judge(*values, timeouts=0.0, crashes=()):
-        @judged_by("first", "second")
         def verify(texts, **columns):
             parts = {"first": list(values), "second": [0.5] * len(texts)}
             return list(values), parts, {"reward/timeouts": timeouts,
                                          "reward/crashes": float(len(crashes))}
+        verify.weights_of = lambda spec=None: {"first": 1.0, "second": 1.0}
         verify.crashes = dict(enumerate(crashes))
         return verify
     return judge
@@ -134,11 +133,7 @@ def test_every_row_keeps_its_columns_whatever_row_is_first(tokenizer):
             dict(question="c", tests=[1], completions="x")]
     seen = {}
 
-    @judged_by("x")
-    def verify(texts, **columns):
-        seen.update(columns)
-        return [1.0] * len(texts), {"x": [1.0] * len(texts)}, {}
-
+    verify = judged(lambda texts, columns: seen.update(columns) or [1.0] * len(texts))
     examples = [row | {"prompt_ids": [1]} for row in rows]
     nr.score(fixed_rollouts(tokenizer, groups=3, n=2), examples, verify, step=7)
     del seen["completion_ids"]

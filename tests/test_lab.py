@@ -5,11 +5,9 @@ import sys
 
 import pytest
 
+import lab
 import nano_rlvr as nr
 from conftest import FAKE_RUN, ROOT, within
-
-sys.path[:0] = [str(ROOT / "learn/lab"), str(ROOT / "bench")]
-import lab  # noqa: E402
 
 FINDINGS = lab.findings()
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import data
 import nano_rlvr as nr
-from conftest import EPS, close, fixed_rollouts, make_config, within
+from conftest import EPS, close, fixed_rollouts, make_config, naive_logps, within
 from runtime.batch import pack
 from runtime.guard import largest_pack
 from runtime.stats import pass_at_k, wilson_interval
@@ -49,14 +48,6 @@ def test_a_pack_takes_a_whole_group_before_it_begins_the_next():
 
 
 # ---- log-probs
-
-
-def naive_logps(model, rollout, temperature):
-    """Log-probs and entropies of one sequence, from the full logits of the library's pass."""
-    ids, start = torch.tensor([rollout.prompt + rollout.completion]), len(rollout.prompt)
-    logits = model(input_ids=ids, use_cache=False).logits[0, start - 1:-1] / temperature  # (R, V)
-    logp = logits.log_softmax(-1)  # (R, V)
-    return logp.gather(1, ids[0, start:, None])[:, 0], -(logp.exp() * logp).sum(-1)  # (R,), (R,)
 
 
 class Watch(TorchDispatchMode):
@@ -174,17 +165,3 @@ def test_learning_rate_warms_up_and_ends_at_lr_end():
     close([lr_at(s, cfg) for s in (0, 3)], [0.25, 0.7])
     assert lr_at(10, cfg) == 0
     assert lr_at(7, dataclasses.replace(cfg, lr_end=1.0)) == 1.0
-
-
-def test_no_two_samples_share_a_seed():
-    n = 8  # vLLM gives sample j of a request seed + j
-    seeds = {data.request_seed(0, step, i) + j
-             for step in range(20) for i in range(64) for j in range(n)}
-    assert len(seeds) == 20 * 64 * n
-    assert data.request_seed(0, 1, 2) == data.request_seed(0, 1, 2) != data.request_seed(1, 1, 2)
-
-
-def test_docstring_examples():
-    import doctest
-    result = doctest.testmod(nr)
-    assert result.failed == 0 and result.attempted >= 2

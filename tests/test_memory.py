@@ -131,7 +131,8 @@ def test_what_vllm_takes_by_hand():
         of_rank = memory.sequence_bytes(nr.Config(dtype="bfloat16", tp=tp), shape)
         assert of_rank * parts == 4024 * 2 * 2 * 28 * 4 * 128
     few = dict(prompts=8, eval_size=16)
-    for flags, running in (({}, 513), (dict(prompts=1024), 1024), (few, 65)):
+    for flags, running in (({}, 513), (dict(prompts=1024), 1024), (few, 65),
+                           (few | dict(eval_n=5), 81), (few | dict(eval_size=200), 201)):
         cfg = nr.Config(dtype="bfloat16", **flags)
         assert memory.most_sequences(cfg) == running
         counts = memory.vllm_weights(cfg, shape) - 2 * shape.parameters

@@ -1,16 +1,13 @@
 """examples/ppo.py: GAE as linear equations, the critic, and its loop."""
 import random
-import sys
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import ROOT, close, fixed_rollouts, float64, judged_by, make_config
-
-sys.path.append(str(ROOT / "examples"))
-import ppo  # noqa: E402
+import ppo
+from conftest import close, fixed_rollouts, float64, judged, make_config
 
 # ---- GAE
 
@@ -90,12 +87,7 @@ def test_a_short_run_trains_policy_and_critic(group, tokenizer, monkeypatch, tmp
                       minibatches=2, mismatch_bound=1e9, out=str(tmp_path), name="x")
     monkeypatch.setattr(nr, "rollout", lambda llm, prompts, n, *_, **__: fixed_rollouts(
         tokenizer, groups=len(prompts), n=n))
-
-    @judged_by("x")
-    def verify(texts, **columns):
-        values = [float(i % 3 == 0) for i in range(len(texts))]
-        return values, {"x": values}, {}
-
+    verify = judged(lambda texts, columns: [float(i % 3 == 0) for i in range(len(texts))])
     train_set, eval_set = nr.data.load_splits(cfg, tokenizer)
     log, policy = nr.Log(cfg, tokenizer), nr.make_policy(cfg)
     checkpoints = nr.Checkpoints(cfg, log)

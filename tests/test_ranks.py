@@ -10,12 +10,11 @@ import torch
 import rank_worker
 import runtime.batch
 import runtime.model
-from conftest import ENV, EXACT, ROOT, close, make_config, within
+from conftest import ENV, EXACT, ROOT, TORCHRUN, close, make_config, save_untied, within
 from runtime.batch import Rollout
 from runtime.shape import ModelShape
 
-ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-TORCHRUN = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node".split()]
+ENV = ENV | {"PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +28,7 @@ def trained(tmp_path_factory):
     model.model.layers, model.config.layer_types = model.model.layers[:1], ["full_attention"]
     model.config.num_hidden_layers = 1
     model.save_pretrained(folder / "tied")
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
-    model.save_pretrained(folder / "untied")
+    save_untied(model, folder / "untied")
     (folder / "run").mkdir()
     for ranks in (3, 1):
         launcher = [sys.executable] if ranks == 1 else [*TORCHRUN, str(ranks)]

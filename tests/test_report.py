@@ -13,7 +13,7 @@ import torch
 
 import nano_rlvr as nr
 from bench import screenshots
-from conftest import EPS, ROOT, close, fixed_rollouts, make_config, within
+from conftest import EPS, ROOT, close, fixed_rollouts, make_config, within, write_rows
 from runtime import log, report, trainer
 from runtime.log import Log
 
@@ -55,10 +55,6 @@ onmessage = ({data}) => { document.getElementById("seen").textContent = JSON.str
 
 # ---- runs as nano_rlvr writes them
 
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def write_run(folder, per_token=True, length=5, steps=STEPS, groups=GROUPS, samples=SAMPLES,
               **config):
     """A run folder with random numbers; every other completion has SCRIPT. Returns its rollouts."""
@@ -93,9 +89,9 @@ def write_run(folder, per_token=True, length=5, steps=STEPS, groups=GROUPS, samp
                              "parts": {"a": reward, "b": 1.0}, "advantage": 2 * (reward or 0) - 1,
                              "tokens": len(texts), "finish": "length" if i % 3 == 2 else "stop",
                              **({"per_token": numbers} if per_token else {})})
-    write_lines(folder / "metrics.jsonl", metrics)
-    write_lines(folder / "rollouts.jsonl", rollouts)
-    write_lines(folder / "eval.jsonl", answers)
+    write_rows(folder / "metrics.jsonl", metrics)
+    write_rows(folder / "rollouts.jsonl", rollouts)
+    write_rows(folder / "eval.jsonl", answers)
     return rollouts
 
 
@@ -211,7 +207,7 @@ def test_a_run_without_numbers_per_token_and_an_evaluation_alone_are_shown(tmp_p
     plain, changed = visit(tmp_path / "report.html", ["", "color=change"])
     assert plain["cards"][0]["spans"][0][1] == "neg" and plain["count"].startswith("72 of 72")
     assert "no such numbers" in changed["legend"] and changed["cards"][0]["spans"][0][1] == ""
-    write_lines(tmp_path / "old/metrics.jsonl", [
+    write_rows(tmp_path / "old/metrics.jsonl", [
         {"step": 0, "eval/accuracy": 0.5, "eval/low": 0.4, "eval/high": 0.6}])
     for name in ("rollouts.jsonl", "eval.jsonl"):
         (tmp_path / "old" / name).unlink()

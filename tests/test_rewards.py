@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import random
 import re
-import sys
 import threading
 import time
 from unittest import mock
@@ -17,14 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data
+import instructions
+import judge as judging
+import nano_rlvr as nr
 import rewards
+import shaping_rewards as shaping
 from conftest import ROOT, SHARED
+from runtime import batch, flags, stats
 from verify import answer, jail, verifier
-
-sys.path.append(str(ROOT / "examples"))
-import instructions  # noqa: E402
-import judge as judging  # noqa: E402
-import shaping_rewards as shaping  # noqa: E402
 
 needs_jail = pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
 JUDGE = f"{ROOT}/examples/judge.py:judge"
@@ -111,7 +111,8 @@ def test_every_completion_of_the_table_earns_what_it_says_within_the_time_limit(
 
 
 @pytest.mark.parametrize("module", [
-    rewards, instructions, answer, verifier, shaping, pytest.param(jail, marks=needs_jail)])
+    nr, data, batch, flags, stats, rewards, instructions, answer, verifier, shaping,
+    pytest.param(jail, marks=needs_jail)])
 def test_the_examples_in_the_docstrings_are_true(module):
     failed, tried = doctest.testmod(module)
     assert tried > 0 and failed == 0

@@ -1,6 +1,5 @@
 """Averages over the tokens of a step, votes of an evaluation, and metrics of a step's rewards."""
 import dataclasses
-import doctest
 import math
 from types import SimpleNamespace
 
@@ -85,11 +84,6 @@ def test_the_sample_with_the_highest_mean_log_prob_of_its_sampled_tokens_is_chos
     group = [completion(parts={"x": x}) for x in (0.0, 1.0, 1.0)]
     assert not evaluation.best_is_right(group, [0.5, 0.5, 0.1])  # the first of equals
     assert evaluation.best_is_right(group, [None, -2.0, -3.0])  # None is no value
-
-
-def test_docstring_examples():
-    result = doctest.testmod(stats)
-    assert result.failed == 0 and result.attempted >= 1
 
 
 # ---- metrics of several optimizer steps: means over all their tokens, not means of means

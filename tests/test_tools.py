@@ -4,7 +4,6 @@ The bundled model does not know the markers <python> and </python>. It writes `<
 itself: with the markers "<think>" and "=", each `=` is a call of the program before it, and a turn
 ends there.
 """
-import json
 import sys
 from collections import Counter
 from itertools import groupby
@@ -14,15 +13,13 @@ import torch
 
 import data
 import nano_rlvr as nr
-from conftest import ROOT, close, fixed_rollouts, make_config, within
+import python_tool
+import tool_model
+from conftest import close, fixed_rollouts, make_config, naive_logps, read_rows, within
 from runtime import guard
 from runtime.batch import pack
 from runtime.dist import RunError
 from runtime.model import load_model
-
-sys.path.append(str(ROOT / "examples"))
-import python_tool  # noqa: E402
-import tool_model  # noqa: E402
 
 MAX_TOKENS = 96
 SEEDS = [data.request_seed(i) for i in range(6)]
@@ -110,7 +107,7 @@ def test_all_samples_of_a_turn_are_one_call_and_every_rank_makes_the_same_number
 def test_a_token_in_which_the_marker_ends_is_kept_whole(llm, prompts, monkeypatch, tokenizer):
     monkeypatch.setattr(python_tool, "CLOSE", "</thi")  # inside the token </think>
     token = tokenizer.convert_tokens_to_ids("</think>")
-    for r in sample(llm, prompts, max_tokens=2 * MAX_TOKENS):
+    for r in sample(llm, prompts[:2], max_tokens=2 * MAX_TOKENS, seeds=SEEDS[:2]):
         (_, call), (_, output), *_ = segments(r)
         assert call[-1] == token and tokenizer.decode(output).startswith("<output>")
 
@@ -257,8 +254,7 @@ def test_the_example_model_learns_its_calls_but_not_the_output(tmp_path, monkeyp
         assert [tokenizer.decode(ids) for _, ids in segments(r)] == [
             f"<python>print({question})</python>", f"<output>{value}</output>",
             f"<answer>{value}</answer><|endoftext|>"]
-    train, test = ({json.loads(line)["question"]
-                    for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()}
+    train, test = ({row["question"] for row in read_rows(tmp_path / f"{split}.jsonl")}
                    for split in ("train", "test"))
     assert not (train | {tokenizer.decode(r.prompt[1:-1]) for r in batches[0]}) & test
 
@@ -295,11 +291,8 @@ def test_the_gradient_is_that_of_the_sampled_tokens_one_sequence_at_a_time(in_fl
     nr.policy_loss(ours(batch)[0], None, None, batch, cfg)[0].backward()
     naive.set_attn_implementation("eager")
     for r in rollouts:
-        ids = torch.tensor([r.prompt + r.completion])
-        logits = naive(input_ids=ids, use_cache=False).logits[0, len(r.prompt) - 1:-1]  # (R, V)
-        logp = logits.log_softmax(-1).gather(1, ids[0, len(r.prompt):, None])[:, 0]  # (R,)
-        sampled = torch.tensor(r.sampled)
-        (-r.advantages[0] * logp[sampled].mean() / len(rollouts)).backward()
+        logp, _ = naive_logps(naive, r)  # (R,)
+        (-r.advantages[0] * logp[torch.tensor(r.sampled)].mean() / len(rollouts)).backward()
     for p, q in zip(ours.model.parameters(), naive.parameters(), strict=True):
         close(p.grad, q.grad)
     for r in rollouts:  # what is stored for the output changes nothing

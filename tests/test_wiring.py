@@ -23,12 +23,13 @@ import runtime.flags
 import runtime.log
 import runtime.model
 import runtime.shape
-from conftest import ROOT, close, fixed_rollouts, judged_by, make_config
+from conftest import ROOT, close, fixed_rollouts, judged, make_config
 from models import shape_of
 from runtime import dist, evaluation, folder, log, memory, trainer
 from runtime.checkpoint import Checkpoints, Progress
 
 TINY = str(ROOT / "models/tiny")
+KV_CACHE = runtime.shape.ModelShape.of(TINY).kv_cache  # numbers per token
 SAME_MODEL = str(ROOT / "tests/../models/tiny")  # another text for the same folder
 
 
@@ -79,9 +80,7 @@ def loaded(cfg):
     return {(name, trust) for _, name, trust in seen}
 
 
-@judged_by("x")
-def all_right(texts, **columns):
-    return [1.0] * len(texts), {"x": [1.0] * len(texts)}, {}
+all_right = judged(lambda texts, columns: [1.0] * len(texts))
 
 
 def recorded(calls):
@@ -375,14 +374,18 @@ WIRES = {
         *(call["temperature"] for call in evaluated(cfg)), training("temperature")(cfg),
         nr.make_policy(cfg).module.temperature, nr.make_reference(cfg).temperature],
         ([0, *[0.5] * 4], [0, *[1.5] * 4]), dict(eval_n=2)),
-    "top_p": ((0.9, 0.5), training("top_p"), None, dict(correction="none")),
+    # vLLM's log-probs: with the temperature, as the trainer's; top-p would renormalise them
+    "top_p": ((1.0, 0.5), lambda cfg: (training("top_p")(cfg), llm_args(cfg)["logprobs_mode"]),
+              ((1.0, "processed_logprobs"), (0.5, "raw_logprobs")), dict(correction="none")),
     "max_prompt": ((64, 80), lambda cfg: (llm_args(cfg)["max_model_len"], len(splits(cfg)[1])),
                    ((64 + 96, 3), (80 + 96, 4)), dict(eval_data="{tmp}/long.jsonl",
                                                       template="none")),
     "max_tokens": ((90, 110), lambda cfg: [
         training("max_tokens")(cfg), evaluated(cfg)[0]["max_tokens"], setting("max_tokens")(cfg),
-        llm_args(cfg)["max_model_len"] - 64, round(0.25 / algorithm(cfg)[1])],
-        ([90] * 5, [110] * 5), dict(aggregate="constant")),
+        llm_args(cfg)["max_model_len"] - 64, round(0.25 / algorithm(cfg)[1]),
+        # of 33 sequences in float32, as the plan counts them, without the 64 tokens of a prompt
+        llm_args(cfg, gpu=True)["kv_cache_memory_bytes"] / 33 / 4 / KV_CACHE - 64],
+        ([90] * 6, [110] * 6), dict(aggregate="constant", vllm_memory=0.5)),
     # algorithm: formulas have tests of their own
     "baseline": (("group", "leave_one_out", "batch", "running", "none"), algorithm, DIFFERENT),
     "scale": (("group", "batch", "mean", "none"), algorithm, DIFFERENT),
@@ -441,7 +444,8 @@ WIRES = {
     "eval_size": ((5, 9), lambda cfg: {
         len(splits(dataclasses.replace(cfg, eval_data=source))[1])
         for source in ("", f"{cfg.out}/two.jsonl")}, ({5}, {9})),
-    "eval_n": ((2, 4), lambda cfg: evaluated(cfg)[1]["n"]),
+    "eval_n": ((2, 4), lambda cfg: (
+        evaluated(cfg)[1]["n"], llm_args(cfg, gpu=True)["max_num_seqs"]), ((2, 65), (4, 129))),
     "name": (("x", "y"), lambda cfg: run_folder(cfg).name),
     "out": (("{tmp}/x", "{tmp}/y"), lambda cfg: str(run_folder(cfg).parent)),
     "save_every": ((2, 0), at("save"), ([0, 2, 4, ...], [...]), STEPS | dict(steps=5)),
@@ -481,15 +485,6 @@ def test_the_value_of_a_flag_reaches_what_it_names(flag, group, tmp_path):
         assert len(set(map(str, seen))) == len(values)
     else:
         assert seen == list(wanted or values)
-
-
-def test_only_these_flags_may_differ_in_a_resumed_run():
-    """FREE: they change no result, or the result is compared by checksum. ROUNDING: only the order
-    of sums."""
-    assert folder.FREE == set("data eval_data timeout name out save_every keep resume resume_force "
-                              "wandb".split())
-    assert folder.ROUNDING == set("memory_gb pack_tokens checkpointing offload vllm_memory tp "
-                                  "zero_stage".split())
 
 
 # ---- the seed
@@ -544,22 +539,6 @@ def test_gradients_of_packs_are_summed_in_float32_and_in_buckets_of_the_planned_
     assert policy.gradient_accumulation_steps() == policy.train_micro_batch_size_per_gpu() == 1
     assert all(w.dtype is torch.float32 for group in policy.optimizer.param_groups
                for w in group["params"])
-
-
-def test_a_gpu_gets_the_planned_share_and_room_for_the_sequences_of_the_largest_call(group):
-    """8 prompts of 16 samples; 32 examples, alone or with 5 samples each."""
-    cfg = make_config(prompts=8, samples=16, vllm_memory=0.5, max_prompt=64, max_tokens=96)
-    kv_cache = runtime.shape.ModelShape.of(cfg.model).kv_cache
-    for changes, sequences in (({}, 129), (dict(eval_n=5), 161), (dict(eval_size=200), 201)):
-        args = llm_args(dataclasses.replace(cfg, **changes), gpu=True)
-        assert args["max_num_seqs"] == sequences
-        assert args["kv_cache_memory_bytes"] == sequences * (64 + 96) * 4 * kv_cache
-    assert args["enable_sleep_mode"] and args["enable_prefix_caching"]
-    assert args["distributed_executor_backend"] == "external_launcher"
-    assert "gpu_memory_utilization" not in llm_args(cfg)
-    # processed: with the temperature, as the trainer's; with top-p they would be renormalised
-    modes = [llm_args(dataclasses.replace(cfg, top_p=p))["logprobs_mode"] for p in (1.0, 0.9)]
-    assert modes == ["processed_logprobs", "raw_logprobs"]
 
 
 @pytest.mark.parametrize("vocabulary, ends", [({}, []), ({"<|im_end|>": 7}, [7])])

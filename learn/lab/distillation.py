@@ -2,8 +2,7 @@
 import json
 import sys
 
-import lab
-
+import lab  # isort: skip
 import data
 
 OUT = lab.RUNS / "distillation"
