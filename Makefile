@@ -31,6 +31,10 @@ notebooks: $(DEV)
 	.venv/bin/python notebooks/run.py
 	.venv/bin/python tests/test_translations.py
 
+# the findings of the lab whose commands have changed (an hour or more), then the pages and tables
+lab: $(DEV)
+	.venv/bin/python learn/lab/lab.py
+
 # every exercise's test fails on an empty function and passes on the solution
 exercises: $(DEV)
 	.venv/bin/python learn/exercise.py --prove
@@ -64,4 +68,4 @@ endif
 clean:
 	rm -rf .venv
 
-.PHONY: demo test mutations mutants notebooks exercises setup dev clean
+.PHONY: demo test mutations mutants notebooks lab exercises setup dev clean
