@@ -244,6 +244,8 @@ def test_a_text_is_continued_up_to_a_string_and_every_sampled_token_is_counted(g
     [[whole]] = greedy(examples[:1], texts[:1])
     assert whole.text == texts[0] + plain.text and whole.prompt + whole.completion == (
         prompt + plain.completion)
+    [[inside]] = greedy(examples[:1], [""], until="ink")  # of the token <think>
+    assert inside.text == "<think" and example.is_open(inside, "ink")
     greedy.cfg = make_config(max_tokens=len(whole.completion) - 2)  # less than it needs
     [[cut]] = greedy(examples[:1], ["<think>14+2=16\n16+9=25"], until="</answer>")
     assert cut.truncated and not example.is_open(cut, "</answer>")
