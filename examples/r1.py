@@ -167,6 +167,18 @@ def report(folders, path):
     common.write(path, common.table(["arm", *titles], lines) + f"\n\n{about}", found)
 
 
+def commands(seed, out, files):
+    """{arm: its command as a list} for a seed."""
+    places = files | {arm: out / f"{arm}-{seed}" for arm in ARMS}
+    found = {}
+    for arm, (model, command) in ARMS.items():
+        start = model if "{" in model else out / model
+        words = f"{command} {SAME} --model {start}" + (f" {TEST}" if arm in SHOWN else "")
+        script, *flags = words.format(**places).split()
+        found[arm] = [sys.executable, str(ROOT / script), *flags]
+    return found
+
+
 def main(argv):
     parser = common.parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -178,15 +190,10 @@ def main(argv):
             make_base(out / name, layers)
     files, folders = write_data(out), {}
     for seed in args.seeds:
-        places = files | {arm: out / f"{arm}-{seed}" for arm in ARMS}
-        for arm, (model, command) in ARMS.items():
-            start = model if "{" in model else out / model
-            words = f"{command} {SAME} --model {start}" + (f" {TEST}" if arm in SHOWN else "")
-            script, *flags = words.format(**places).split()
-            ran = over_seeds.run_all(
-                {arm: [sys.executable, str(ROOT / script), *flags]}, [seed], out)
-            folders.setdefault(arm, []).extend(ran[arm])
-    report(folders, out / "r1")
+        for arm, own in over_seeds.run_all(commands(seed, out, files), [seed], out).items():
+            folders.setdefault(arm, []).extend(own)
+    if len(args.seeds) > 1:  # an interval needs two
+        report(folders, out / "r1")
 
 
 if __name__ == "__main__":

@@ -2,32 +2,55 @@
 import json
 import runpy
 import sys
+from pathlib import Path
 
 import pytest
 
 import lab
 import nano_rlvr as nr
+import r1
 from conftest import FAKE_RUN, ROOT, within
 
 FINDINGS = lab.findings()
 
 
-@pytest.mark.parametrize("name", FINDINGS)
-def test_the_arms_are_valid_commands_that_differ_and_take_equal_samples(name, monkeypatch):
-    """Each arm's script runs up to the call of main; the flags that it hands on are parsed."""
+def parsed(commands, monkeypatch):
+    """Runs the script of each command up to its call of main, and parses the flags that it hands
+    on. -> their Configs."""
     handed_on = []
     monkeypatch.setattr(nr, "main", lambda argv, *_, **__: handed_on.append(argv))
     monkeypatch.chdir(ROOT)
-    commands = list(lab.commands(FINDINGS[name]).values())
     for _, script, *flags in commands:
         monkeypatch.setattr(sys, "argv", [script, *flags])
-        if script == "nano_rlvr.py":
+        if script.endswith("nano_rlvr.py"):
             nr.main(flags)
         else:
             runpy.run_path(script, run_name="__main__")
-    configs = [nr.parse_config([*argv, "--model", "models/tiny"]) for argv in handed_on]
+    return [nr.parse_config([*argv, "--model", "models/tiny"]) for argv in handed_on]
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_the_arms_are_valid_commands_that_differ_and_take_equal_samples(name, monkeypatch):
+    commands = list(lab.commands(FINDINGS[name]).values())
+    configs = parsed(commands, monkeypatch)
     assert len(configs) == len(set(map(tuple, commands)))
     assert len({cfg.steps * cfg.prompts * cfg.samples for cfg in configs}) == 1
+
+
+def test_the_stages_of_r1_are_valid_commands_in_an_order_that_makes_what_they_read(monkeypatch):
+    files = {name: Path(f"{name}.jsonl") for name in ("demos", "mix", "sums", "strings")}
+    commands = r1.commands(7, Path("out"), files)
+    configs = dict(zip(commands, parsed(commands.values(), monkeypatch), strict=True))
+    made = {"out/base", "out/student", *map(str, files.values())}
+    for arm, command in commands.items():
+        read = [word.removesuffix("/final").removesuffix("/eval.jsonl")
+                for words in command[2:] for word in words.split(",")
+                if word.startswith("out/") or word.endswith(".jsonl")]
+        assert read and set(read) <= made, arm
+        made.add(f"out/{arm}-7")
+    trained = [cfg.steps * cfg.prompts * cfg.samples for arm, cfg in configs.items()
+               if arm in ("off-policy", "on-policy", "small-RL")]
+    assert len(set(trained)) == 1
 
 
 def test_a_finding_compares_its_arms_seed_by_seed(tmp_path, monkeypatch):
