@@ -44,6 +44,14 @@ FINDING = lab.Finding(
     panels={"reward of the samples": "reward/mean", "tokens of a sample": "completion/length",
             "mean@4": "eval/mean@4"},
     prepare=make_teacher,
+    reading=(
+        "On-policy distillation is above RL in greedy accuracy (92.7 % against 79.9 %), "
+        "less clearly in mean@4, and below SFT in both. The teacher is this student after "
+        "RL, so its right answers are texts that the student can write already: 1,920 of "
+        "them are enough to copy the habit, and SFT has no reason to drift. SFT also "
+        "lowers the entropy most, which is why it leads in mean@4. A student that cannot "
+        "write the teacher's texts would be needed to show what the paper shows; "
+        "examples/r1.py has a smaller one."),
     exercises=(
         "Take a teacher that was trained for 15 steps only. Predict which arm suffers more.",
         "Take the student as its own teacher with `--teacher_prompt`. Which text could help "

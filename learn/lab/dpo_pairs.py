@@ -21,6 +21,10 @@ FINDING = lab.Finding(
     judge=judge,
     panels={"reward of the samples": "reward/mean", "tokens of a sample": "completion/length",
             "mean@4": "eval/mean@4"},
+    reading=(
+        "Online DPO and GRPO end alike. Offline DPO learns the habit of working sums out "
+        "(33 tokens), but its pairs all come from the starting model: what it makes more "
+        "probable is no longer what it would sample, and its three runs lie far apart."),
     exercises=(
         "Add an arm with `examples/dpo.py --offline --beta 0.5`. Predict whether a larger "
         "beta, which holds the model nearer to its start, helps offline DPO.",
