@@ -28,7 +28,7 @@ FINDING = lab.Finding(
     reading=(
         "Up to lag 2 the weight makes up for the age of the samples: 82.7, 82.6 and 81.9 "
         "%. Without it the same samples harm from lag 1 on, and from lag 4 on all runs "
-        "end below where they began (46.7 %). The claim fails at lag 4 because one of "
+        "end below where they began (46.8 %). The claim fails at lag 4 because one of "
         "three runs falls behind, and at lag 8 because the runs with weights lie far "
         "apart. The learning rate is 100 times that of large models, so that one update "
         "here moves the policy far: a lag of 4 is older than in the paper. Lag 0 is GRPO, "
