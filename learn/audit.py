@@ -281,6 +281,11 @@ def config(**changes):
     return nr.Config(**dict(samples=4, max_tokens=1, kl_coef=0.0) | changes)
 
 
+def number(x):
+    """0.12, or 1,234 where it is large."""
+    return f"{x:.2f}" if abs(x) < 100 else f"{x:,.0f}"
+
+
 def cosine(x, wanted):
     """The cosine of two gradients; "0" if x is zero."""
     if x.norm() < 1e-12:
@@ -290,7 +295,7 @@ def cosine(x, wanted):
 
 def factor(x, wanted):
     """The part of x along `wanted`, as a multiple of it."""
-    return f"{x.flatten() @ wanted.flatten() / wanted.square().sum():.2f}"
+    return number(x.flatten() @ wanted.flatten() / wanted.square().sum())
 
 
 def noise(result):
@@ -304,13 +309,13 @@ def make_questions(change=lambda question: question, knobs=(EASY, HARD)):
 
 
 def policy_row(cfg, questions):
-    """Cells: cosines to grad J and grad log p, factor of each question, bias, noise."""
+    """The cells under POLICY. J and log p are means over the questions."""
     result = audit(cfg, questions)
     j = torch.stack([q.gradient(q.correct) for q in questions]) / len(questions)  # (Q, P)
     log_p = torch.stack([row / q.correct(q.logits) for q, row in zip(questions, j)])  # (Q, P)
     bias = (result.mean - j).norm() / j.norm()
     return [cosine(result.mean, j), cosine(result.mean, log_p),
-            *(factor(x, row) for x, row in zip(result.mean, j)), f"{bias:.2f}", noise(result)]
+            *(factor(x, row) for x, row in zip(result.mean, j)), number(bias), noise(result)]
 
 
 POLICY = ["cos ∇J", "cos ∇log p", "× easy", "× hard", "bias", "noise"]

@@ -167,6 +167,16 @@ def test_maxrl_climbs_the_series_of_log_p_up_to_n_minus_1_and_without_baseline_u
             close(found, question.gradient(partial(series, question, terms)))
 
 
+@pytest.mark.parametrize("baseline", ["batch", "running", "none"])
+def test_a_flat_group_explodes_under_its_own_deviation_if_the_baseline_is_not_the_groups(baseline):
+    """Its deviation is 0, so what the baseline leaves is divided by 1e-4 alone."""
+    rewards = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    left = rewards[0] - {"batch": 0.75, "running": 0.5, "none": 0.0}[baseline]
+    found = nr.group_advantages(rewards, baseline, "group", running=0.5)
+    close(found[0], left * 1e4)
+    close(nr.group_advantages(rewards, "group", "group")[0], [0.0, 0.0])
+
+
 # ---- aggregation
 
 
@@ -187,7 +197,7 @@ def test_the_mean_over_a_completions_tokens_climbs_another_objective_with_length
 
 
 def test_on_policy_gspo_and_sapo_are_grpo_cispo_is_bnpo_and_kimi_is_rloo_times_a_factor():
-    questions = [Question(knob) for knob in KNOBS[::2]]
+    questions = [Question(knob, steps=2) for knob in KNOBS[::2]]
     found = {name: lab.audit(config(**row | dict(kl_coef=0.0)), questions)
              for name, row in nr.ALGOS.items()}
     for one, other, factor in (("gspo", "grpo", 1), ("sapo", "grpo", 1), ("cispo", "bnpo", 1),
@@ -236,7 +246,8 @@ def test_the_gradient_of_the_kl_of_completions_needs_the_log_ratios_of_the_later
     question = Question(2.0)
     wanted = -question.gradient(question.kl)
     close(kl_mean(question, list(lab.KL_LOSSES)[-1]), wanted)
-    question = lab.in_reward(question, "k1")  # --kl_in reward
+    question = lab.in_reward(Question(2.0, steps=2), "k1")  # --kl_in reward
+    wanted = -question.gradient(question.kl)
     close(mean_of(question, **UNBIASED | dict(samples=2)), wanted)
     half = UNBIASED | dict(samples=2, baseline="group")
     close(mean_of(question, **half), wanted / 2)
@@ -246,7 +257,7 @@ def test_a_kl_in_the_reward_of_equal_rewards_has_full_strength_however_small_its
     options = dict(scale="group", aggregate="constant", samples=2)
     found = []
     for coefficient in 1.0, 1e-3:
-        question = lab.in_reward(Question(2.0), "k1")
+        question = lab.in_reward(Question(2.0, steps=2), "k1")
         question.rewards = [coefficient * x for x in question.rewards]
         found.append(mean_of(question, EPSILON, **options))
     close(*found, bound=1e-8)  # rewards of 1e-3 differ by 1e-4, of which EPSILON is 1e-9
