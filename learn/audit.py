@@ -152,12 +152,13 @@ def audit(cfg, questions, loss=nr.policy_loss, eps=1e-4):
             found.setdefault((reward, length), []).append(s)
         kinds.append(list(found.items()))
         groups.append(enumerate_groups(question, found.values(), n))
-    mean_reward = sum(q.probs(q.sampler) @ torch.tensor(q.rewards).double() for q in questions)
+    running = sum((q.probs(q.sampler) @ torch.tensor(q.rewards, dtype=torch.float64)).item()
+                  for q in questions) / len(questions)  # where the moving average would settle
 
     @cache
     def advantages(rewards):
-        return nr.group_advantages(torch.tensor(rewards, dtype=torch.float64), cfg.baseline,
-                                   cfg.scale, eps, mean_reward.item() / len(questions)).tolist()
+        rewards = torch.tensor(rewards, dtype=torch.float64)  # (G, n)
+        return nr.group_advantages(rewards, cfg.baseline, cfg.scale, eps, running).tolist()
 
     @cache
     def moments(q, kind, *numbers):
