@@ -186,6 +186,9 @@ def check(cfg):
         if given and not has_effect(cfg):
             dist.print_once(
                 f"note: {', '.join(given)}: no effect without {requirement}", file=sys.stderr)
+    if cfg.scale == "group" and cfg.baseline not in ("group", "leave_one_out"):
+        dist.print_once(f"note: --baseline {cfg.baseline} --scale group: in a group with equal "
+                        "rewards, what is left is divided by 1e-4; see --scale", file=sys.stderr)
     return dataclasses.replace(
         cfg, template=data.read_template(cfg.template), model=find_model(cfg.model), dtype=dtype,
         rewards=spec, mismatch_bound=cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.15))

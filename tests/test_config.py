@@ -92,6 +92,16 @@ def test_flags_without_an_effect_are_in_a_note_and_change_no_gradient(
     assert gradients[0].any()
 
 
+def test_a_baseline_that_leaves_something_of_a_flat_group_is_not_divided_by_its_deviation(capsys):
+    """What --baseline none leaves of equal rewards, divided by their deviation + 1e-4."""
+    equal = torch.ones(1, 4, dtype=torch.float64)  # (G, n)
+    close(nr.group_advantages(equal, "none", "group"), torch.full((1, 4), 1e4))
+    for argv, noted in (("--baseline none", True), ("--baseline none --scale batch", False),
+                        ("--baseline leave_one_out", False), ("", False)):
+        nr.parse_config([*argv.split(), "--model", "models/tiny"])
+        assert ("divided by 1e-4" in capsys.readouterr().err) == noted
+
+
 def test_a_trained_model_continues_with_the_settings_of_its_run(tmp_path, capsys):
     shutil.copytree(ROOT / "models/tiny", trained := tmp_path / "final")
     config = dict(task="countdown", template="r1", lr=3e-5, kl_coef=0.25, epochs=7, old_flag=1)
