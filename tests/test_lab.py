@@ -55,6 +55,7 @@ def test_the_stages_of_r1_are_valid_commands_in_an_order_that_makes_what_they_re
 
 def test_a_finding_compares_its_arms_seed_by_seed(tmp_path, monkeypatch):
     """Accuracy after two steps of FAKE_RUN is 0.5 + (1 + seed) / 10; the other arm has 0.1 more."""
+    monkeypatch.chdir(tmp_path)  # and back after the test: run() goes to ROOT
     monkeypatch.setattr(lab, "ROOT", tmp_path)
     monkeypatch.setattr(lab, "BASE", "")
     (tmp_path / "fake.py").write_text(FAKE_RUN)
