@@ -27,6 +27,14 @@ FINDING = lab.Finding(
     judge=judge,
     panels={"reward of the samples": "reward/mean", "flat groups": "group/flat",
             "mean@4": "eval/mean@4"},
+    reading=(
+        "Easy questions teach least on average, but their three runs lie too far apart "
+        "for the rule: most of their groups have no gradient. Hard ones teach as much as "
+        "the middle. The bundled model knows how to work any sum out and only seldom "
+        "does; a question that it fails 8 times is one that it guesses, so its first "
+        "right sample is a worked one and shows the habit that pays. Hard here means out "
+        "of habit, not out of reach. The bands easy and hard had fewer than 16 questions "
+        "and were filled with the nearest ones."),
     exercises=(
         "Narrow the middle band to 0.45 to 0.55. Predict what happens to the share of groups "
         "without a gradient.",
