@@ -14,12 +14,11 @@ it samples them. The evaluation comes after a sync, and is therefore that of the
 import itertools
 import sys
 from pathlib import Path
-from statistics import fmean
 
 import common  # puts the repository on sys.path
 import seeds
 from common import series
-from seeds import at, number, share
+from seeds import at, late, number, share
 
 SEEDS, BATCH = range(3), 16 * 16  # rollouts per draw
 COMMON = "--prompts 16 --samples 16 --kl_coef 0 --eval_size 256 --eval_n 4 --save_every 0".split()
@@ -50,11 +49,6 @@ def offline(argv):
         return nr.collect_rollouts(run, step)
 
     nr.main(argv, lambda run: nr.train(run, collect_rollouts=collect_from_start))
-
-
-def mean(key, last=0):
-    """The mean of a metric over the last steps of a run (0: over all)."""
-    return lambda rows: fmean(list(series(rows, key).values())[-last:])
 
 
 def rollouts(row):
@@ -88,10 +82,10 @@ def dapo():
     columns = {
         "greedy after": (at("eval/accuracy", -1), share),
         "mean@4 after": (at("eval/mean@4", -1), share),
-        "entropy": (mean("entropy", 5), "{:.3f}".format),
-        "tokens": (mean("completion/length", 5), number),
-        "truncated": (mean("completion/truncated", 5), share),
-        "clipped": (mean("clipped"), "{:.2%}".format),
+        "entropy": (late("entropy", 5), "{:.3f}".format),
+        "tokens": (late("completion/length", 5), number),
+        "truncated": (late("completion/truncated", 5), share),
+        "clipped": (late("clipped"), "{:.2%}".format),
         "rollouts": (lambda rows: sum(series(rows, rollouts).values()), "{:,.0f}".format)}
     panels = {"mean@4 on held-out questions": "eval/mean@4", "entropy": "entropy",
               "tokens per completion": "completion/length", "rollouts per step": rollouts,

@@ -103,25 +103,27 @@ def wait_until(process, condition):
         time.sleep(0.001)
 
 
-def lines(folder):
+def metrics_lines(folder):
     """How many lines of metrics a run has written."""
     path = folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def random_moment(process, folder, seconds, rng):
-    """Waits until a run has a random number of lines of metrics and, then, up to two steps; one
-    time in three, from there until it writes a checkpoint. seconds: of a whole run, the start
-    included, which is half of it. Returns what the folder shows then."""
+    """Waits until a run has written a random number of lines of metrics, and then a little longer,
+    at most its share of a whole run's seconds for one step. One time in three, it goes on waiting
+    until the run writes a checkpoint. Returns what the folder shows then."""
     steps = int(FLAGS[1])
     wanted = rng.randrange(steps)
-    wait_until(process, lambda: lines(folder) >= wanted)
+    wait_until(process, lambda: metrics_lines(folder) >= wanted)
     end = time.time() + rng.uniform(0, seconds / steps)
     wait_until(process, lambda: time.time() > end)
     if rng.random() < 1 / 3:
         wait_until(process, lambda: any(folder.glob("*.part")))
     writing = ", a checkpoint is being written" * any(folder.glob("*.part"))
-    return f"{lines(folder)} lines of metrics{writing}" if process.poll() is None else "ended"
+    if process.poll() is not None:
+        return "ended"
+    return f"{metrics_lines(folder)} lines of metrics{writing}"
 
 
 def kill(out, command=ONE, times=50):

@@ -109,12 +109,23 @@ def number(x):
     return f"{x:.1f}"
 
 
-def at(key, step):
+def at(key, step=-1):
     """The value of a metric at a step (-1: at its last one), of the rows of a run."""
     def value(rows):
         values = series(rows, key)
         return values[step if step >= 0 else max(values)]
     return value
+
+
+def late(key, steps=0):
+    """The mean of a metric over the last steps of the rows of a run (0: over all)."""
+    return lambda rows: fmean(list(series(rows, key).values())[-steps:])
+
+
+def cell(values, form, to="–"):
+    """The mean over the seeds, with its interval if they differ."""
+    mean, low, high = mean_interval(values)
+    return form(mean) + (f" ({form(low)}{to}{form(high)})" if low < high else "")
 
 
 def before_and_after(first_row):
@@ -165,11 +176,8 @@ def report(folders, out, columns=None, panels=PANELS):
                   f"same for all runs. {about}.")
     columns, lines = columns or before_and_after(first_row), []
     for label, of in results.items():
-        lines.append([label])
-        for value, form in columns.values():
-            mean, low, high = mean_interval([value(rows) for rows in of])
-            band = f" ({form(low)}–{form(high)})" if low < high else ""
-            lines[-1].append(form(mean) + band)
+        lines.append([label, *(cell([value(rows) for rows in of], form)
+                               for value, form in columns.values())])
         for rows in of:
             curves = {title: list(series(rows, key).items()) for title, key in panels.items()}
             runs.append({"setting": label, "series": curves,

@@ -1,17 +1,18 @@
 """DeepSeek-R1 in miniature (arXiv:2501.12948): its stages, R1-Zero, and two distillations.
 
-    python examples/r1.py --seeds 0 1 2      about 40 minutes on 2 cores; a second call continues
+    python examples/r1.py --seeds 0 1 2      30 runs, one after the other; a second call continues
 
 Two base models are made first: `base`, and `student` with two of its four layers. They have read
 sums and strings to reverse, mostly without tags, half of the sums guessed, with fillers ("hm").
 
-    R1-Zero    RL on the base; rewards: right answer, format
-    cold       R1, stage 1: SFT of the base on 256 worked examples without fillers
-    RL         R1, stage 2: RL as for R1-Zero
-    SFT        R1, stage 3: SFT of the base on right answers of stage 2, sums and strings
-    R1         R1, stage 4: RL on sums and strings
-    off, on    the student imitates right samples of R1, or samples and is graded by R1 per token
-    small RL   the student learns by RL, with as many samples
+    Zero         R1-Zero: RL on the base; rewards: right answer, format
+    cold         R1, stage 1: SFT of the base on 256 worked examples without fillers
+    RL           R1, stage 2: RL as for Zero
+    SFT          R1, stage 3: SFT of the base on right answers of stage 2, sums and strings
+    R1           R1, stage 4: RL on sums and strings
+    off-policy   the student imitates right answers of R1
+    on-policy    the student samples, and R1 grades each token
+    small-RL     the student learns by RL, with as many samples
 
 Writes <out>/r1.md and .png: accuracy and format on held-out sums, completions with fillers, tokens,
 the strings (what is forgotten?), and the rollouts and seconds spent.
@@ -19,7 +20,6 @@ the strings (what is forgotten?), and the rollouts and seconds spent.
 import json
 import random
 import sys
-import zlib
 from pathlib import Path
 from statistics import fmean
 
@@ -27,12 +27,13 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "models/tiny"
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(TINY)]
 import torch  # noqa: E402
-from make_tiny import cold_start  # noqa: E402
+from make_tiny import cold_start, training_example, worked  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 import common  # noqa: E402
 import nano_rlvr as nr  # noqa: E402
 import seeds as over_seeds  # noqa: E402
+import sft  # noqa: E402
 from runtime.report import figure  # noqa: E402
 
 FILLERS = (" hm", " ok", " so")
@@ -65,16 +66,6 @@ def reverse(rng):
     return {"question": f"reverse {text}", "answer": text[::-1]}
 
 
-def worked(question):
-    """The steps of a sum and its result: (["14+2=16", "16+9=25"], 25)."""
-    terms = [int(x) for x in question.replace("-", "+-").split("+")]
-    total, steps = terms[0], []
-    for x in terms[1:]:
-        steps.append(f"{total}{x:+d}={total + x}")
-        total += x
-    return steps, total
-
-
 def pretraining_text(example, rng):
     """What the base models have read as the answer to an example."""
     tagged = rng.random() < 0.25
@@ -96,15 +87,12 @@ def make_base(folder, layers):
     model.config.num_hidden_layers = len(layers)
     model.config.layer_types = model.config.layer_types[:len(layers)]
 
+    def draw(rng):
+        return rng.choice([nr.data.arithmetic, reverse])(rng)
+
     def sample(rng):
-        while True:
-            example = rng.choice([nr.data.arithmetic, reverse])(rng)
-            if zlib.crc32(example["question"].encode()) % 8:
-                text = pretraining_text(example, rng)
-                completion = tokenizer.encode(text, add_special_tokens=False)
-                completion.append(tokenizer.eos_token_id)
-                prompt = nr.data.encode(example, tokenizer, "chat")
-                return nr.Rollout(prompt, completion, text, False, [0.0] * len(completion))
+        example = training_example(draw, rng)
+        return sft.as_rollout(example, pretraining_text(example, rng), tokenizer, "chat")
 
     cold_start(model, sample, steps=500, batch=64, lr=1e-3, seed=0)
     model.save_pretrained(folder)
@@ -153,10 +141,11 @@ def report(folders, path):
     for row, (arm, runs) in enumerate(found.items()):
         lines.append([arm])
         for title in titles:
-            mean, low, high = over_seeds.mean_interval([run[title] for run in runs])
+            values = [run[title] for run in runs]
             form = over_seeds.share if title in SHARES else over_seeds.number
-            lines[-1].append(f"{form(mean)} ({form(low)} to {form(high)})")
+            lines[-1].append(over_seeds.cell(values, form, " to "))
             if title in SHARES:
+                mean, low, high = over_seeds.mean_interval(values)
                 axis = panels[SHARES.index(title)]
                 axis.barh(row, mean, color="C0", xerr=[[mean - low], [high - mean]])
     for axis, title in zip(panels, SHARES):

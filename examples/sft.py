@@ -8,6 +8,7 @@ that are right count (rejection sampling, arXiv:2308.01825). A step takes the ne
 lines; each completion counts the same, or each token with `--aggregate token`.
 """
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import nano_rlvr as nr  # noqa: E402
 from runtime import dist  # noqa: E402
+
+
+def as_rollout(example, text, tokenizer, template):
+    """A text, and then its end, as a Rollout with reward 1. No engine gave it log-probs."""
+    prompt = nr.data.encode(example, tokenizer, template)
+    completion = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
+    return nr.Rollout(prompt, completion, text, False, [0.0] * len(completion), reward=1.0,
+                      parts={"sft": 1.0})
 
 
 def read_demos(path, tokenizer, template):
@@ -26,14 +35,11 @@ def read_demos(path, tokenizer, template):
     for number, line in enumerate(Path(path).read_text().splitlines(), 1):
         try:
             row = json.loads(line)
-            prompt, text = nr.data.encode(row, tokenizer, template), row["completion"]
-            completion = tokenizer.encode(text, add_special_tokens=False)
+            demo = as_rollout(row, row["completion"], tokenizer, template)
         except (ValueError, KeyError, TypeError) as e:
             raise dist.RunError(f"{path}:{number}: no question and completion ({e!r})") from e
         if row.get("right", True) and row.get("finish") != "length":
-            completion.append(tokenizer.eos_token_id)
-            demos.append(nr.Rollout(prompt, completion, text, False, [0.0] * len(completion),
-                                    reward=1.0, parts={"sft": 1.0}))
+            demos.append(demo)
     if not demos:
         raise dist.RunError(f"{path}: no completion to imitate")
     return demos
@@ -47,8 +53,7 @@ def train(run, path):
         cfg = run.cfg
         batch = nr.data.batch_at(
             demos, step, cfg.prompts, cfg.seed, dist.rank(), dist.world_size())
-        groups = [[nr.Rollout(r.prompt, r.completion, r.text, False, r.vllm_logps,
-                              reward=r.reward, parts=r.parts)] for r in batch]
+        groups = [[dataclasses.replace(r)] for r in batch]
         return [groups[i::cfg.minibatches] for i in range(cfg.minibatches)], groups
 
     nr.train(run, collect_rollouts=collect_rollouts)

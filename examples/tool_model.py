@@ -17,12 +17,11 @@ calling pays.
 import argparse
 import json
 import sys
-import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "models/tiny")]
-from make_tiny import cold_start, make_tokenizer, new_model  # noqa: E402
+from make_tiny import cold_start, make_tokenizer, new_model, training_example  # noqa: E402
 
 import data  # noqa: E402
 import nano_rlvr  # noqa: E402
@@ -63,16 +62,14 @@ def main():
     tokenizer.add_tokens(TAGS)
 
     def sample(rng):
-        while True:
-            example = product(rng)
-            if zlib.crc32(example["question"].encode()) % 8:  # not one of the held-out questions
-                parts = [(tokenizer(text)["input_ids"], learned)
-                         for text, learned in demonstration(example, rng)]
-                completion = [token for ids, _ in parts for token in ids]
-                learned = [learned for ids, learned in parts for _ in ids]
-                prompt = data.encode(example, tokenizer, "chat")
-                logps = [0.0] * len(completion)
-                return nano_rlvr.Rollout(prompt, completion, "", False, logps, learned)
+        example = training_example(product, rng)
+        parts = [(tokenizer(text)["input_ids"], learned)
+                 for text, learned in demonstration(example, rng)]
+        completion = [token for ids, _ in parts for token in ids]
+        learned = [learned for ids, learned in parts for _ in ids]
+        prompt = data.encode(example, tokenizer, "chat")
+        return nano_rlvr.Rollout(
+            prompt, completion, "", False, [0.0] * len(completion), learned)
 
     model = new_model(tokenizer, args.seed, args.layers)
     cold_start(model, sample, args.steps, args.batch, args.lr, args.seed)

@@ -36,22 +36,18 @@ FINDING = lab.Finding(
           "SFT on the teacher's right answers":
               f"examples/sft.py --demos {ANSWERS} --prompts 128 --samples 1"},
     flags="--steps 15 --eval_every 15",
-    measures={"mean@4": (lab.at("eval/mean@4"), lab.share),
-              "greedy": (lab.at("eval/accuracy"), lab.share),
-              "tokens": (lab.at("eval/length"), lab.number),
-              "entropy": (lab.late("entropy", 3), "{:.4f}".format)},
+    measures=lab.MEAN | lab.GREEDY | lab.TOKENS | {
+        "entropy": (lab.late("entropy", 3), "{:.4f}".format)},
     judge=judge,
-    panels={"reward of the samples": "reward/mean", "tokens of a sample": "completion/length",
-            "mean@4": "eval/mean@4"},
+    panels=lab.SAMPLES | {"mean@4": "eval/mean@4"},
     prepare=make_teacher,
     reading=(
         "On-policy distillation is above RL in greedy accuracy (92.7 % against 79.9 %), "
-        "less clearly in mean@4, and below SFT in both. The teacher is this student after "
-        "RL, so its right answers are texts that the student can write already: 1,920 of "
-        "them are enough to copy the habit, and SFT has no reason to drift. SFT also "
-        "lowers the entropy most, which is why it leads in mean@4. A student that cannot "
-        "write the teacher's texts would be needed to show what the paper shows; "
-        "examples/r1.py has a smaller one."),
+        "less clearly in mean@4, and below SFT in both. SFT also ends with the lowest "
+        "entropy. A likely reason, which these runs do not test: the teacher is this "
+        "student after RL, so the student can write its answers already, and 1,920 of "
+        "them are enough to copy the habit of working a sum out. examples/r1.py has a "
+        "student that is smaller than its teacher."),
     exercises=(
         "Take a teacher that was trained for 15 steps only. Predict which arm suffers more.",
         "Take the student as its own teacher with `--teacher_prompt`. Which text could help "

@@ -15,16 +15,13 @@ FINDING = lab.Finding(
          "DPO.",
     arms={"GRPO": "nano_rlvr.py", "DPO online": "examples/dpo.py",
           "DPO offline": "examples/dpo.py --offline"},
-    measures={"mean@4": (lab.at("eval/mean@4"), lab.share),
-              "greedy": (lab.at("eval/accuracy"), lab.share),
-              "tokens": (lab.at("eval/length"), lab.number)},
+    measures=lab.MEAN | lab.GREEDY | lab.TOKENS,
     judge=judge,
-    panels={"reward of the samples": "reward/mean", "tokens of a sample": "completion/length",
-            "mean@4": "eval/mean@4"},
+    panels=lab.SAMPLES | {"mean@4": "eval/mean@4"},
     reading=(
-        "Online DPO and GRPO end alike. Offline DPO learns the habit of working sums out "
-        "(33 tokens), but its pairs all come from the starting model: what it makes more "
-        "probable is no longer what it would sample, and its three runs lie far apart."),
+        "Online DPO and GRPO end alike. Offline DPO also learns to work sums out (33 "
+        "tokens), but ends 20 points lower in mean@4, and its three runs lie far apart. "
+        "All its pairs come from the starting model."),
     exercises=(
         "Add an arm with `examples/dpo.py --offline --beta 0.5`. Predict whether a larger "
         "beta, which holds the model nearer to its start, helps offline DPO.",

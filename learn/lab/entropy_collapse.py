@@ -20,7 +20,7 @@ FINDING = lab.Finding(
           "bonus": "examples/entropy.py --bonus 0.01",
           "Clip-Cov": "examples/entropy.py --clip_cov 0.01", "GMPO": "examples/entropy.py --gmpo"},
     flags="--minibatches 4 --eval_n 8",
-    measures={"entropy": (lab.late("entropy"), "{:.4f}".format),
+    measures={"entropy": (lab.late("entropy", 10), "{:.4f}".format),
               "entropy at step 0": (lab.at("entropy", 0), "{:.4f}".format),
               "mean@8": (lab.at("eval/mean@8"), lab.share),
               "pass@8": (lab.at("eval/pass@8"), lab.share)},

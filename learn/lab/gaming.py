@@ -17,10 +17,8 @@ FINDING = lab.Finding(
          "training reward ends above that with the exact one, and the true mean@4 below it.",
     arms={"exact": "nano_rlvr.py",
           "leaky": f"nano_rlvr.py --rewards gsm8k:0,{FAULTY}:leaky:1"},
-    measures={"mean@4": (lab.at("eval/mean@4"), lab.share),
-              "mean@4 before": (lab.at("eval/mean@4", 0), lab.share),
-              "training reward": (lab.late("reward/mean"), "{:.3f}".format),
-              "tokens": (lab.at("eval/length"), lab.number)},
+    measures=lab.MEAN | lab.BEFORE | {
+        "training reward": (lab.late("reward/mean", 10), "{:.3f}".format)} | lab.TOKENS,
     judge=judge,
     panels={"true mean@4": "eval/mean@4", "training reward": "reward/mean",
             "tokens of a sample": "completion/length"},

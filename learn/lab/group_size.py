@@ -14,10 +14,8 @@ FINDING = lab.Finding(
     source="2510.00977",
     rule="At equal samples, mean@4 with n = 2 is within 5 points of n = 16 (whole interval).",
     arms={f"n = {n}": f"nano_rlvr.py --samples {n} --prompts {128 // n}" for n in SIZES},
-    measures={"mean@4": (lab.at("eval/mean@4"), lab.share),
-              "greedy": (lab.at("eval/accuracy"), lab.share),
-              "groups without a gradient": (lab.late("group/flat", 30), lab.share),
-              "gradient norm": (lab.late("grad_norm", 30), "{:.2f}".format)},
+    measures=lab.MEAN | lab.GREEDY | lab.FLAT | {
+        "gradient norm": (lab.late("grad_norm"), "{:.2f}".format)},
     judge=judge,
     panels={"reward of the samples": "reward/mean", "flat groups": "group/flat",
             "mean@4": "eval/mean@4"},

@@ -21,15 +21,24 @@ from typing import Callable
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "bench")]
 import common  # noqa: E402
 import seeds  # noqa: E402
-from seeds import number, share  # noqa: E402, F401
+from seeds import at, cell, late, number, share  # noqa: E402
 
 RESULTS = HERE / "results"
 RUNS = Path("runs/lab")
 BASE = ("--steps 30 --prompts 16 --samples 8 --kl_coef 0 --eval_every 30 --eval_size 256 "
         "--eval_n 4 --save_every 0")
+
+
+# what several findings measure and draw: see Finding.measures and panels
+MEAN = {"mean@4": (at("eval/mean@4"), share)}
+BEFORE = {"mean@4 before": (at("eval/mean@4", 0), share)}
+GREEDY = {"greedy": (at("eval/accuracy"), share)}
+TOKENS = {"tokens": (at("eval/length"), number)}
+FLAT = {"groups without a gradient": (late("group/flat"), share)}
+SAMPLES = {"reward of the samples": "reward/mean", "tokens of a sample": "completion/length"}
 
 
 @dataclasses.dataclass
@@ -38,7 +47,7 @@ class Finding:
     source: str  # arXiv id
     rule: str  # when our runs agree with the claim, in words; judge is the same in code
     arms: dict[str, str]  # label -> command: a file and its flags, seen from the repository
-    measures: dict[str, tuple[Callable, Callable]]  # title -> (value of a run's folder, format)
+    measures: dict[str, tuple[Callable, Callable]]  # title -> (value of a run's rows, format)
     judge: Callable  # {arm: {title: [value of each seed]}} -> whether the rule holds
     panels: dict[str, str]  # title of a panel of the picture -> metric
     flags: str = ""  # of all arms, after BASE
@@ -46,19 +55,6 @@ class Finding:
     prepare: Callable = None  # makes what the arms need, before the runs
     reading: str = ""  # what the figures mean here, written after the runs
     exercises: tuple = ()
-
-
-def at(key, step=-1):
-    """The value of a metric at a step (-1: at its last one), of a run's folder."""
-    return lambda folder: seeds.at(key, step)(common.read(folder))
-
-
-def late(key, steps=10):
-    """The mean of a metric over the last steps of a run."""
-    def value(folder):
-        values = list(common.series(common.read(folder), key).values())[-steps:]
-        return sum(values) / len(values)
-    return value
 
 
 def gap(values, arm, other, title):
@@ -101,11 +97,6 @@ def digest(finding):
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
-def cell(values, form):
-    mean, low, high = seeds.mean_interval(values)
-    return form(mean) + (f" ({form(low)} to {form(high)})" if low < high else "")
-
-
 def minutes(folder):
     """How long a run took after its start, which takes about half a minute more."""
     return ((folder / "metrics.jsonl").stat().st_mtime
@@ -118,9 +109,10 @@ def run(finding, name, out=None, results=RESULTS):
     if finding.prepare:
         finding.prepare()
     folders = seeds.run_all(commands(finding), finding.seeds, out or RUNS / name, jobs=2)
-    values = {label: {title: [value(folder) for folder in of]
+    rows = {label: [common.read(folder) for folder in of] for label, of in folders.items()}
+    values = {label: {title: list(map(value, of))
                       for title, (value, _) in finding.measures.items()}
-              for label, of in folders.items()}
+              for label, of in rows.items()}
     everyone = sum(folders.values(), [])
     spent = sum(map(minutes, everyone))
     conditions = (f"{len(finding.seeds)} seeds per row, in brackets the 95 % t interval over them; "
@@ -130,7 +122,6 @@ def run(finding, name, out=None, results=RESULTS):
     (results / f"{name}.json").write_text(json.dumps(
         {"digest": digest(finding), "agrees": bool(finding.judge(values)), "minutes": spent,
          "values": values, "conditions": conditions}, indent=1))
-    rows = {label: [common.read(folder) for folder in of] for label, of in folders.items()}
     seeds.draw(rows, finding.panels, results / f"{name}.png")
     write_page(finding, name, results)
 
@@ -138,8 +129,10 @@ def run(finding, name, out=None, results=RESULTS):
 def write_page(finding, name, results=RESULTS):
     """The page of a finding, from its stored numbers."""
     result = stored(name, results)
-    rows = [[label, *(cell(of[title], form) for title, (_, form) in finding.measures.items())]
-            for label, of in result["values"].items()]
+    rows = []
+    for label, of in result["values"].items():
+        cells = [cell(of[title], form, " to ") for title, (_, form) in finding.measures.items()]
+        rows.append([label, *cells])
     page = [f"# {name}", f"Claim: {finding.claim} ({link(finding)})",
             f"Rule, written before the runs: {finding.rule}",
             common.table(["arm", *finding.measures], rows), f"Verdict: **{verdict(result)}**.",
@@ -162,7 +155,6 @@ def main(finding):
 
 def findings():
     """{name: Finding} of the files beside this one, in the order of their names."""
-    sys.path.insert(0, str(HERE))
     names = sorted(path.stem for path in HERE.glob("*.py"))
     modules = {name: importlib.import_module(name) for name in names if name != "lab"}
     return {name: m.FINDING for name, m in modules.items() if hasattr(m, "FINDING")}
@@ -204,14 +196,14 @@ def lab_table():
 def examples_table(text):
     """examples/README.md with the number of lines of each file, and the figures of each finding
     that a row links to."""
-    lines = text.splitlines(keepends=True)
+    lines, known = text.splitlines(keepends=True), findings()
     for i, line in enumerate(lines):
         cells = line.split("|")
         if file := re.match(r"\| \[`(\w+\.py)`\]", line):
             cells[4] = f" {len((ROOT / 'examples' / file[1]).read_text().splitlines())} "
         if finding := re.search(r"\[([^]]*)\]\(\.\./learn/lab/results/(\w+)\.md\)", line):
             if result := stored(finding[2]):
-                shown = f"[{figures(findings()[finding[2]], result)}]"
+                shown = f"[{figures(known[finding[2]], result)}]"
                 cells = [cell.replace(f"[{finding[1]}]", shown) for cell in cells]
         lines[i] = "|".join(cells)
     return "".join(lines)
@@ -230,5 +222,6 @@ if __name__ == "__main__":
         result = stored(name)
         if not result or result["digest"] != digest(finding):
             run(finding, name)
-        write_page(finding, name)
+        else:
+            write_page(finding, name)
     write_tables()

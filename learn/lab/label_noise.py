@@ -19,13 +19,9 @@ FINDING = lab.Finding(
          "it does not; with 60 % (J = -0.2) it falls.",
     arms={"0 %": "nano_rlvr.py"} | {
         f"{p} %": f"nano_rlvr.py --rewards gsm8k:0,{FAULTY}:noisy_{p}:1" for p in (20, 40, 50, 60)},
-    measures={"mean@4": (lab.at("eval/mean@4"), lab.share),
-              "mean@4 before": (lab.at("eval/mean@4", 0), lab.share),
-              "greedy": (lab.at("eval/accuracy"), lab.share),
-              "tokens": (lab.at("eval/length"), lab.number)},
+    measures=lab.MEAN | lab.BEFORE | lab.GREEDY | lab.TOKENS,
     judge=judge,
-    panels={"reward of the samples": "reward/mean", "tokens of a sample": "completion/length",
-            "mean@4": "eval/mean@4"},
+    panels=lab.SAMPLES | {"mean@4": "eval/mean@4"},
     exercises=(
         "Write a reward that accepts wrong answers in 40 % of the cases and never rejects a "
         "right one. J is 0.6, as with 20 % of flips: predict whether it learns as fast.",

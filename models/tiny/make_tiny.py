@@ -50,16 +50,30 @@ def make_tokenizer():
     return tokenizer
 
 
-def demonstration(example, rng):
-    """A completion for an example: worked out or guessed."""
-    terms = [int(x) for x in example["question"].replace("-", "+-").split("+")]
+def worked(question):
+    """The steps of a sum and its result: (["14+2=16", "16+9=25"], 25)."""
+    terms = [int(x) for x in question.replace("-", "+-").split("+")]
     total, lines = terms[0], []
     for x in terms[1:]:
         lines.append(f"{total}{x:+d}={total + x}")
         total += x
-    if rng.random() < HABIT[len(terms)]:
+    return lines, total
+
+
+def demonstration(example, rng):
+    """A completion for an example: worked out or guessed."""
+    lines, total = worked(example["question"])
+    if rng.random() < HABIT[len(lines) + 1]:
         return f"<think>{chr(10).join(lines)}</think><answer>{total}</answer><|endoftext|>"
     return f"<think></think><answer>{total + rng.randint(-5, 5)}</answer><|endoftext|>"
+
+
+def training_example(draw, rng):
+    """draw(rng), again until the question is not one of the held-out ones."""
+    while True:
+        example = draw(rng)
+        if zlib.crc32(example["question"].encode()) % 8:
+            return example
 
 
 def new_model(tokenizer, seed, layers=4):
@@ -111,13 +125,11 @@ def main():
     tokenizer = make_tokenizer()
 
     def sample(rng):
-        while True:
-            example = data.arithmetic(rng)
-            if zlib.crc32(example["question"].encode()) % 8:  # not one of the held-out questions
-                text = demonstration(example, rng)
-                completion = tokenizer(text, add_special_tokens=False)["input_ids"]
-                prompt = data.encode(example, tokenizer, "chat")
-                return nano_rlvr.Rollout(prompt, completion, "", False, [0.0] * len(completion))
+        example = training_example(data.arithmetic, rng)
+        text = demonstration(example, rng)
+        completion = tokenizer(text, add_special_tokens=False)["input_ids"]
+        prompt = data.encode(example, tokenizer, "chat")
+        return nano_rlvr.Rollout(prompt, completion, "", False, [0.0] * len(completion))
 
     model = new_model(tokenizer, args.seed)
     cold_start(model, sample, args.steps, args.batch, args.lr, args.seed)
