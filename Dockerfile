@@ -1,0 +1,16 @@
+# CPU:   docker build -t nano_rlvr .
+#        docker run --rm nano_rlvr
+# CUDA:  docker build -t nano_rlvr --build-arg REQUIREMENTS=requirements.txt \
+#            --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 .
+#        docker run --rm --gpus all --shm-size 8g nano_rlvr --model Qwen2.5-Math-1.5B
+ARG BASE=ubuntu:24.04
+FROM ${BASE}
+# a compiler: DeepSpeed and Triton compile at the first start
+RUN apt-get update && apt-get install -y --no-install-recommends \
+    build-essential ca-certificates git python3 python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
+WORKDIR /nano_rlvr
+COPY Makefile requirements*.txt ./
+ARG REQUIREMENTS=requirements-cpu.txt
+RUN make setup REQUIREMENTS=${REQUIREMENTS}
+COPY . .
+ENTRYPOINT [".venv/bin/python", "nano_rlvr.py"]
