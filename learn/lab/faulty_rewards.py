@@ -2,6 +2,8 @@
 import re
 import zlib
 
+from rewards import each
+
 
 def flips(question, index, step, percent):
     """Whether the verdict about this sample is flipped: the same whenever it is asked again."""
@@ -16,17 +18,16 @@ def is_right(text, answer, off=0):
 
 def noisy(percent):
     """A reward that is wrong about so many percent of the samples, right or wrong ones alike."""
-    def reward(completions, answer, prompts, sample_index, step, **_):
-        rows = zip(completions, answer, prompts, sample_index)
-        return [float(is_right(text, gold) != flips(question, i, step, percent))
-                for text, gold, question, i in rows]
+    def reward(text, answer, prompts, sample_index, step):
+        return float(is_right(text, answer) != flips(prompts, sample_index, step, percent))
     reward.__name__ = f"noisy_{percent}"
-    return reward
+    return each(reward)
 
 
 noisy_20, noisy_40, noisy_50, noisy_60 = map(noisy, (20, 40, 50, 60))
 
 
-def leaky(completions, answer, **_):
+@each
+def leaky(text, answer):
     """Accepts an answer that is at most 5 off: every guess of the bundled model passes."""
-    return [float(is_right(text, gold, off=5)) for text, gold in zip(completions, answer)]
+    return float(is_right(text, answer, off=5))
