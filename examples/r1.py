@@ -115,43 +115,45 @@ def write_data(out):
     return {name: out / f"{name}.jsonl" for name in files}
 
 
-def measure(folder):
-    """{title: value} of a finished run. Sums and strings: accuracy of greedy answers."""
+def measure(folder, before=False):
+    """{title: value} of a finished run, or before its first step. Sums, strings: greedy answers."""
     config, rows = common.read_config(folder)["config"], common.read(folder)
-    answers = [row for row in common.read(folder, "eval.jsonl") if row["step"] == config["steps"]]
-    texts = [row["completion"] for row in answers if row["set"] == "arithmetic"]
-    rollouts = config["steps"] * config["prompts"] * config["samples"]
+    row, steps = (rows[0], 0) if before else (rows[-1], config["steps"])
+    answers = [a for a in common.read(folder, "eval.jsonl") if a["step"] == steps]
+    texts = [answer["completion"] for answer in answers if answer["set"] == "arithmetic"]
     return {
-        "sums": rows[-1]["eval/arithmetic/accuracy"],
+        "sums": row["eval/arithmetic/accuracy"],
         "format": fmean(nr.rewards.format_reward(texts)),
         "with fillers": fmean(any(f in text for f in FILLERS) for text in texts),
-        "strings": rows[-1]["eval/strings/accuracy"],
-        "tokens": rows[-1]["eval/arithmetic/length"],
-        "samples": rollouts,
-        "seconds": sum(value for row in rows for key, value in row.items()
+        "strings": row["eval/strings/accuracy"],
+        "tokens": row["eval/arithmetic/length"],
+        "samples": steps * config["prompts"] * config["samples"],
+        "seconds": sum(value for row in rows[:steps] for key, value in row.items()
                        if key.startswith("seconds/") and key != "seconds/evaluate")}
 
 
 def report(folders, path):
     """Writes the table (.md) and the picture (.png). folders: {arm: [folder of each seed]}."""
-    found = {arm: [measure(folder) for folder in folders[arm]] for arm in SHOWN}
-    titles = list(found["Zero"][0])
-    lines, fig = [], figure(figsize=(11, 3.2))
+    found = {name: [measure(folder, before=True) for folder in folders[arm]]
+             for name, arm in (("base", "Zero"), ("student", "small-RL"))}
+    found |= {arm: [measure(folder) for folder in folders[arm]] for arm in SHOWN}
+    titles = list(found["base"][0])
+    lines, fig = [], figure(figsize=(11, 3.4))
     panels = fig.subplots(1, 4, sharey=True)
     for row, (arm, runs) in enumerate(found.items()):
         lines.append([arm])
         for title in titles:
             values = [run[title] for run in runs]
-            form = over_seeds.share if title in SHARES else over_seeds.number
+            form = over_seeds.share if title in SHARES else "{:,.0f}".format
             lines[-1].append(over_seeds.cell(values, form, " to "))
             if title in SHARES:
                 mean, low, high = over_seeds.mean_interval(values)
                 axis = panels[SHARES.index(title)]
                 axis.barh(row, mean, color="C0", xerr=[[mean - low], [high - mean]])
     for axis, title in zip(panels, SHARES):
-        axis.set(title=title, xlim=(0, 1), yticks=range(len(SHOWN)), yticklabels=SHOWN)
+        axis.set(title=title, xlim=(0, 1), yticks=range(len(found)), yticklabels=found)
     panels[0].invert_yaxis()
-    fig.savefig(f"{path}.png", dpi=120)
+    fig.savefig(f"{path}.png", dpi=144)
     about = common.describe([common.read_config(f) for of in folders.values() for f in of])
     common.write(path, common.table(["arm", *titles], lines) + f"\n\n{about}", found)
 

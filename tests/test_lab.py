@@ -111,5 +111,6 @@ def test_the_results_are_those_of_the_files_and_the_table_shows_them():
             assert bool(finding.judge(result["values"])) == result["agrees"]
     readme = (ROOT / "learn/lab/README.md").read_text()
     assert readme.split("<!-- table -->")[1].strip() == lab.lab_table()
+    assert (lab.RESULTS / "r1.md").read_text() in (ROOT / "learn/lab/chapter_1.md").read_text()
     examples = (ROOT / "examples/README.md").read_text()
     assert examples == lab.examples_table(examples)
