@@ -56,9 +56,9 @@ def functions(number):
 
 
 def tests_of(number):
-    """Arguments of pytest that select the tests of an exercise."""
-    names = EXERCISES[number][1].split()
-    return [*(f"tests/test_{name}.py" for name in names), "-m", f"exercise_{number}"]
+    """Arguments of pytest for the tests of an exercise."""
+    files = [f"tests/test_{name}.py" for name in EXERCISES[number][1].split()]
+    return [*files, "-m", f"exercise_{number}"]
 
 
 def docstrings(number):
@@ -72,8 +72,7 @@ def replaced(source, name, text, docstring=False):
     node, lines = ast.parse(source), source.splitlines(keepends=True)
     for part in name.split("."):
         node = next(child for child in node.body if getattr(child, "name", "") == part)
-    after = ast.get_docstring(node) is not None  # the docstring is the first statement
-    old = node.body[:1] if docstring else node.body[after:]
+    old = node.body[:1] if docstring else node.body[ast.get_docstring(node) is not None:]
     lines[old[0].lineno - 1:old[-1].end_lineno] = [" " * old[0].col_offset + text + "\n"]
     return "".join(lines)
 
@@ -87,8 +86,8 @@ def make(number, folder):
         source, outer = (folder / file).read_text(), name.split(".")[0]
         if outer in docstrings(number):
             source = replaced(source, outer, docstrings(number)[outer], docstring=True)
-        error = f'raise NotImplementedError("write {name} in {file}")'
-        (folder / file).write_text(replaced(source, name, error))
+        body = f'raise NotImplementedError("write {name} in {file}")'
+        (folder / file).write_text(replaced(source, name, body))
     for file, written in kept.items():
         (folder / file).write_bytes(written)
 
@@ -102,12 +101,12 @@ def run_tests(number, folder, limit=LIMIT):
         return 0, 0, f"stopped after {limit} seconds: does a loop not end?"
     if not report.exists():
         errors = re.findall(r"^E +(.+)", (folder / "log").read_text(), re.M)
-        return 0, 0, errors[-1] if errors else ended
+        return 0, 0, (errors or [ended or "no test ran"])[-1]
     cases = list(xml.etree.ElementTree.parse(report).iter("testcase"))
     faults = [(case.get("name"), fault.get("message").split("\n")[0]) for case in cases
               for fault in case if fault.tag in ("failure", "error", "skipped")]
-    message = ": ".join(faults[0]) if faults else "all tests pass"
-    return len(cases) - len(faults), len(cases), message
+    return (len(cases) - len(faults), len(cases),
+            ": ".join(faults[0]) if faults else "all tests pass")
 
 
 def grade(folder, limit=LIMIT):
@@ -116,7 +115,7 @@ def grade(folder, limit=LIMIT):
     number = int(folder.name)
     with tempfile.TemporaryDirectory() as temporary:
         copy, empty = Path(temporary, "copy"), Path(temporary, "empty")
-        for file in (file for file, _ in functions(number) if (folder / file).is_file()):
+        for file in {file for file, _ in functions(number) if (folder / file).is_file()}:
             (copy / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / file, copy / file)
         make(number, copy)
@@ -124,8 +123,7 @@ def grade(folder, limit=LIMIT):
         if not tests:  # none ran: the number is that of the empty functions
             make(number, empty)
             tests = run_tests(number, empty)[1]
-    return {"exercise": number, "title": page()[number][0], "points": points, "of": tests,
-            "message": message}
+    return dict(exercise=number, title=page()[number][0], points=points, of=tests, message=message)
 
 
 def prove():
