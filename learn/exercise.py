@@ -1,115 +1,169 @@
 """Exercises: copies of the repository in which you write a function again. See learn/exercises.md.
 
-    python learn/exercise.py          lists them
-    python learn/exercise.py 3        makes exercises/3/, a copy without the bodies of its functions
-    python learn/exercise.py --prove  every test fails in such a copy and passes here
+    python learn/exercise.py                   lists them
+    python learn/exercise.py 3                 makes exercises/3/, a copy with an empty function
+    python learn/exercise.py --grade           grades the copies in exercises/, a line of JSON each
+    python learn/exercise.py --grade ann/3     grades the copies in these folders
+    python learn/exercise.py --prove           no test passes in such copies, and all pass here
 """
 import ast
+import contextlib
+import json
 import os
+import re
+import shutil
 import sys
 import tempfile
+import xml.etree.ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 import mutations  # noqa: E402
 
-SCRIPT, BATCH, STATS = "nano_rlvr.py", "runtime/batch.py", "runtime/stats.py"
-MODEL, SAMPLER = "runtime/model.py", "runtime/sampler.py"
-EXERCISES = {  # number -> (title, functions to write, as file:name)
-    1: ("k3", [f"{SCRIPT}:k3"]),
-    2: ("advantages", [f"{SCRIPT}:group_advantages"]),
-    3: ("the clip in quadrants", [f"{SCRIPT}:gated_objective"]),
-    4: ("the weight of a token", [f"{SCRIPT}:token_weights"]),
-    5: ("the loss", [f"{SCRIPT}:policy_loss"]),
-    6: ("two engines, two log-probs", [f"{SCRIPT}:importance"]),
-    7: ("packs", [f"{BATCH}:pack"]),
-    8: ("one row without padding", [f"{BATCH}:collate"]),
-    9: ("the head's backward pass", [f"{MODEL}:chunk_backward", f"{MODEL}:HeadLogps.backward"]),
-    10: ("a verifier", ["rewards.py:countdown_reward", "rewards.py:_evaluate"]),
-    11: ("MaxRL", [f"{SCRIPT}:group_advantages"]),
-    12: ("process rewards", ["rewards.py:steps_reward", f"{BATCH}:set_advantages"]),
-    13: ("pass@k and the majority", [f"{STATS}:pass_at_k", f"{STATS}:majority_vote"]),
-    14: ("data without state", ["data.py:batch_at"]),
-    15: ("a checksum of weights", [f"{SAMPLER}:checksum"]),
-    16: ("the broken sync", [f"{SAMPLER}:Sampler.load", f"{SAMPLER}:SentWeights.check"]),
+FOLDER = ROOT / "exercises"
+LIMIT = 300  # seconds that the tests of an exercise may take
+EXERCISES = {  # number -> (functions to write, test files); learn/exercises.md has all else
+    1: ("nano_rlvr.py:k3", "vectors"),
+    2: ("nano_rlvr.py:group_advantages", "vectors"),
+    3: ("nano_rlvr.py:gated_objective", "vectors"),
+    4: ("nano_rlvr.py:token_weights", "vectors"),
+    5: ("nano_rlvr.py:policy_loss", "vectors"),
+    6: ("nano_rlvr.py:importance", "vectors"),
+    7: ("runtime/batch.py:pack", "math"),
+    8: ("runtime/batch.py:collate", "savings"),
+    9: ("runtime/model.py:chunk_backward runtime/model.py:HeadLogps.backward", "precision"),
+    10: ("rewards.py:countdown_reward rewards.py:_evaluate", "rewards"),
+    11: ("nano_rlvr.py:group_advantages", "vectors"),
+    12: ("rewards.py:steps_reward runtime/batch.py:set_advantages", "vectors process_rewards"),
+    13: ("runtime/stats.py:pass_at_k runtime/stats.py:majority_vote", "math stats"),
+    14: ("data.py:batch_at", "data"),
+    15: ("runtime/sampler.py:checksum", "sampler"),
+    16: ("runtime/sampler.py:Sampler.load runtime/sampler.py:SentWeights.check", "sampler"),
 }
-# number -> names of the test files with its tests, where they are not the test vectors
-TESTS = {7: "math", 8: "savings", 9: "precision", 10: "rewards",
-         12: "vectors process_rewards", 13: "math stats", 14: "data", 15: "sampler",
-         16: "sampler"}
+
+
+def page():
+    """{number: [title, difficulty, minutes, what comes before it, text]} of the exercises."""
+    found = re.findall(r"^## (\d+)\. (.+)\n\n\*(easy|medium|hard), (\d+) minutes, after (.+)\*\n"
+                       r"((?:[^#\n].*\n|\n)+)", (ROOT / "learn/exercises.md").read_text(), re.M)
+    return {int(number): about for number, *about in found}
+
+
+def functions(number):
+    """[(file, name)] of the functions to write."""
+    return [tuple(function.split(":")) for function in EXERCISES[number][0].split()]
 
 
 def tests_of(number):
-    """Arguments of pytest that select the tests of an exercise."""
-    names = TESTS.get(number, "vectors").split()
-    return [*(f"tests/test_{name}.py" for name in names), "-m", f"exercise_{number}"]
+    """Arguments of pytest for the tests of an exercise."""
+    files = [f"tests/test_{name}.py" for name in EXERCISES[number][1].split()]
+    return [*files, "-m", f"exercise_{number}"]
 
 
-def without_body(source, name):
-    """Source code in which only the docstring is left of the body of a function or Class.method."""
-    node = ast.parse(source)
+def docstrings(number):
+    """{function or class: docstring} of the code on the page. The product's tell the answer."""
+    code = "".join(re.findall(r"```python\n(.*?)```", page()[number][-1], re.S))
+    return {node.name: ast.get_source_segment(code, node.body[0]) for node in ast.parse(code).body}
+
+
+def replaced(source, name, text, docstring=False):
+    """Source code with a text in place of the body of a function, or of a docstring."""
+    node, lines = ast.parse(source), source.splitlines(keepends=True)
     for part in name.split("."):
         node = next(child for child in node.body if getattr(child, "name", "") == part)
-    first = node.body[0]
-    has_docstring = ast.get_docstring(node) is not None
-    start = first.end_lineno if has_docstring else first.lineno - 1  # lines before it stay
-    lines = source.splitlines(keepends=True)
-    return "".join([*lines[:start], " " * first.col_offset + "raise NotImplementedError\n",
-                    *lines[node.end_lineno:]])
+    old = node.body[:1] if docstring else node.body[ast.get_docstring(node) is not None:]
+    lines[old[0].lineno - 1:old[-1].end_lineno] = [" " * old[0].col_offset + text + "\n"]
+    return "".join(lines)
 
 
 def make(number, folder):
-    """A copy of the repository in a folder, without the bodies of the functions of an exercise."""
-    mutations.copy(folder)
-    for function in EXERCISES[number][1]:
-        file, name = function.split(":")
-        path = folder / file
-        path.write_text(without_body(path.read_text(), name))
+    """A copy of the repository in a folder, with empty functions. A student's files there stay."""
+    files = sorted({file for file, _ in functions(number)})
+    kept = {file: (folder / file).read_bytes() for file in files if (folder / file).exists()}
+    mutations.copy(folder, files)
+    for file, name in functions(number):
+        source, outer = (folder / file).read_text(), name.split(".")[0]
+        if outer in docstrings(number):
+            source = replaced(source, outer, docstrings(number)[outer], docstring=True)
+        body = f'raise NotImplementedError("write {name} in {file}")'
+        (folder / file).write_text(replaced(source, name, body))
+    for file, written in kept.items():
+        (folder / file).write_bytes(written)
 
 
-def fails(folder, numbers):
-    """The first test of these exercises that fails in a copy, "" if all pass."""
-    core = min(os.sched_getaffinity(0))
-    found = (mutations.first_failure(folder, tests_of(n), core, limit=600) for n in numbers)
-    return next(filter(None, found), "")
+def run_tests(number, folder, limit=LIMIT):
+    """(tests that pass, tests that ran, message) of an exercise in a copy."""
+    report, core = folder / "report.xml", min(os.sched_getaffinity(0))
+    options = ["--maxfail=0", "--tb=line", f"--junitxml={report}"]
+    ended = mutations.first_failure(folder, tests_of(number) + options, core, limit)
+    if ended.endswith("with -9"):
+        return 0, 0, f"stopped after {limit} seconds: does a loop not end?"
+    if not report.exists():
+        errors = re.findall(r"^E +(.+)", (folder / "log").read_text(), re.M)
+        return 0, 0, (errors or [ended or "no test ran"])[-1]
+    cases = list(xml.etree.ElementTree.parse(report).iter("testcase"))
+    faults = [(case.get("name"), fault.get("message").split("\n")[0]) for case in cases
+              for fault in case if fault.tag in ("failure", "error", "skipped")]
+    return (len(cases) - len(faults), len(cases),
+            ": ".join(faults[0]) if faults else "all tests pass")
+
+
+def grade(folder, limit=LIMIT):
+    """The result of a student's copy, whose name is the number of the exercise, as a dict. Only the
+    files of the functions are taken from it: the tests and all else are the repository's."""
+    number = int(folder.name)
+    with tempfile.TemporaryDirectory() as temporary:
+        copy, empty = Path(temporary, "copy"), Path(temporary, "empty")
+        for file in {file for file, _ in functions(number) if (folder / file).is_file()}:
+            (copy / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / file, copy / file)
+        make(number, copy)
+        points, tests, message = run_tests(number, copy, limit)
+        if not tests:  # none ran: the number is that of the empty functions
+            make(number, empty)
+            tests = run_tests(number, empty)[1]
+    return dict(exercise=number, title=page()[number][0], points=points, of=tests, message=message)
 
 
 def prove():
-    """Shows that the tests pass in a plain copy and fail in each exercise. Exits with 1 if not."""
-    mutations.import_libraries()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        mutations.copy(folder / "plain")
-        unproven = bool(test := fails(folder / "plain", EXERCISES))
-        print("solutions:", test or "all tests pass", flush=True)
-        for number, (title, _) in EXERCISES.items():
-            stub = folder / str(number)
-            make(number, stub)
-            test = fails(stub, [number])
-            proven = "::" in test and "NotImplementedError" in (stub / "log").read_text()
-            unproven += not proven
-            result = "fails until it is written" if proven else f"NOT PROVEN: {test}"
-            print(f"exercise {number}, {title}: {result}", flush=True)
-    sys.exit(bool(unproven))
+    """Shows that the tests pass on the solutions and fail on empty functions, or exits with 1."""
+    unproven = []
+    for number, (title, *_) in page().items():
+        with tempfile.TemporaryDirectory() as temporary:
+            mutations.copy(solution := Path(temporary, "solution"))
+            make(number, empty := Path(temporary, "empty"))
+            right, tests, message = run_tests(number, solution)
+            passed, _, error = run_tests(number, empty)
+        if not right == tests > 0 == passed or "NotImplementedError: write" not in error:
+            unproven.append(number)
+        print(f"exercise {number}, {title}: {right} of {tests} tests pass on the solution "
+              f"({message}), {passed} on empty functions ({error})", flush=True)
+    sys.exit(f"not proven: {unproven}" if unproven else 0)
 
 
-def main(word=""):
-    if word == "--prove":
-        prove()
-    if not word.isdigit() or int(word) not in EXERCISES:
-        for number, (title, functions) in EXERCISES.items():
-            print(f"{number:2}  {title:27} {', '.join(functions)}")
+def main(word="", *folders):
+    if word in ("--prove", "--grade"):
+        all_copies = [FOLDER / str(n) for n in EXERCISES if (FOLDER / str(n)).exists()]
+        for folder in (copies := [*map(Path, folders)] or all_copies):
+            if not folder.is_dir() or folder.name not in map(str, EXERCISES):
+                sys.exit(f"{folder}: not a folder with the number of an exercise as its name")
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger prints
+            mutations.import_libraries()
+        if word == "--prove":
+            prove()
+        for folder in copies:
+            print(json.dumps(grade(folder)), flush=True)
+    elif word in map(str, EXERCISES):
+        make(number := int(word), FOLDER / word)
+        print(f"exercise {number}, {page()[number][0]}: write {EXERCISES[number][0]}\n"
+              f"    cd {os.path.relpath(FOLDER / word)}\n    {sys.executable} -m pytest -x -q -rN "
+              f"--tb=line {' '.join(tests_of(number))}")
+    else:
+        for number, (title, difficulty, minutes, *_) in page().items():
+            print(f"{number:2}  {title:26} {difficulty:6} {minutes:>3} min  {EXERCISES[number][0]}")
         sys.exit(f"no exercise {word!r}" if word else 0)
-    folder = ROOT / "exercises" / word
-    if folder.exists():
-        sys.exit(f"{folder} exists already: continue there, or delete it to begin again")
-    make(int(word), folder)
-    title, functions = EXERCISES[int(word)]
-    print(f"exercise {word}, {title}: write {' and '.join(functions)}\n"
-          f"    cd {os.path.relpath(folder)}\n"
-          f"    {sys.executable} -m pytest {' '.join(tests_of(int(word)))}")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(*sys.argv[1:])

@@ -2,9 +2,11 @@
 
     python learn/find_the_bug.py            plants a fault in exercises/bug/
     python learn/find_the_bug.py clip       one of this topic (--topics lists them)
+    python learn/find_the_bug.py --hint     names the file and the function
     python learn/find_the_bug.py --check    runs its quick tests: which one fails, if any
     python learn/find_the_bug.py --reveal   shows the fault, or that you have repaired it
 """
+import ast
 import difflib
 import os
 import random
@@ -16,6 +18,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import mutations  # noqa: E402
 
 FOLDER = ROOT / "exercises" / "bug"
+REPAIRED = "no difference: it is repaired"
 QUICK = [f"tests/test_{name}.py" for name in (  # of the tests that notice most of the faults
     "vectors", "credit", "variants", "precision", "math", "stats", "guard", "by_hand", "savings",
     "process_rewards", "evaluation", "trl")]
@@ -27,8 +30,20 @@ def plant(folder, topic=""):
     if not faults:
         sys.exit(f"no topic {topic!r}: python learn/find_the_bug.py --topics lists them")
     _, file, changed = random.choice(faults)
-    mutations.copy(folder)
+    mutations.copy(folder, mutations.PRODUCT)
     (folder / file).write_text(changed)
+
+
+def hint(folder):
+    """File and function of the first line that differs from the repository's, "" if none does."""
+    for file in dict.fromkeys(file for _, file, _ in mutations.planted()):
+        _, numbers = mutations.difference(file, (folder / file).read_text())
+        if numbers:
+            tree = ast.parse((ROOT / file).read_text() if file.endswith(".py") else "")
+            around = [node.name for node in ast.walk(tree) if hasattr(node, "name")
+                      and node.lineno <= min(numbers) <= node.end_lineno]
+            return f"{file}, {'.'.join(around) or 'outside of functions'}"
+    return ""
 
 
 def reveal(folder):
@@ -51,13 +66,16 @@ def main(word=""):
         core = min(os.sched_getaffinity(0))
         found = (mutations.first_failure(FOLDER, [file], core, limit=600) for file in QUICK)
         print(next(filter(None, found), "all quick tests pass; `pytest tests` runs the others"))
+    elif word == "--hint":
+        print(hint(FOLDER) or REPAIRED)
     elif word == "--reveal":
-        print("\n".join(reveal(FOLDER)) or "no difference: it is repaired")
+        print("\n".join(reveal(FOLDER)) or REPAIRED)
     elif FOLDER.exists():
         sys.exit(f"{FOLDER} exists already: continue there, or delete it to begin again")
     else:
         plant(FOLDER, word)
         print("One line in exercises/bug/ is wrong. Read, run, repair it there. Then:\n"
+              "    python learn/find_the_bug.py --hint     names the file and the function\n"
               "    python learn/find_the_bug.py --check    runs its quick tests (minutes)\n"
               "    python learn/find_the_bug.py --reveal   shows the fault, or that it is repaired")
 

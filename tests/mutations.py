@@ -127,9 +127,13 @@ class Coverage:
                 if test == ordered[0] or total <= most]
 
 
-def copy(folder):
-    """Copies the repository into a folder, without what runs leave in it."""
+def copy(folder, shown=()):
+    """Copies the repository into a folder, without what runs leave in it. shown: the files of the
+    copy that git sees, those that a student changes."""
     shutil.copytree(ROOT, folder, ignore=LEFT_OUT, dirs_exist_ok=True)
+    if shown:
+        lines = ["*", "!*/", *(f"!/{file}" for file in (".gitignore", *shown))]
+        (folder / ".gitignore").write_text("\n".join(lines) + "\n")
 
 
 def import_libraries():

@@ -2,16 +2,17 @@
 import ast
 import configparser
 import difflib
+import json
 import random
 import re
+import subprocess
+import sys
 
 import pytest
 
 import exercise
 import find_the_bug
-from conftest import ROOT
-
-PAGE = (ROOT / "learn/exercises.md").read_text()
+from conftest import ENV, ROOT
 
 
 def differences(folder):
@@ -35,28 +36,38 @@ def functions_of(path):
 @pytest.mark.parametrize("number", exercise.EXERCISES)
 def test_an_exercise_lacks_the_bodies_of_its_functions_and_nothing_else(number, tmp_path):
     exercise.make(number, tmp_path)
-    functions = exercise.EXERCISES[number][1]
+    functions, short = exercise.functions(number), exercise.docstrings(number)
     changed = differences(tmp_path)
-    assert changed.keys() == {function.split(":")[0] for function in functions}
-    added = [line for lines in changed.values() for line in lines if line[0] == "+"]
-    raised = ["+", "raise", "NotImplementedError"]
-    assert [line.split() for line in added] == [raised] * len(functions)
-    for file in changed:  # all is left but what stood in the bodies
-        assert {*map(str, functions_of(tmp_path / file))} <= {*map(str, functions_of(ROOT / file))}
-        written = {f.split(":")[1].split(".")[-1] for f in functions if file in f}
-        assert written <= {name for name, *_ in functions_of(tmp_path / file)}
+    assert changed.keys() == {file for file, _ in functions}
+    raised = [line.split("write ")[1] for lines in changed.values() for line in lines
+              if line.split()[:2] == ["+", "raise"]]
+    assert sorted(raised) == sorted(f'{name} in {file}")' for file, name in functions)
+    for file in changed:  # all is left but bodies, and docstrings for which the page has others
+        stub, product = functions_of(tmp_path / file), functions_of(ROOT / file)
+        assert {str(f[:3]) for f in stub} <= {str(f[:3]) for f in product}
+        assert {f[0] for f in stub if f not in product} == {f[0] for f in stub} & short.keys()
+        assert {name.split(".")[-1] for of, name in functions if of == file} <= {
+            name for name, *_ in stub}
 
 
 def test_the_page_and_the_markers_name_every_exercise():
     markers = configparser.ConfigParser()
     markers.read(ROOT / "pytest.ini")
-    for number, (title, functions) in exercise.EXERCISES.items():
+    page = exercise.page()
+    assert list(page) == list(exercise.EXERCISES) and len(page) >= 12
+    teacher = (ROOT / "learn/teacher.md").read_text()
+    for number, (title, _, _, before, text) in page.items():
         assert f"exercise_{number}:" in markers["pytest"]["markers"]
         assert all((ROOT / file).exists() for file in exercise.tests_of(number)[:-2])
-        [section] = re.findall(rf"^## {number}\. (.*?)(?=^## |\Z)", PAGE, re.M | re.S)
-        assert section.lower().startswith(title.lower()), number
-        assert all(f"`{function.split(':')[1]}`" in section for function in functions), number
-    assert len(exercise.EXERCISES) >= 12
+        assert all(f"`{name}`" in text for _, name in exercise.functions(number)), number
+        needed = re.findall(r"\d+", before.partition("exercise")[2])
+        assert all(int(other) < number for other in needed)
+        assert f"\n## {number}. {title}\n" in teacher
+        code = "".join(re.findall(r"```python\n(.*?)```", text, re.S))
+        for node in ast.parse(code).body:  # the signature on the page is the product's
+            signature = code.split("\n")[node.lineno - 1]
+            assert any(signature in (ROOT / file).read_text()
+                       for file, _ in exercise.functions(number)), signature
 
 
 def test_a_planted_bug_is_one_place_and_the_reveal_names_it(tmp_path, monkeypatch, capsys):
@@ -69,6 +80,8 @@ def test_a_planted_bug_is_one_place_and_the_reveal_names_it(tmp_path, monkeypatc
     assert differences(tmp_path / "bug").keys() == {file}
     with pytest.raises(SystemExit, match="exists already"):
         find_the_bug.main()
+    find_the_bug.main("--hint")
+    assert capsys.readouterr().out.startswith(f"{file}, ")
     find_the_bug.main("--reveal")
     shown = capsys.readouterr().out
     assert what in shown and file in shown
@@ -84,3 +97,29 @@ def test_an_unknown_topic_or_exercise_ends_with_one_line(tmp_path, capsys):
         with pytest.raises(SystemExit, match=f"no exercise '{word}'"):
             exercise.main(word)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_grade_counts_the_repositorys_tests_and_only_the_files_to_write(tmp_path):
+    """The tests that a student has changed, whether they pass or fail, are not those that count."""
+    solution = (ROOT / "data.py").read_text()
+    for name, text, tests in (("solved", solution, "raise ValueError"), ("empty", "", "pass"),
+                              ("endless", f"{solution}\nwhile True: pass\n", "pass")):
+        folder = tmp_path / name / "14"
+        exercise.make(14, folder)
+        (folder / "data.py").write_text(text or (folder / "data.py").read_text())
+        (folder / "tests/test_data.py").write_text(
+            f"import pytest\n@pytest.mark.exercise_14\ndef test():\n    {tests}\n")
+    code = (  # TRL and vLLM are not needed here
+        "import json, sys; sys.path.insert(0, 'learn'); import exercise; "
+        "exercise.mutations.import_libraries = lambda: __import__('deepspeed'); "
+        "exercise.main('--grade', *sys.argv[1:3]); "
+        "print(json.dumps(exercise.grade(exercise.Path(sys.argv[3]), limit=1)))")
+    folders = [tmp_path / name / "14" for name in ("solved", "empty", "endless")]
+    run = subprocess.run([sys.executable, "-c", code, *folders],
+                         cwd=ROOT, env=ENV, capture_output=True, text=True)
+    grades = [json.loads(line) for line in run.stdout.splitlines()]
+    assert run.returncode == 0 and [(g["points"], g["of"]) for g in grades] == [
+        (1, 1), (0, 1), (0, 1)], run.stderr
+    assert {(g["exercise"], g["title"]) for g in grades} == {(14, "Data without state")}
+    says = ["all tests pass", "NotImplementedError: write batch_at in data.py", "after 1 seconds"]
+    assert all(text in g["message"] for text, g in zip(says, grades, strict=True))
