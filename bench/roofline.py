@@ -1,6 +1,6 @@
 """The least seconds that one training step can take: the roofline model, stage by stage.
 
-    python bench/roofline.py             on paper: Qwen2.5-1.5B and 7B on four GPUs
+    python bench/roofline.py             on paper: four models on four GPUs
     python bench/roofline.py --measure   the rates of this machine, a GPU or a CPU
 
 An operation takes at least as long as the slowest of three: its FLOPs at the rate of a large matrix
@@ -233,7 +233,7 @@ def planned(cfg, shape, device):
 def paper(tokens):
     """Rows of COLUMNS for 64 prompts of 100 tokens; tokens: of each completion."""
     groups, rows = [(100, tokens[i::64]) for i in range(64)], []
-    for name, device in itertools.product(("Qwen2.5-1.5B", "Qwen2.5-7B"), DEVICES):
+    for name, device in itertools.product(list(SHAPES)[:4], DEVICES):
         shape = SHAPES[name]
         plan = planned(nr.Config(model=name, dtype="bfloat16"), shape, device)
         cfg = dataclasses.replace(plan, checkpointing="on", pack_tokens=32768)
