@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 import ladder
 from ladder import MODEL, timed
 
-STEPS = 20
-PROMPTS = 128  # per step
+STEPS = 25
+PROMPTS = 64  # per step
 MAX_TOKENS = 96  # of an answer
 LR = 2e-4
 

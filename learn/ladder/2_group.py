@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 import ladder
 from ladder import MODEL, timed
 
-STEPS = 20
-PROMPTS = 16  # per step
+STEPS = 25
+PROMPTS = 8  # per step
 SAMPLES = 8  # answers to each prompt: a group
 MAX_TOKENS = 96  # of an answer
 LR = 2e-4

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 import ladder
 from ladder import MODEL, timed
 
-STEPS = 20
-PROMPTS = 16  # per step
+STEPS = 25
+PROMPTS = 8  # per step
 SAMPLES = 8  # answers to each prompt: a group
 MINIBATCHES = 4  # optimizer steps per batch of answers
 CLIP = 0.2

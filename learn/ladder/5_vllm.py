@@ -19,8 +19,8 @@ from ladder import MODEL, timed
 from runtime import dist
 from runtime.sampler import SentWeights, start_vllm
 
-STEPS = 20
-PROMPTS = 16  # per step
+STEPS = 25
+PROMPTS = 8  # per step
 SAMPLES = 8  # answers to each prompt: a group
 MINIBATCHES = 4  # optimizer steps per batch of answers
 CLIP = 0.2

@@ -18,12 +18,12 @@ import data  # noqa: E402
 from rewards import gsm8k_reward  # noqa: E402
 
 MODEL = str(ROOT / "models/tiny")
-RUNS = ROOT / "runs/ladder"
+RUNS, PAGE = ROOT / "runs/ladder", HERE / "README.md"
 SEEDS = (0, 1, 2)
 LAST = 5  # the table has the mean reward of so many last steps
 # the flags with which the script does what step 5 does
-SCRIPT = ("nano_rlvr.py --steps 20 --prompts 16 --samples 8 --minibatches 4 --aggregate token "
-          "--kl_coef 0.01 --lr 2e-4 --lr_end 1 --max_grad_norm 0 --eval_every 20 --eval_size 256 "
+SCRIPT = ("--steps 25 --prompts 8 --samples 8 --minibatches 4 --aggregate token "
+          "--kl_coef 0.01 --lr 2e-4 --lr_end 1 --max_grad_norm 0 --eval_every 25 --eval_size 256 "
           "--save_every 0").split()
 
 
@@ -32,9 +32,11 @@ SCRIPT = ("nano_rlvr.py --steps 20 --prompts 16 --samples 8 --minibatches 4 --ag
 def questions(seed):
     """-> (tokenizer, 8192 training questions, 256 held-out ones). A question is a dict with
     question, answer and prompt_ids."""
+    import torch
     from transformers import AutoTokenizer
     from transformers.utils import logging
     logging.disable_progress_bar()
+    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     train_set = data.load("arithmetic", "train", seed=seed)
     test_set = data.load("arithmetic", "test", size=256)  # the same for every seed
@@ -50,10 +52,10 @@ def score(texts, examples):
 
 @contextmanager
 def timed(seconds, name):
-    """Adds the seconds that the block takes to seconds[name]."""
-    start = time.perf_counter()
+    """Adds the processor seconds of the block to seconds[name]: other programs do not count."""
+    start = time.process_time()
     yield
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+    seconds[name] = seconds.get(name, 0.0) + time.process_time() - start
 
 
 def report(file, seed, rewards, samples, seconds, texts, test_set):
@@ -79,15 +81,23 @@ def write(name, seed, rewards, samples, seconds, accuracy):
 
 def run_script(seed):
     """The script as step 6. Its figures come from its metrics.jsonl."""
+    import nano_rlvr as nr
     from runtime.report import read
     name = f"6_script-{seed}"
-    command = [sys.executable, *SCRIPT, "--out", str(RUNS), "--name", name, "--seed", str(seed)]
-    subprocess.run(command, cwd=ROOT, check=True)
+    of_script = nr.timed  # has the seconds on the clock
+
+    @contextmanager
+    def both(metrics, stage):
+        with of_script(metrics, stage), timed(metrics, f"processor/{stage}"):
+            yield
+
+    nr.timed = both
+    nr.main([*SCRIPT, "--out", str(RUNS), "--name", name, "--seed", str(seed)])
     rows = read(RUNS / name)
     steps = [row for row in rows if "reward/mean" in row]
-    seconds = {"sampling": sum(row["seconds/rollout"] for row in steps),
-               "updating": sum(row["seconds/update"] + row["seconds/sync"] for row in steps)}
-    write("6_script", seed, [row["reward/mean"] for row in steps], 16 * 8, seconds,
+    seconds = {"sampling": sum(row["processor/rollout"] for row in steps),
+               "updating": sum(row["processor/update"] + row["processor/sync"] for row in steps)}
+    write("6_script", seed, [row["reward/mean"] for row in steps], 8 * 8, seconds,
           rows[-1]["eval/accuracy"])
 
 
@@ -99,23 +109,28 @@ def figures():
     return {name: runs for name, runs in found.items() if runs}
 
 
+def cell(values):
+    """Their mean, with the lowest and the highest if there are several."""
+    spread = f" ({min(values):.1%} to {max(values):.1%})" if len(values) > 1 else ""
+    return f"{fmean(values):.1%}{spread}"
+
+
 def write_table(results):
     """Writes the table and its conditions between the marks of README.md."""
     import common
-    from seeds import cell, share
     rows = []
     for name, runs in results.items():
-        reward = cell([fmean(run["rewards"][-LAST:]) for run in runs], "{:.3f}".format, " to ")
-        accuracy = cell([run["accuracy"] for run in runs], share, " to ")
+        reward = cell([fmean(run["rewards"][-LAST:]) for run in runs])
         rate, *seconds = (fmean(run[key] for run in runs)
                           for key in ("rate", "total", "sampling", "updating"))
-        rows.append([f"`{name}`", reward, accuracy, f"{rate:.0f}", *map("{:.1f}".format, seconds)])
-    head = ["step", f"reward of the last {LAST} steps", "held-out accuracy", "samples/s", "seconds",
-            "sampling", "updating"]
-    page, mark = HERE / "README.md", "<!-- table -->"
-    before, _, after = page.read_text().split(mark)
-    page.write_text(f"{before}{mark}\n{common.table(head, rows)}\n\n"
-                    f"{common.conditions()}\n{mark}{after}")
+        rows.append([f"`{name}`", len(runs), reward, cell([run["accuracy"] for run in runs]),
+                     f"{rate:.0f}", *map("{:.1f}".format, seconds)])
+    head = ["step", "seeds", f"reward of the last {LAST} steps", "held-out accuracy", "samples/s",
+            "seconds", "sampling", "updating"]
+    mark = "<!-- table -->"
+    before, _, after = PAGE.read_text().split(mark)
+    PAGE.write_text(f"{before}{mark}\n{common.table(head, rows)}\n\n"
+                    f"Conditions: {common.conditions()}.\n{mark}{after}")
 
 
 def draw(results):
@@ -132,15 +147,18 @@ def draw(results):
 
 
 def main():
+    commands = {path.stem: [str(path)] for path in sorted(HERE.glob("[0-9]_*.py"))}
+    commands["6_script"] = [__file__, "script"]
     for seed in SEEDS:
-        for path in sorted(HERE.glob("[0-9]_*.py")):
-            if not (RUNS / f"{path.stem}-{seed}.json").exists():
-                subprocess.run([sys.executable, str(path), str(seed)], check=True)
-        if not (RUNS / f"6_script-{seed}.json").exists():
-            run_script(seed)
+        for name, command in commands.items():
+            if not (RUNS / f"{name}-{seed}.json").exists():
+                subprocess.run([sys.executable, *command, str(seed)], check=True)
     write_table(figures())
     draw(figures())
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["script"]:
+        run_script(int(sys.argv[2]))
+    else:
+        main()
