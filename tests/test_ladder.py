@@ -61,7 +61,7 @@ def moved(step, answers, reward, *ref):
     """How far one update of a step moves the weights by plain gradient descent, in float64."""
     with float64():
         model, start = tiny(0.01), tiny(0.01)
-        descent = torch.optim.SGD(model.parameters(), 0.1)
+        descent = torch.optim.SGD(model.parameters(), 1e-4)
         torch.manual_seed(0)  # of the order of the answers
         step.update(model, *ref, descent, answers, reward.double())
         return torch.cat([(a - b).flatten()

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 import ladder
 from ladder import MODEL, timed
 
-STEPS = 25
-PROMPTS = 64  # per step
+STEPS = 20
+PROMPTS = 128  # per step
 MAX_TOKENS = 96  # of an answer
-LR = 2e-4
+LR = 1e-4
 
 
 def sample(model, tokenizer, examples, greedy=False):

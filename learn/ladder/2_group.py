@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 import ladder
 from ladder import MODEL, timed
 
-STEPS = 25
-PROMPTS = 8  # per step
+STEPS = 20
+PROMPTS = 16  # per step
 SAMPLES = 8  # answers to each prompt: a group
 MAX_TOKENS = 96  # of an answer
-LR = 2e-4
+LR = 1e-4
 
 
 def sample(model, tokenizer, examples, greedy=False):

@@ -21,14 +21,14 @@ from transformers import AutoModelForCausalLM
 import ladder
 from ladder import MODEL, timed
 
-STEPS = 25
-PROMPTS = 8  # per step
+STEPS = 20
+PROMPTS = 16  # per step
 SAMPLES = 8  # answers to each prompt: a group
 MINIBATCHES = 4  # optimizer steps per batch of answers
 CLIP = 0.2
 KL_COEF = 0.01
 MAX_TOKENS = 96  # of an answer
-LR = 2e-4
+LR = 1e-4
 
 
 def sample(model, tokenizer, examples, greedy=False):
