@@ -123,7 +123,8 @@ def update(model, ref, optimizer, sequences, reward):
 
 def train(seed=0):
     dist.init_process_group()  # of one process: vLLM wants one
-    llm = start_vllm(model=MODEL, seed=seed, max_num_seqs=256, max_model_len=256, cuda_args={})
+    llm = start_vllm(model=MODEL, dtype="float32", seed=seed, max_num_seqs=256, max_model_len=256,
+                     cuda_args={})
     torch.manual_seed(seed)
     tokenizer, train_set, test_set = ladder.questions(seed)
     model, ref = (AutoModelForCausalLM.from_pretrained(MODEL) for _ in range(2))

@@ -1,7 +1,7 @@
 """What the steps share and what is not learning: questions, rewards, a clock, figures.
 
-    python learn/ladder/ladder.py      runs each step with three seeds, unless runs/ladder/ has its
-                                       figures, and writes the table of README.md and rewards.png
+    python learn/ladder/ladder.py      runs each step that has no figures in runs/ladder/ yet, and
+                                       writes the table of README.md and rewards.png
 """
 import json
 import subprocess
@@ -19,7 +19,6 @@ from rewards import gsm8k_reward  # noqa: E402
 
 MODEL = str(ROOT / "models/tiny")
 RUNS, PAGE = ROOT / "runs/ladder", HERE / "README.md"
-SEEDS = (0, 1, 2)
 LAST = 5  # the table has the mean reward of so many last steps
 # the flags with which the script does what step 5 does
 SCRIPT = ("--steps 20 --prompts 16 --samples 8 --minibatches 4 --aggregate token "
@@ -79,7 +78,7 @@ def write(name, seed, rewards, samples, seconds, accuracy):
 
 # ----------------------------------------------------------------------------------- all the steps
 
-def run_script(seed):
+def run_script(seed=0):
     """The script as step 6. Its figures come from its metrics.jsonl."""
     import nano_rlvr as nr
     from runtime.report import read
@@ -118,6 +117,7 @@ def cell(values):
 def write_table(results):
     """Writes the table and its conditions between the marks of README.md."""
     import common
+    from runtime.log import provenance
     rows = []
     for name, runs in results.items():
         reward = cell([fmean(run["rewards"][-LAST:]) for run in runs])
@@ -130,17 +130,18 @@ def write_table(results):
     mark = "<!-- table -->"
     before, _, after = PAGE.read_text().split(mark)
     PAGE.write_text(f"{before}{mark}\n{common.table(head, rows)}\n\n"
-                    f"Conditions: {common.conditions()}.\n{mark}{after}")
+                    f"Conditions: {common.describe([provenance()])}.\n{mark}{after}")
 
 
 def draw(results):
-    """The mean reward of each step of the training, one line per step of the ladder."""
+    """The mean reward of each batch, a line per step of the ladder."""
     from runtime.report import figure
     fig = figure(figsize=(7, 4))
     axis = fig.subplots()
     for name, runs in results.items():
         axis.plot([fmean(values) for values in zip(*(run["rewards"] for run in runs))], label=name)
-    axis.set(xlabel="step", ylabel="mean reward of the samples", ylim=(0, 1))
+    axis.set(xlabel="batch", ylabel="mean reward of the samples", ylim=(0, 1))
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     fig.savefig(HERE / "rewards.png", dpi=120)
@@ -149,16 +150,15 @@ def draw(results):
 def main():
     commands = {path.stem: [str(path)] for path in sorted(HERE.glob("[0-9]_*.py"))}
     commands["6_script"] = [__file__, "script"]
-    for seed in SEEDS:
-        for name, command in commands.items():
-            if not (RUNS / f"{name}-{seed}.json").exists():
-                subprocess.run([sys.executable, *command, str(seed)], check=True)
+    for name, command in commands.items():
+        if not (RUNS / f"{name}-0.json").exists():
+            subprocess.run([sys.executable, *command], check=True)
     write_table(figures())
     draw(figures())
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["script"]:
-        run_script(int(sys.argv[2]))
+        run_script(*map(int, sys.argv[2:]))
     else:
         main()
