@@ -48,9 +48,9 @@ def padded(rollouts):
     right = [C - len(r.completion) for r in rollouts]
     ids = [[256] * a + r.prompt + r.completion + [256] * b
            for a, r, b in zip(left, rollouts, right)]
-    seen = [[0] * a + [1] * len(r) + [0] * b for a, r, b in zip(left, rollouts, right)]
-    seen = torch.tensor(seen)
-    return {"ids": torch.tensor(ids), "seen": seen, "mask": seen[:, P:]}
+    attention = [[0] * a + [1] * len(r) + [0] * b for a, r, b in zip(left, rollouts, right)]
+    attention = torch.tensor(attention)
+    return {"ids": torch.tensor(ids), "attention": attention, "mask": attention[:, P:]}
 
 
 def pairs(rollouts):

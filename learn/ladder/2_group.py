@@ -1,4 +1,4 @@
-"""Step 2: step 1 + several answers to each question, each compared with the others.
+"""Step 2: step 1 + several completions to each question, each compared with the others.
 
     python learn/ladder/2_group.py [seed]
 
@@ -7,10 +7,10 @@ The model answers sums. A right answer has reward 1, a wrong one 0. The gradient
     loss = -(mean over all tokens of  advantage * log p(token))
     advantage = (reward - mean of its group) / (standard deviation of its group + 1e-4)
 
-makes the tokens of answers that are better than their group more probable, and the others less
-(GRPO, arXiv:2402.03300). A group has the answers to one question.
+makes the tokens of completions that are better than their group more probable, and the others less
+(GRPO, arXiv:2402.03300). A group has the completions to one question.
 
-Shapes: N answers, P tokens of the longest prompt, C of the longest answer, V vocabulary.
+Shapes: N completions, P tokens of the longest prompt, C of the longest completion, V vocabulary.
 """
 import sys
 
@@ -22,32 +22,33 @@ from ladder import MODEL, timed
 
 STEPS = 20
 PROMPTS = 16  # per step
-SAMPLES = 8  # answers to each prompt: a group
-MAX_TOKENS = 96  # of an answer
+SAMPLES = 8  # completions to each prompt: a group
+MAX_TOKENS = 96  # of a completion
 LR = 1e-4
 
 
 def sample(model, tokenizer, examples, greedy=False):
-    """An answer to each of N questions. -> (batch of tensors, N texts)."""
+    """A completion to each of N questions. -> (batch of tensors, N texts)."""
     prompts = [example["prompt_ids"] for example in examples]
     P = max(map(len, prompts))
-    # Prompts are padded on the left, so that all answers begin in the same column.
+    # Prompts are padded on the left, so that all completions begin in the same column.
     ids = [[tokenizer.pad_token_id] * (P - len(p)) + p for p in prompts]
-    seen = [[0] * (P - len(p)) + [1] * len(p) for p in prompts]
-    ids, seen = torch.tensor(ids), torch.tensor(seen)  # (N, P), (N, P)
+    attention = [[0] * (P - len(p)) + [1] * len(p) for p in prompts]
+    ids, attention = torch.tensor(ids), torch.tensor(attention)  # (N, P), (N, P)
     # Without top_k=0, transformers would sample from the 50 most probable tokens only.
     how = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
-    ids = model.generate(ids, attention_mask=seen, max_new_tokens=MAX_TOKENS, **how)  # (N, P + C)
-    answers = ids[:, P:]  # (N, C)
-    # An answer ends with its first end token, which is trained too. What follows is padding.
-    ends = (answers == tokenizer.eos_token_id).long()  # (N, C)
-    mask = (ends.cumsum(1) - ends == 0).long()  # (N, C) 1: a token of the answer, 0: padding
-    batch = {"ids": ids, "seen": torch.cat([seen, mask], 1), "mask": mask}
-    return batch, tokenizer.batch_decode(answers, skip_special_tokens=True)
+    ids = model.generate(
+        ids, attention_mask=attention, max_new_tokens=MAX_TOKENS, **how)  # (N, P + C)
+    completions = ids[:, P:]  # (N, C)
+    # A completion ends with its first end token, which is trained too. What follows is padding.
+    ends = (completions == tokenizer.eos_token_id).long()  # (N, C)
+    mask = (ends.cumsum(1) - ends == 0).long()  # (N, C) 1: a token of the completion, 0: padding
+    batch = {"ids": ids, "attention": torch.cat([attention, mask], 1), "mask": mask}
+    return batch, tokenizer.batch_decode(completions, skip_special_tokens=True)
 
 
 def advantages(reward):
-    """(N,) -> (N,). The answers of a group are neighbours. A group of equal rewards gets zeros."""
+    """(N,) -> (N,). A group's completions are neighbours. Equal rewards give zeros."""
     groups = reward.view(-1, SAMPLES)  # (N / SAMPLES, SAMPLES)
     mean = groups.mean(1, keepdim=True)  # (N / SAMPLES, 1)
     std = groups.std(1, keepdim=True, correction=0)  # (N / SAMPLES, 1)
@@ -55,9 +56,9 @@ def advantages(reward):
 
 
 def log_probs(model, batch):
-    """log p of each token of the answers: (N, C)."""
-    positions = (batch["seen"].cumsum(1) - 1).clamp(min=0)  # (N, P + C) 0: first token of a prompt
-    logits = model(batch["ids"], attention_mask=batch["seen"], position_ids=positions).logits
+    """log p of each token of the completions: (N, C)."""
+    positions = (batch["attention"].cumsum(1) - 1).clamp(min=0)  # (N, P + C) prompts begin at 0
+    logits = model(batch["ids"], attention_mask=batch["attention"], position_ids=positions).logits
     C = batch["mask"].shape[1]
     # The output at a position predicts the token at the next position.
     logp = logits[:, -C - 1:-1].log_softmax(-1)  # (N, C, V)

@@ -1,8 +1,8 @@
-"""Step 3: step 2 + several optimizer steps on each batch of answers.
+"""Step 3: step 2 + several optimizer steps on each batch of completions.
 
     python learn/ladder/3_clip.py [seed]
 
-After the first optimizer step, the model is no longer the one that sampled the answers.
+After the first optimizer step, the model is no longer the one that sampled the completions.
 
     ratio = p(token) / p_old(token)        p_old: of the model that sampled
     loss = mean over all tokens of  -min(ratio * advantage, clip(ratio) * advantage) + KL_COEF * k3
@@ -11,7 +11,7 @@ The ratio corrects for the difference. A token whose probability has moved by mo
 direction of its advantage gets no gradient (PPO, arXiv:1707.06347). k3 estimates the KL divergence
 to the frozen model of the start, the reference (GRPO, arXiv:2402.03300).
 
-Shapes: N answers, P tokens of the longest prompt, C of the longest answer, V vocabulary.
+Shapes: N completions, P tokens of the longest prompt, C of the longest completion, V vocabulary.
 """
 import sys
 
@@ -23,35 +23,36 @@ from ladder import MODEL, timed
 
 STEPS = 20
 PROMPTS = 16  # per step
-SAMPLES = 8  # answers to each prompt: a group
-MINIBATCHES = 4  # optimizer steps per batch of answers
+SAMPLES = 8  # completions to each prompt: a group
+MINIBATCHES = 4  # optimizer steps per batch of completions
 CLIP = 0.2
 KL_COEF = 0.01
-MAX_TOKENS = 96  # of an answer
+MAX_TOKENS = 96  # of a completion
 LR = 1e-4
 
 
 def sample(model, tokenizer, examples, greedy=False):
-    """An answer to each of N questions. -> (batch of tensors, N texts)."""
+    """A completion to each of N questions. -> (batch of tensors, N texts)."""
     prompts = [example["prompt_ids"] for example in examples]
     P = max(map(len, prompts))
-    # Prompts are padded on the left, so that all answers begin in the same column.
+    # Prompts are padded on the left, so that all completions begin in the same column.
     ids = [[tokenizer.pad_token_id] * (P - len(p)) + p for p in prompts]
-    seen = [[0] * (P - len(p)) + [1] * len(p) for p in prompts]
-    ids, seen = torch.tensor(ids), torch.tensor(seen)  # (N, P), (N, P)
+    attention = [[0] * (P - len(p)) + [1] * len(p) for p in prompts]
+    ids, attention = torch.tensor(ids), torch.tensor(attention)  # (N, P), (N, P)
     # Without top_k=0, transformers would sample from the 50 most probable tokens only.
     how = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
-    ids = model.generate(ids, attention_mask=seen, max_new_tokens=MAX_TOKENS, **how)  # (N, P + C)
-    answers = ids[:, P:]  # (N, C)
-    # An answer ends with its first end token, which is trained too. What follows is padding.
-    ends = (answers == tokenizer.eos_token_id).long()  # (N, C)
-    mask = (ends.cumsum(1) - ends == 0).long()  # (N, C) 1: a token of the answer, 0: padding
-    batch = {"ids": ids, "seen": torch.cat([seen, mask], 1), "mask": mask}
-    return batch, tokenizer.batch_decode(answers, skip_special_tokens=True)
+    ids = model.generate(
+        ids, attention_mask=attention, max_new_tokens=MAX_TOKENS, **how)  # (N, P + C)
+    completions = ids[:, P:]  # (N, C)
+    # A completion ends with its first end token, which is trained too. What follows is padding.
+    ends = (completions == tokenizer.eos_token_id).long()  # (N, C)
+    mask = (ends.cumsum(1) - ends == 0).long()  # (N, C) 1: a token of the completion, 0: padding
+    batch = {"ids": ids, "attention": torch.cat([attention, mask], 1), "mask": mask}
+    return batch, tokenizer.batch_decode(completions, skip_special_tokens=True)
 
 
 def advantages(reward):
-    """(N,) -> (N,). The answers of a group are neighbours. A group of equal rewards gets zeros."""
+    """(N,) -> (N,). A group's completions are neighbours. Equal rewards give zeros."""
     groups = reward.view(-1, SAMPLES)  # (N / SAMPLES, SAMPLES)
     mean = groups.mean(1, keepdim=True)  # (N / SAMPLES, 1)
     std = groups.std(1, keepdim=True, correction=0)  # (N / SAMPLES, 1)
@@ -59,9 +60,9 @@ def advantages(reward):
 
 
 def log_probs(model, batch):
-    """log p of each token of the answers: (N, C)."""
-    positions = (batch["seen"].cumsum(1) - 1).clamp(min=0)  # (N, P + C) 0: first token of a prompt
-    logits = model(batch["ids"], attention_mask=batch["seen"], position_ids=positions).logits
+    """log p of each token of the completions: (N, C)."""
+    positions = (batch["attention"].cumsum(1) - 1).clamp(min=0)  # (N, P + C) prompts begin at 0
+    logits = model(batch["ids"], attention_mask=batch["attention"], position_ids=positions).logits
     C = batch["mask"].shape[1]
     # The output at a position predicts the token at the next position.
     logp = logits[:, -C - 1:-1].log_softmax(-1)  # (N, C, V)

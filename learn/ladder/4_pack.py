@@ -2,16 +2,16 @@
 
     python learn/ladder/4_pack.py [seed]
 
-A pack is one row in which sequences (a prompt and its answer) lie end to end, without padding. The
-answers of an optimizer step are in several packs. Each has a backward pass of its own, which needs
-less memory than one for all, and the gradients add up.
+A pack is one row in which sequences (a prompt and its completion) lie end to end, without padding.
+An optimizer step has several packs. Each has a backward pass of its own, which needs less memory
+than one for all, and the gradients add up.
 
     loss of a pack = sum over its tokens of  weight * token_loss
-    weight = 1 / (number of answer tokens in all packs of the optimizer step)
+    weight = 1 / (number of completion tokens in all packs of the optimizer step)
 
 So the packs together give the mean over all tokens of step 3, in whatever way they are split.
 
-Shapes: of a pack, T tokens, R of them in answers. N answers, V vocabulary. Sampling still pads.
+Shapes: of a pack, T tokens, R of them in completions. N completions, V vocabulary.
 """
 import sys
 
@@ -23,36 +23,38 @@ from ladder import MODEL, timed
 
 STEPS = 20
 PROMPTS = 16  # per step
-SAMPLES = 8  # answers to each prompt: a group
-MINIBATCHES = 4  # optimizer steps per batch of answers
+SAMPLES = 8  # completions to each prompt: a group
+MINIBATCHES = 4  # optimizer steps per batch of completions
 CLIP = 0.2
 KL_COEF = 0.01
 PACK = 8  # sequences
-MAX_TOKENS = 96  # of an answer
+MAX_TOKENS = 96  # of a completion
 LR = 1e-4
 
 
 def sample(model, tokenizer, examples, greedy=False):
-    """An answer to each of N questions. -> (N pairs of prompt and answer, N texts)."""
+    """A completion to each of N questions. -> (N pairs of prompt and completion, N texts)."""
     prompts = [example["prompt_ids"] for example in examples]
     P = max(map(len, prompts))
-    # Prompts are padded on the left, so that all answers begin in the same column.
+    # Prompts are padded on the left, so that all completions begin in the same column.
     ids = [[tokenizer.pad_token_id] * (P - len(p)) + p for p in prompts]
-    seen = [[0] * (P - len(p)) + [1] * len(p) for p in prompts]
-    ids, seen = torch.tensor(ids), torch.tensor(seen)  # (N, P), (N, P)
+    attention = [[0] * (P - len(p)) + [1] * len(p) for p in prompts]
+    ids, attention = torch.tensor(ids), torch.tensor(attention)  # (N, P), (N, P)
     # Without top_k=0, transformers would sample from the 50 most probable tokens only.
     how = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
-    ids = model.generate(ids, attention_mask=seen, max_new_tokens=MAX_TOKENS, **how)  # (N, P + C)
-    answers = ids[:, P:]  # (N, C)
-    # An answer ends with its first end token, which is trained too. What follows is padding.
-    ends = (answers == tokenizer.eos_token_id).long()  # (N, C)
-    mask = ends.cumsum(1) - ends == 0  # (N, C) True: a token of the answer, False: padding
-    sequences = [(p, answer[kept].tolist()) for p, answer, kept in zip(prompts, answers, mask)]
-    return sequences, tokenizer.batch_decode(answers, skip_special_tokens=True)
+    ids = model.generate(
+        ids, attention_mask=attention, max_new_tokens=MAX_TOKENS, **how)  # (N, P + C)
+    completions = ids[:, P:]  # (N, C)
+    # A completion ends with its first end token, which is trained too. What follows is padding.
+    ends = (completions == tokenizer.eos_token_id).long()  # (N, C)
+    mask = ends.cumsum(1) - ends == 0  # (N, C) True: a token of the completion, False: padding
+    sequences = [(prompt, row[kept].tolist())
+                 for prompt, row, kept in zip(prompts, completions, mask)]
+    return sequences, tokenizer.batch_decode(completions, skip_special_tokens=True)
 
 
 def advantages(reward):
-    """(N,) -> (N,). The answers of a group are neighbours. A group of equal rewards gets zeros."""
+    """(N,) -> (N,). A group's completions are neighbours. Equal rewards give zeros."""
     groups = reward.view(-1, SAMPLES)  # (N / SAMPLES, SAMPLES)
     mean = groups.mean(1, keepdim=True)  # (N / SAMPLES, 1)
     std = groups.std(1, keepdim=True, correction=0)  # (N / SAMPLES, 1)
@@ -62,30 +64,31 @@ def advantages(reward):
 def collate(sequences, weight):
     """Sequences -> a pack: one row of T tokens."""
     ids, positions, owner, predictors, advantage = [], [], [], [], []
-    for i, (prompt, answer, a) in enumerate(sequences):
-        predictors += range(len(ids) + len(prompt) - 1, len(ids) + len(prompt + answer) - 1)
-        ids += prompt + answer
-        positions += range(len(prompt + answer))  # 0: first token of a prompt
-        owner += [i] * len(prompt + answer)
-        advantage += [a] * len(answer)
+    for i, (prompt, completion, a) in enumerate(sequences):
+        start = len(ids) + len(prompt)
+        ids += prompt + completion
+        predictors += range(start - 1, len(ids) - 1)  # a position predicts the next token
+        positions += range(len(prompt + completion))  # prompts begin at 0
+        owner += [i] * len(prompt + completion)
+        advantage += [a] * len(completion)
     ids, owner, predictors = map(torch.tensor, (ids, owner, predictors))  # (T,), (T,), (R,)
     # A token sees itself and the earlier tokens of its own sequence.
-    seen = (owner[:, None] == owner).tril()  # (T, T)
-    return {"ids": ids[None], "positions": torch.tensor([positions]), "seen": seen[None, None],
-            "predictors": predictors, "targets": ids[predictors + 1],  # (R,), (R,)
+    attention = (owner[:, None] == owner).tril()  # (T, T)
+    return {"ids": ids[None], "positions": torch.tensor([positions]),  # (1, T), (1, T)
+            "attention": attention[None, None], "predictors": predictors,  # (1, 1, T, T), (R,)
+            "targets": ids[predictors + 1],  # (R,)
             "advantage": torch.tensor(advantage), "weight": weight}  # (R,), a number
 
 
 def make_packs(sequences):
     """The packs of an optimizer step."""
-    weight = 1 / sum(len(answer) for _, answer, _ in sequences)
+    weight = 1 / sum(len(completion) for _, completion, _ in sequences)
     return [collate(sequences[i:i + PACK], weight) for i in range(0, len(sequences), PACK)]
 
 
 def log_probs(model, pack):
-    """log p of each token of the answers: (R,)."""
-    # The output at a position predicts the token at the next position.
-    logits = model(pack["ids"], attention_mask=pack["seen"], position_ids=pack["positions"],
+    """log p of each token of the completions: (R,)."""
+    logits = model(pack["ids"], attention_mask=pack["attention"], position_ids=pack["positions"],
                    logits_to_keep=pack["predictors"]).logits[0]  # (R, V)
     return logits.log_softmax(-1).gather(1, pack["targets"][:, None])[:, 0]  # (R,)
 

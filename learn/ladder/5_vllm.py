@@ -7,7 +7,7 @@ not arrive, an old model would sample, and no error would tell. So two checks ca
 checksums of all weights that vLLM shows (on a CPU, not all of them), and the difference between the
 log-probs that vLLM and the trainer compute for the sampled tokens.
 
-Shapes: of a pack, T tokens, R of them in answers. N answers, V vocabulary.
+Shapes: of a pack, T tokens, R of them in completions. N completions, V vocabulary.
 """
 import sys
 
@@ -21,25 +21,25 @@ from runtime.sampler import SentWeights, start_vllm
 
 STEPS = 20
 PROMPTS = 16  # per step
-SAMPLES = 8  # answers to each prompt: a group
-MINIBATCHES = 4  # optimizer steps per batch of answers
+SAMPLES = 8  # completions to each prompt: a group
+MINIBATCHES = 4  # optimizer steps per batch of completions
 CLIP = 0.2
 KL_COEF = 0.01
 PACK = 8  # sequences
-MAX_TOKENS = 96  # of an answer
+MAX_TOKENS = 96  # of a completion
 LR = 1e-4
 
 
 def sample(llm, tokenizer, examples, greedy=False):
-    """An answer to each of N questions. -> (N triples of prompt, answer, log-probs; N texts)."""
+    """A completion to each of N questions. -> (N triples: prompt, completion, log-probs; texts)."""
     from vllm import SamplingParams  # after start_vllm
     params = SamplingParams(temperature=0.0 if greedy else 1.0, max_tokens=MAX_TOKENS, logprobs=0)
     prompts = [{"prompt_token_ids": example["prompt_ids"]} for example in examples]
     sequences = []
     for example, request in zip(examples, llm.generate(prompts, params, use_tqdm=False)):
-        answer = list(request.outputs[0].token_ids)
-        logps = [found[x].logprob for x, found in zip(answer, request.outputs[0].logprobs)]
-        sequences.append((example["prompt_ids"], answer, logps))
+        completion = list(request.outputs[0].token_ids)
+        logps = [found[x].logprob for x, found in zip(completion, request.outputs[0].logprobs)]
+        sequences.append((example["prompt_ids"], completion, logps))
     return sequences, tokenizer.batch_decode([s[1] for s in sequences], skip_special_tokens=True)
 
 
@@ -53,7 +53,7 @@ def sync(model, llm):
 
 
 def advantages(reward):
-    """(N,) -> (N,). The answers of a group are neighbours. A group of equal rewards gets zeros."""
+    """(N,) -> (N,). A group's completions are neighbours. Equal rewards give zeros."""
     groups = reward.view(-1, SAMPLES)  # (N / SAMPLES, SAMPLES)
     mean = groups.mean(1, keepdim=True)  # (N / SAMPLES, 1)
     std = groups.std(1, keepdim=True, correction=0)  # (N / SAMPLES, 1)
@@ -63,32 +63,33 @@ def advantages(reward):
 def collate(sequences, weight):
     """Sequences -> a pack: one row of T tokens."""
     ids, positions, owner, predictors, advantage, sampled = [], [], [], [], [], []
-    for i, (prompt, answer, logps, a) in enumerate(sequences):
-        predictors += range(len(ids) + len(prompt) - 1, len(ids) + len(prompt + answer) - 1)
-        ids += prompt + answer
-        positions += range(len(prompt + answer))  # 0: first token of a prompt
-        owner += [i] * len(prompt + answer)
-        advantage += [a] * len(answer)
+    for i, (prompt, completion, logps, a) in enumerate(sequences):
+        start = len(ids) + len(prompt)
+        ids += prompt + completion
+        predictors += range(start - 1, len(ids) - 1)  # a position predicts the next token
+        positions += range(len(prompt + completion))  # prompts begin at 0
+        owner += [i] * len(prompt + completion)
+        advantage += [a] * len(completion)
         sampled += logps
     ids, owner, predictors = map(torch.tensor, (ids, owner, predictors))  # (T,), (T,), (R,)
     # A token sees itself and the earlier tokens of its own sequence.
-    seen = (owner[:, None] == owner).tril()  # (T, T)
-    return {"ids": ids[None], "positions": torch.tensor([positions]), "seen": seen[None, None],
-            "predictors": predictors, "targets": ids[predictors + 1],  # (R,), (R,)
+    attention = (owner[:, None] == owner).tril()  # (T, T)
+    return {"ids": ids[None], "positions": torch.tensor([positions]),  # (1, T), (1, T)
+            "attention": attention[None, None], "predictors": predictors,  # (1, 1, T, T), (R,)
+            "targets": ids[predictors + 1],  # (R,)
             "advantage": torch.tensor(advantage), "weight": weight,  # (R,), a number
             "sampled": torch.tensor(sampled)}  # (R,)
 
 
 def make_packs(sequences):
     """The packs of an optimizer step."""
-    weight = 1 / sum(len(answer) for _, answer, _, _ in sequences)
+    weight = 1 / sum(len(completion) for _, completion, _, _ in sequences)
     return [collate(sequences[i:i + PACK], weight) for i in range(0, len(sequences), PACK)]
 
 
 def log_probs(model, pack):
-    """log p of each token of the answers: (R,)."""
-    # The output at a position predicts the token at the next position.
-    logits = model(pack["ids"], attention_mask=pack["seen"], position_ids=pack["positions"],
+    """log p of each token of the completions: (R,)."""
+    logits = model(pack["ids"], attention_mask=pack["attention"], position_ids=pack["positions"],
                    logits_to_keep=pack["predictors"]).logits[0]  # (R, V)
     return logits.log_softmax(-1).gather(1, pack["targets"][:, None])[:, 0]  # (R,)
 
