@@ -45,7 +45,8 @@ def sample(llm, tokenizer, examples, greedy=False):
 
 def sync(model, llm):
     """Copies the weights into vLLM. Raises an error if vLLM then has others."""
-    weights = SentWeights(model.named_parameters())  # an iterator that keeps a checksum of each
+    # named_parameters() would leave out a head that shares its weights with the embedding.
+    weights = SentWeights(model.state_dict().items())  # keeps a checksum of each tensor
     # Without an iterator, vLLM would read the file of the start again, without a message.
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     weights.check(llm)
@@ -76,9 +77,8 @@ def collate(sequences, weight):
     attention = (owner[:, None] == owner).tril()  # (T, T)
     return {"ids": ids[None], "positions": torch.tensor([positions]),  # (1, T), (1, T)
             "attention": attention[None, None], "predictors": predictors,  # (1, 1, T, T), (R,)
-            "targets": ids[predictors + 1],  # (R,)
-            "advantage": torch.tensor(advantage), "weight": weight,  # (R,), a number
-            "sampled": torch.tensor(sampled)}  # (R,)
+            "targets": ids[predictors + 1], "sampled": torch.tensor(sampled),  # (R,), (R,)
+            "advantage": torch.tensor(advantage), "weight": weight}  # (R,), a number
 
 
 def make_packs(sequences):
