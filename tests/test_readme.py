@@ -11,7 +11,7 @@ from conftest import ROOT
 from runtime import __version__
 
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
-FOLDERS = ("", "docs", "learn", "learn/lab", "examples")
+FOLDERS = ("", "docs", "learn", "learn/lab", "learn/ladder", "examples")
 PAGES = {path: path.read_text() for folder in FOLDERS
          for path in sorted((ROOT / folder).glob("*.md"))}
 
