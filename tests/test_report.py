@@ -1,4 +1,6 @@
 """The report: its charts, its rollouts, and how the page behaves in headless Chromium."""
+import base64
+import gzip
 import html
 import json
 import math
@@ -13,7 +15,7 @@ import torch
 
 import nano_rlvr as nr
 from bench import screenshots
-from conftest import EPS, ROOT, close, fixed_rollouts, make_config, within, write_rows
+from conftest import EPS, ROOT, fixed_rollouts, make_config, within, write_rows
 from runtime import log, report, trainer
 from runtime.log import Log
 
@@ -23,13 +25,28 @@ SCRIPT = "<script>alert(1)</script><img src=x onerror=\"document.title='read as 
 STEPS, GROUPS, SAMPLES = 6, 3, 4
 # added to a copy of a report: it goes through states of the page and leaves what it sees
 VISITOR = """<script>
+function point(svg, event, share) {  // at this share of the chart's steps
+  const box = svg.getBoundingClientRect();
+  const clientX = box.left + 46 + share * (box.width - 58);  // what drawChart leaves on both sides
+  svg.dispatchEvent(new PointerEvent(event, {clientX, clientY: box.top + 20}));
+}
 addEventListener("load", async () => {
   while (!runs) await new Promise(done => setTimeout(done, 10));
   const seen = [];
   for (const address of STATES) {
-    location.hash = address;
+    if (address.startsWith("click")) point(charts[1].svg, "click", Number(address.slice(5)));
+    else location.hash = address;
     await new Promise(done => setTimeout(done, 50));
+    for (const {svg} of charts) point(svg, "pointermove", 0.6);
     seen.push({
+      hash: location.hash, color: document.forms[2].elements.color.value,
+      changes: [...document.forms[0].elements.change.options].map(x => x.text),
+      change: document.forms[0].elements.change.selectedIndex,
+      charts: [...document.querySelectorAll("figure")].map(figure => ({
+        title: figure.querySelector("b").textContent, tip: figure.querySelector(".tip").innerText,
+        box: figure.querySelector(".plot").getBoundingClientRect(),
+        hint: figure.querySelector("details")?.textContent ?? "",
+        marks: figure.querySelectorAll(".chosen").length})),
       count: $("count").textContent, prompt: $("prompt").textContent, title: document.title,
       rows: $("rows").children.length, scripts: document.scripts.length,
       nodes: document.querySelectorAll("*").length,
@@ -69,7 +86,8 @@ def write_run(folder, per_token=True, length=5, steps=STEPS, groups=GROUPS, samp
         row = {"step": step, "eval/accuracy": 0.5 + 0.4 * step / steps, "eval/low": 0.4,
                "eval/high": 0.95}
         if step < steps:
-            row |= {"reward/mean": rng.random(), "kl": rng.random(), "entropy": 1.0,
+            row |= {"reward/mean": rng.random(), "reward/a": 0.5, "reward/b": 1.0, "kl": step,
+                    "eval/pass@2": 0.7, "grad_norm": 3.0, "loss": 0.0, "entropy": 1.0,
                     "completion/length": 9.0, "completion/truncated": 0.1, "group/flat": 0.2,
                     "mismatch/mean_abs": 1e-3, "mismatch/max": 1e-2, "mfu": 0.25,
                     "seconds/rollout": 1.0, "seconds/update": 4.0}
@@ -125,7 +143,10 @@ STATES = {  # what can stand behind # in the address -> which rollouts the page 
     "max=0&finish=stop": lambda r: r["reward"] == 0 and r["finish"] == "stop",
     "step=2&min=0.5&max=0.5": lambda r: r["step"] == 2 and r["reward"] == 0.5,
     "step=4&group=4:1": lambda r: r["step"] == 4,
-    "color=change": lambda r: True, "color=gap": lambda r: True, "color=logp": lambda r: True}
+    "find=PROMPT%202&step=1": lambda r: r["step"] == 1 and r["prompt"].startswith("prompt 2"),
+    "find=%3C%7Cend": lambda r: r["completion"].endswith("<|end|>"),
+    "color=advantage": lambda r: True, "color=gap": lambda r: True, "color=logp": lambda r: True,
+    "click0.6": lambda r: r["step"] == 3}  # a click there on the chart of the reward, steps 0 to 5
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +184,9 @@ def test_the_whole_group_of_a_prompt_is_side_by_side(one, seen):
 @in_chromium
 def test_the_color_of_a_token_has_the_sign_and_the_size_of_its_number(one, seen):
     for color in ("advantage", "change", "gap", "logp"):
-        what = seen["" if color == "advantage" else f"color={color}"]
-        most = float(re.search(r"\+(.*)", what["legend"])[1])
+        what = seen["" if color == "change" else f"color={color}"]  # the change comes first
+        assert what["color"] == color
+        most = float(re.search(r"\+([\d.]+)", what["legend"])[1])
         for card, r in zip(what["cards"], one[1][:SAMPLES]):
             numbers = r["per_token"].get(color, [r["advantage"]] * r["tokens"])
             assert [text for text, _, _ in card["spans"]] == r["per_token"]["text"]
@@ -173,6 +195,41 @@ def test_the_color_of_a_token_has_the_sign_and_the_size_of_its_number(one, seen)
                 assert name == ("pos" if x > 0 else "neg" if x < 0 else "")
                 # the page shows `most` with two digits and alpha with two decimals
                 within(abs(alpha - min(0.75, 0.75 * abs(x) / most)), 0.75 * 0.05 + 0.005)
+
+
+@in_chromium
+def test_a_chart_has_values_on_hover_its_hint_and_a_step_that_was_clicked(seen):
+    charts = {chart["title"]: chart for chart in seen[""]["charts"]}
+    assert list(charts) == [title for title, *_ in report.CHARTS if title != "Accuracy by set"]
+    area = {title: x["box"]["width"] * x["box"]["height"] for title, x in charts.items()}
+    assert sorted(area, key=area.get)[-1] == "Held-out accuracy"
+    assert charts["Held-out accuracy"]["tip"] == "step 4\n● eval/accuracy 0.767 (0.4 to 0.95)"
+    assert charts["Reward parts"]["tip"] == "step 3\n● reward/a 0.5\n● reward/b 1"
+    assert charts["Samples of the evaluation"]["tip"] == "step 3\n● eval/pass@2 0.7"
+    assert charts["Gradient"]["tip"] == "step 3\n● grad_norm 3"
+    for title, _, _, _, hint in report.CHARTS:
+        assert not hint or charts[title]["hint"] == f"Is this normal?{hint}"
+    assert {chart["marks"] for chart in charts.values()} == {0}
+    assert "step=3" in seen["click0.6"]["hash"]
+    assert {chart["marks"] for chart in seen["click0.6"]["charts"]} == {1}
+
+
+def test_each_metric_of_is_this_normal_has_a_hint_whose_flags_exist():
+    table = (ROOT / "docs/metrics.md").read_text().partition("## Is this normal?")[2]
+    cells = re.findall(r"^\|(.*?)\|", table.partition("\n## ")[0], re.M)
+    metrics = {name for cell in cells for name in re.findall(r"`([\w/]+)`", cell)}
+    assert len(metrics) > 8
+    for metric in metrics | {"completion/length", "entropy"}:
+        [hint] = [hint for *_, pattern, _, hint in report.CHARTS if re.fullmatch(pattern, metric)]
+        assert hint and set(re.findall(r"--(\w+)", hint)) <= nr.Config.__dataclass_fields__.keys()
+
+
+@in_chromium
+def test_the_menu_of_changed_answers_begins_with_wrong_to_right(seen):
+    what = seen[""]
+    assert what["changes"] == ["wrong → right (2)", "right → wrong (0)", "right both times (0)",
+                               "wrong both times (0)", "all (2)"]
+    assert what["change"] == 0
 
 
 @in_chromium
@@ -204,7 +261,7 @@ def test_a_phone_scrolls_in_one_direction_and_a_dark_page_is_dark(one):
 def test_a_run_without_numbers_per_token_and_an_evaluation_alone_are_shown(tmp_path):
     write_run(tmp_path / "old", per_token=False)
     report.write([tmp_path / "old"], tmp_path / "report.html")
-    plain, changed = visit(tmp_path / "report.html", ["", "color=change"])
+    plain, changed = visit(tmp_path / "report.html", ["color=advantage", ""])
     assert plain["cards"][0]["spans"][0][1] == "neg" and plain["count"].startswith("72 of 72")
     assert "no such numbers" in changed["legend"] and changed["cards"][0]["spans"][0][1] == ""
     write_rows(tmp_path / "old/metrics.jsonl", [
@@ -219,7 +276,7 @@ def test_a_run_without_numbers_per_token_and_an_evaluation_alone_are_shown(tmp_p
 
 def test_the_page_refers_to_nothing_in_a_network_and_carries_no_text_of_a_model_as_html(one):
     page = one[0].read_text()
-    assert "://" not in page.replace('="http://www.w3.org/', "")  # the names of XML's vocabularies
+    assert "://" not in page.replace('"http://www.w3.org/2000/svg"', "")  # the name of SVG
     assert "alert(1)" not in page.replace(html.escape(SCRIPT), "")
     assert "default-src 'none'" in page
     assert not re.findall(r"@@\w+@@|(?:src|href)=\"(?!#)", page)
@@ -234,42 +291,39 @@ def several(tmp_path_factory):
     return folders
 
 
-def test_several_runs_overlay_in_each_chart(several, tmp_path):
+def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(several, tmp_path):
     names = list(map(str, several))
     report.main([*names, "--out", str(tmp_path / "all.html")])
-    figures = re.findall(r"<figure>.*?</figure>", (tmp_path / "all.html").read_text(), re.S)
-    titles = [re.search("<b>(.*?)</b>", figure)[1] for figure in figures]
-    assert titles[:7] == [title for title, *_ in report.CHARTS]
-    assert titles[7:] == ["Seconds per step: run-0", "Seconds per step: run-1"]
-    for figure in figures[:7]:
-        assert figure.count("stroke: #1f77b4") == figure.count("stroke: #ff7f0e") >= 1
+    page = (tmp_path / "all.html").read_text()
+    flags = re.findall(r"<tr><td>(\w*)<td>", page[page.index("Settings</summary>"):])
+    assert flags == ["", "seed", "kl_coef", "steps", "samples"]
+    packed = base64.b64decode(re.search('PACKED = "(.*?)"', page)[1])
+    for chart in json.loads(gzip.decompress(packed))["charts"]:
+        lines = [(line["color"], line["dash"]) for line in chart["lines"]]
+        assert lines == [(i, j) for i in range(2) for j in range(len(chart["metrics"]))]
+        assert {line["name"].split()[0] for line in chart["lines"]} == {"run-0", "run-1"}
     report.main([*names, "--out", str(tmp_path / "all.png")])
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         report.main(names)  # where to?
 
 
-def test_the_charts_have_the_metrics_and_the_stages_beside_the_update_s_flops(several):
-    runs, axis = list(map(report.read_run, several)), report.figure().subplots()
-    report.draw(axis, runs, "reward/mean")
-    for line, run in zip(axis.lines, runs, strict=True):
-        close(line.get_ydata(), [row["reward/mean"] for row in run["rows"][:-1]])
-    axis = report.figure().subplots()
-    report.draw(axis, runs[:1], "eval/accuracy")
-    edges = axis.collections[0].get_paths()[0].vertices[:, 1]
-    close([edges.min(), edges.max()], [0.4, 0.95])  # eval/low, eval/high
-    axis = report.figure().subplots()
-    report.draw_stages(axis, runs[0])
-    close(axis.lines[0].get_ydata(), [0.25 * 4.0] * STEPS)  # mfu * seconds/update
-    tops = [of.get_paths()[0].vertices[:, 1].max() for of in axis.collections]
-    close(tops, [1.0, 1.0, 5.0, 5.0])  # rollout 1 s, update 4 s
+def test_the_lines_of_the_charts_are_the_metrics_to_four_digits(several):
+    run = report.read_run(several[0])
+    charts = {chart["title"]: chart for chart in report.charts([run])}
+    assert charts["Seconds per step"]["metrics"] == ["seconds/rollout", "seconds/update"]
+    for title, metric in (("Reward", "reward/mean"), ("MFU", "mfu"), ("Gradient", "grad_norm")):
+        [line] = charts[title]["lines"]
+        for row, (step, *numbers) in zip(run["rows"][:-1], line["points"], strict=True):
+            assert step == row["step"] and numbers == [float(f"{row[metric]:.4g}")] * 3
+    [line] = charts["Held-out accuracy"]["lines"]
+    assert line["points"][3] == [3, 0.7, 0.4, 0.95]  # eval/low, eval/high
 
 
 # ---- the command line
 
-def test_a_damaged_file_of_a_run_is_one_line_and_no_traceback(tmp_path, monkeypatch):
+def test_a_damaged_file_of_a_run_is_one_line_and_no_traceback(tmp_path):
     """Not every damage is seen: a number or a text may be any."""
-    monkeypatch.setattr(report, "to_html", lambda *_, **__: "")  # takes most of the time
     rng, said = random.Random(0), set()
     write_run(tmp_path / "right", steps=2)
     for i in range(60):
@@ -309,7 +363,7 @@ def test_a_run_may_have_a_name_that_html_matplotlib_or_the_page_reads_otherwise(
     write_run(tmp_path / "@@DATA@@", steps=1)
     report.main([str(tmp_path / "@@DATA@@")])
     page = (tmp_path / "@@DATA@@/report.html").read_text()
-    assert "<h1>@@DATA@@</h1>" in page and page.count("<figure>") == 8
+    assert "<h1>@@DATA@@</h1>" in page and re.search('PACKED = "[A-Za-z0-9+/=]+"', page)
     write_run(tmp_path / r"$\frac$", steps=1)
     report.main([str(tmp_path / r"$\frac$"), "--out", str(tmp_path / "curve.png")])
 
@@ -393,8 +447,13 @@ def test_the_screen_has_a_line_per_step_and_says_where_to_look_next(
     run.write(7, row)
     assert lines.pop() == ("step    7  reward  0.500  length   99.5  flat  10%  kl 0.0100  "
                            "entropy 0.300    1000 tok/s  1.5 s")
-    run.write(8, row | {"reward/no_verdict": 1.0})
-    assert "no verdict 100%" in lines.pop()
+    page, found = run.folder / "report.html", {"accuracy": 0.5, "low": 0.4, "high": 0.6, "n": 9}
+    assert not page.exists()
+    found |= {"length": 9.0, "no_verdict": 0.0}
+    run.write(8, row | {"reward/no_verdict": 1.0} | {f"eval/{x}": y for x, y in found.items()})
+    assert "no verdict 100%" in lines.pop() and "accuracy 50.0%" in lines.pop()
+    before = page.stat()  # an evaluation writes the report
+    assert "<td>8 of 2<td>" in page.read_text()
     run.say("loading the model into vLLM ...")
     assert re.fullmatch(r" +\d+\.\d s  loading the model into vLLM \.\.\.", lines.pop())
     run.close()
@@ -403,8 +462,9 @@ def test_the_screen_has_a_line_per_step_and_says_where_to_look_next(
     assert line.endswith("; 1000 tokens/s, 10.0% MFU of the update, peak memory 2.00 GiB")
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"next: open {run.folder}/report.html; the model: --model {run.folder}/final"
-    assert (run.folder / "report.html").stat().st_size > 10_000
-    assert (run.folder / "curve.png").exists()
+    after = page.stat()  # another file, not the same one filled again: a reader has a whole page
+    assert after.st_size == before.st_size > 10_000 and after.st_ino != before.st_ino
+    assert (run.folder / "curve.png").exists() and not list(run.folder.glob("*.part"))
 
 
 @pytest.mark.parametrize("mode, key, says", [
