@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,54 +24,52 @@ in_chromium = pytest.mark.skipif(not screenshots.CHROMIUM,
                                  reason="no chromium: apt-get install chromium")
 SCRIPT = "<script>alert(1)</script><img src=x onerror=\"document.title='read as HTML'\"> & </pre>"
 STEPS, GROUPS, SAMPLES = 6, 3, 4
+METRICS = {  # of a step
+    "reward/a": 0.5, "reward/b": 1.0, "eval/pass@2": 0.7, "grad_norm": 3.0, "loss": 0.0, "kl": 0.5,
+    "entropy": 1.0, "completion/length": 9.0, "completion/truncated": 0.1, "group/flat": 0.2,
+    "mismatch/mean_abs": 1e-3, "mismatch/max": 1e-2, "mfu": 0.25, "seconds/rollout": 1.0,
+    "seconds/update": 4.0}
 # added to a copy of a report: it goes through states of the page and leaves what it sees
 VISITOR = """<script>
+const all = (name, node = document) => [...node.querySelectorAll(name)];
 function point(svg, event, share) {  // at this share of the chart's steps
-  const box = svg.getBoundingClientRect();
-  const clientX = box.left + 46 + share * (box.width - 58);  // what drawChart leaves on both sides
+  const box = svg.getBoundingClientRect();  // of which drawChart leaves 46 + 12 pixels free
+  const clientX = box.left + 46 + share * (box.width - 58);
   svg.dispatchEvent(new PointerEvent(event, {clientX, clientY: box.top + 20}));
 }
 addEventListener("load", async () => {
   while (!runs) await new Promise(done => setTimeout(done, 10));
-  const seen = [];
+  const seen = [], [answers, , coloring] = document.forms;
   for (const address of STATES) {
     if (address.startsWith("click")) point(charts[1].svg, "click", Number(address.slice(5)));
     else location.hash = address;
     await new Promise(done => setTimeout(done, 50));
     for (const {svg} of charts) point(svg, "pointermove", 0.6);
     seen.push({
-      hash: location.hash, color: document.forms[2].elements.color.value,
-      changes: [...document.forms[0].elements.change.options].map(x => x.text),
-      change: document.forms[0].elements.change.selectedIndex,
-      charts: [...document.querySelectorAll("figure")].map(figure => ({
-        title: figure.querySelector("b").textContent, tip: figure.querySelector(".tip").innerText,
-        box: figure.querySelector(".plot").getBoundingClientRect(),
-        hint: figure.querySelector("details")?.textContent ?? "",
-        marks: figure.querySelectorAll(".chosen").length})),
       count: $("count").textContent, prompt: $("prompt").textContent, title: document.title,
-      rows: $("rows").children.length, scripts: document.scripts.length,
-      nodes: document.querySelectorAll("*").length,
+      rows: $("rows").children.length, scripts: document.scripts.length, nodes: all("*").length,
       legend: $("legend").textContent, question: $("question").textContent,
+      color: coloring.elements.color.value, menu: answers.elements.change.textContent,
       wide: document.documentElement.scrollWidth - innerWidth,
       hidden: ["problems", "rollouts"].filter(id => $(id).hidden),
       colors: ["color", "backgroundColor"].map(name => getComputedStyle(document.body)[name]),
+      charts: all("figure").map(figure => ({
+        title: all("b", figure)[0].textContent, tip: all(".tip", figure)[0].innerText,
+        box: all(".plot", figure)[0].getBoundingClientRect(),
+        hint: all("details", figure)[0]?.textContent, marks: all(".chosen", figure).length})),
       cards: [...$("group").children].map(card => ({
         box: card.getBoundingClientRect(), match: card.classList.contains("match"),
-        text: card.querySelector("pre").textContent,
-        spans: [...card.querySelectorAll("pre > span")].map(
+        text: all("pre", card)[0].textContent, spans: all("pre > span", card).map(
           s => [s.textContent, s.className, Number(s.style.getPropertyValue("--a"))])}))});
   }
   parent.postMessage(seen, "*");
 });
 </script>"""
 FRAME = """<iframe src="visited.html" style="border: 0; width: WIDTHpx; height: 900px"></iframe>
-<pre id="seen"></pre>
-<script>
+<pre id="seen"></pre><script>
 onmessage = ({data}) => { document.getElementById("seen").textContent = JSON.stringify(data); }
 </script>"""
 
-
-# ---- runs as nano_rlvr writes them
 
 def write_run(folder, per_token=True, length=5, steps=STEPS, groups=GROUPS, samples=SAMPLES,
               **config):
@@ -79,22 +78,16 @@ def write_run(folder, per_token=True, length=5, steps=STEPS, groups=GROUPS, samp
     folder.mkdir(parents=True)
     config = {"seed": 0, "kl_coef": 0.1, "steps": steps, "samples": samples,
               "name": folder.name} | config
-    about = {"config": config, "command": f"nano_rlvr.py {SCRIPT}", "commit": "c", "device": "d"}
-    (folder / "config.json").write_text(json.dumps(about))
+    (folder / "config.json").write_text(json.dumps(
+        {"config": config, "command": f"nano_rlvr.py {SCRIPT}", "commit": "c", "device": "d"}))
     metrics, rollouts, answers = [], [], []
     for step in range(steps + 1):
-        row = {"step": step, "eval/accuracy": 0.5 + 0.4 * step / steps, "eval/low": 0.4,
-               "eval/high": 0.95}
+        metrics.append({"step": step, "eval/accuracy": 0.5 + 0.4 * step / steps, "eval/low": 0.4,
+                        "eval/high": 0.95})
         if step < steps:
-            row |= {"reward/mean": rng.random(), "reward/a": 0.5, "reward/b": 1.0, "kl": step,
-                    "eval/pass@2": 0.7, "grad_norm": 3.0, "loss": 0.0, "entropy": 1.0,
-                    "completion/length": 9.0, "completion/truncated": 0.1, "group/flat": 0.2,
-                    "mismatch/mean_abs": 1e-3, "mismatch/max": 1e-2, "mfu": 0.25,
-                    "seconds/rollout": 1.0, "seconds/update": 4.0}
-        metrics.append(row)
-        for i in range(2):
-            answers.append({"step": step, "question": f"{i}? {SCRIPT}", "answer": str(i),
-                            "right": step > i, "completion": f"{i} {SCRIPT}", "finish": "stop"})
+            metrics[-1] |= METRICS | {"reward/mean": rng.random()}
+        answers += [{"step": step, "question": f"{i}? {SCRIPT}", "answer": str(i), "finish": "stop",
+                     "right": step > i, "completion": f"{i} {SCRIPT}"} for i in range(2)]
         for i in range(groups * samples if step < steps else 0):
             x = [round(rng.uniform(-1, 1), 2) for _ in range(length)]
             texts = [f"{number} " for number in x[:-1]] + [SCRIPT if i % 2 else "<|end|>"]
@@ -127,14 +120,11 @@ def visit(page, states, width=1280, dark=False):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """(report.html of a run, its rollouts)."""
     folder = tmp_path_factory.mktemp("one") / "run"
     rollouts = write_run(folder)
     report.write([folder], folder / "report.html")
     return folder / "report.html", rollouts
 
-
-# ---- the page in Chromium
 
 STATES = {  # what can stand behind # in the address -> which rollouts the page then shows
     "": lambda r: True,
@@ -151,7 +141,6 @@ STATES = {  # what can stand behind # in the address -> which rollouts the page 
 
 @pytest.fixture(scope="module")
 def seen(one):
-    """{state: what the page shows}."""
     return dict(zip(STATES, visit(one[0], list(STATES))))
 
 
@@ -198,7 +187,7 @@ def test_the_color_of_a_token_has_the_sign_and_the_size_of_its_number(one, seen)
 
 
 @in_chromium
-def test_a_chart_has_values_on_hover_its_hint_and_a_step_that_was_clicked(seen):
+def test_a_chart_has_values_on_hover_and_its_hint_and_marks_the_step_of_a_click(seen):
     charts = {chart["title"]: chart for chart in seen[""]["charts"]}
     assert list(charts) == [title for title, *_ in report.CHARTS if title != "Accuracy by set"]
     area = {title: x["box"]["width"] * x["box"]["height"] for title, x in charts.items()}
@@ -208,28 +197,21 @@ def test_a_chart_has_values_on_hover_its_hint_and_a_step_that_was_clicked(seen):
     assert charts["Samples of the evaluation"]["tip"] == "step 3\n● eval/pass@2 0.7"
     assert charts["Gradient"]["tip"] == "step 3\n● grad_norm 3"
     for title, _, _, _, hint in report.CHARTS:
-        assert not hint or charts[title]["hint"] == f"Is this normal?{hint}"
+        assert not hint or charts[title]["hint"] == "Is this normal?" + hint
     assert {chart["marks"] for chart in charts.values()} == {0}
-    assert "step=3" in seen["click0.6"]["hash"]
     assert {chart["marks"] for chart in seen["click0.6"]["charts"]} == {1}
+    assert seen[""]["menu"].startswith("wrong → right (2)right → wrong (0)right both times (0)")
+    assert "step 0" in seen[""]["question"] and "step 6" in seen[""]["question"]
 
 
 def test_each_metric_of_is_this_normal_has_a_hint_whose_flags_exist():
     table = (ROOT / "docs/metrics.md").read_text().partition("## Is this normal?")[2]
-    cells = re.findall(r"^\|(.*?)\|", table.partition("\n## ")[0], re.M)
-    metrics = {name for cell in cells for name in re.findall(r"`([\w/]+)`", cell)}
-    assert len(metrics) > 8
-    for metric in metrics | {"completion/length", "entropy"}:
+    cells = " ".join(re.findall(r"^\|(.*?)\|", table.partition("\n## ")[0], re.M))
+    metrics = {"completion/length", "entropy", *re.findall(r"`([\w/]+)`", cells)}
+    assert len(metrics) > 10
+    for metric in metrics:
         [hint] = [hint for *_, pattern, _, hint in report.CHARTS if re.fullmatch(pattern, metric)]
         assert hint and set(re.findall(r"--(\w+)", hint)) <= nr.Config.__dataclass_fields__.keys()
-
-
-@in_chromium
-def test_the_menu_of_changed_answers_begins_with_wrong_to_right(seen):
-    what = seen[""]
-    assert what["changes"] == ["wrong → right (2)", "right → wrong (0)", "right both times (0)",
-                               "wrong both times (0)", "all (2)"]
-    assert what["change"] == 0
 
 
 @in_chromium
@@ -272,8 +254,6 @@ def test_a_run_without_numbers_per_token_and_an_evaluation_alone_are_shown(tmp_p
     assert visit(tmp_path / "report.html", [""])[0]["hidden"] == ["problems", "rollouts"]
 
 
-# ---- charts
-
 def test_the_page_refers_to_nothing_in_a_network_and_carries_no_text_of_a_model_as_html(one):
     page = one[0].read_text()
     assert "://" not in page.replace('"http://www.w3.org/2000/svg"', "")  # the name of SVG
@@ -282,17 +262,10 @@ def test_the_page_refers_to_nothing_in_a_network_and_carries_no_text_of_a_model_
     assert not re.findall(r"@@\w+@@|(?:src|href)=\"(?!#)", page)
 
 
-@pytest.fixture(scope="module")
-def several(tmp_path_factory):
-    """Folders of two runs."""
-    folders = [tmp_path_factory.mktemp("several") / f"run-{seed}" for seed in range(2)]
-    for seed, folder in enumerate(folders):
-        write_run(folder, seed=seed)
-    return folders
-
-
-def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(several, tmp_path):
-    names = list(map(str, several))
+def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(tmp_path):
+    names = [str(tmp_path / f"run-{seed}") for seed in range(2)]
+    for seed, name in enumerate(names):
+        write_run(Path(name), seed=seed)
     report.main([*names, "--out", str(tmp_path / "all.html")])
     page = (tmp_path / "all.html").read_text()
     flags = re.findall(r"<tr><td>(\w*)<td>", page[page.index("Settings</summary>"):])
@@ -302,25 +275,25 @@ def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(several
         lines = [(line["color"], line["dash"]) for line in chart["lines"]]
         assert lines == [(i, j) for i in range(2) for j in range(len(chart["metrics"]))]
         assert {line["name"].split()[0] for line in chart["lines"]} == {"run-0", "run-1"}
-    report.main([*names, "--out", str(tmp_path / "all.png")])
+    program = ("import sys; from runtime import report; report.main(sys.argv[1:]); "
+               "assert 'matplotlib.pyplot' not in sys.modules")  # a notebook has its own backend
+    png = ["--out", tmp_path / "all.png"]
+    subprocess.run([sys.executable, "-c", program, *names, *png], cwd=ROOT, check=True)
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
         report.main(names)  # where to?
 
 
-def test_the_lines_of_the_charts_are_the_metrics_to_four_digits(several):
-    run = report.read_run(several[0])
+def test_the_lines_of_the_charts_are_the_metrics_to_four_digits(one):
+    run = report.read_run(one[0].parent)
     charts = {chart["title"]: chart for chart in report.charts([run])}
     assert charts["Seconds per step"]["metrics"] == ["seconds/rollout", "seconds/update"]
     for title, metric in (("Reward", "reward/mean"), ("MFU", "mfu"), ("Gradient", "grad_norm")):
         [line] = charts[title]["lines"]
-        for row, (step, *numbers) in zip(run["rows"][:-1], line["points"], strict=True):
-            assert step == row["step"] and numbers == [float(f"{row[metric]:.4g}")] * 3
-    [line] = charts["Held-out accuracy"]["lines"]
-    assert line["points"][3] == [3, 0.7, 0.4, 0.95]  # eval/low, eval/high
+        for row, point in zip(run["rows"][:-1], line["points"], strict=True):
+            assert point == [row["step"], *[float(f"{row[metric]:.4g}")] * 3]
+    assert charts["Held-out accuracy"]["lines"][0]["points"][3] == [3, 0.7, 0.4, 0.95]
 
-
-# ---- the command line
 
 def test_a_damaged_file_of_a_run_is_one_line_and_no_traceback(tmp_path):
     """Not every damage is seen: a number or a text may be any."""
@@ -367,16 +340,6 @@ def test_a_run_may_have_a_name_that_html_matplotlib_or_the_page_reads_otherwise(
     write_run(tmp_path / r"$\frac$", steps=1)
     report.main([str(tmp_path / r"$\frac$"), "--out", str(tmp_path / "curve.png")])
 
-
-def test_a_run_leaves_the_plots_of_a_notebook_alone(tmp_path):
-    """Figures are drawn without pyplot, whose backend a notebook has chosen."""
-    write_run(tmp_path / "run", steps=1)
-    program = ("import sys; from runtime import report; report.main(sys.argv[1:]); "
-               "assert 'matplotlib.pyplot' not in sys.modules")
-    subprocess.run([sys.executable, "-c", program, tmp_path / "run"], cwd=ROOT, check=True)
-
-
-# ---- which rollouts, and their numbers
 
 def test_the_report_has_whole_groups_of_at_most_2000_rollouts_in_every_kth_step():
     rng, limit = random.Random(0), report.LIMIT
@@ -435,8 +398,6 @@ def test_the_texts_of_the_tokens_are_the_text_also_where_a_character_has_several
     assert len(report.texts(broken, tokenizer)) == 9
 
 
-# ---- the run's screen
-
 def test_the_screen_has_a_line_per_step_and_says_where_to_look_next(
         tokenizer, tmp_path, monkeypatch, group, capsys):
     run, lines = Log(make_config(out=str(tmp_path), name="run"), tokenizer), []
@@ -447,13 +408,12 @@ def test_the_screen_has_a_line_per_step_and_says_where_to_look_next(
     run.write(7, row)
     assert lines.pop() == ("step    7  reward  0.500  length   99.5  flat  10%  kl 0.0100  "
                            "entropy 0.300    1000 tok/s  1.5 s")
-    page, found = run.folder / "report.html", {"accuracy": 0.5, "low": 0.4, "high": 0.6, "n": 9}
-    assert not page.exists()
-    found |= {"length": 9.0, "no_verdict": 0.0}
+    assert not (page := run.folder / "report.html").exists()
+    found = dict.fromkeys(["accuracy", "low", "high", "n", "length", "no_verdict"], 0.5)
     run.write(8, row | {"reward/no_verdict": 1.0} | {f"eval/{x}": y for x, y in found.items()})
     assert "no verdict 100%" in lines.pop() and "accuracy 50.0%" in lines.pop()
-    before = page.stat()  # an evaluation writes the report
-    assert "<td>8 of 2<td>" in page.read_text()
+    assert "<td>8 of 2<td>" in page.read_text()  # an evaluation writes the report
+    before = page.stat()
     run.say("loading the model into vLLM ...")
     assert re.fullmatch(r" +\d+\.\d s  loading the model into vLLM \.\.\.", lines.pop())
     run.close()
