@@ -197,8 +197,7 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
      "group/flat above a half is normal at the start of a hard task (take easier questions) and at "
      "the end of an easy one (take harder ones). clipped is 0 with one optimizer step per batch."),
     ("Gradient", "norm before clipping; share of skipped steps", "grad_norm|skipped", FROM_ZERO,
-     "A norm far above 1 is normal, a rise by orders of magnitude is not. A skipped step had a "
-     "gradient that was not finite; its batch is in quarantine/."),
+     "Far above 1 is normal, a rise by orders of magnitude is not. skipped: it was not finite."),
     ("Loss", "", "loss", {},
      "About 0 from the first step on is normal, also while the accuracy rises: every ratio is 1, "
      "and the advantages of a group sum to 0. Its gradient is not 0. The loss says nothing."),

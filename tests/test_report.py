@@ -24,11 +24,9 @@ in_chromium = pytest.mark.skipif(not screenshots.CHROMIUM,
                                  reason="no chromium: apt-get install chromium")
 SCRIPT = "<script>alert(1)</script><img src=x onerror=\"document.title='read as HTML'\"> & </pre>"
 STEPS, GROUPS, SAMPLES = 6, 3, 4
-METRICS = {  # of a step
-    "reward/a": 0.5, "reward/b": 1.0, "eval/pass@2": 0.7, "grad_norm": 3.0, "loss": 0.0, "kl": 0.5,
-    "entropy": 1.0, "completion/length": 9.0, "completion/truncated": 0.1, "group/flat": 0.2,
-    "mismatch/mean_abs": 1e-3, "mismatch/max": 1e-2, "mfu": 0.25, "seconds/rollout": 1.0,
-    "seconds/update": 4.0}
+METRICS = (  # of a step
+    "reward/a reward/b eval/pass@2 grad_norm loss kl entropy completion/length mismatch/max mfu "
+    "completion/truncated group/flat mismatch/mean_abs seconds/rollout seconds/update").split()
 # added to a copy of a report: it goes through states of the page and leaves what it sees
 VISITOR = """<script>
 const all = (name, node = document) => [...node.querySelectorAll(name)];
@@ -76,8 +74,7 @@ def write_run(folder, per_token=True, length=5, steps=STEPS, groups=GROUPS, samp
     """A run folder with random numbers; every other completion has SCRIPT. Returns its rollouts."""
     rng = random.Random(config.get("seed", 0))
     folder.mkdir(parents=True)
-    config = {"seed": 0, "kl_coef": 0.1, "steps": steps, "samples": samples,
-              "name": folder.name} | config
+    config = {"seed": 0, "steps": steps, "samples": samples, "name": folder.name} | config
     (folder / "config.json").write_text(json.dumps(
         {"config": config, "command": f"nano_rlvr.py {SCRIPT}", "commit": "c", "device": "d"}))
     metrics, rollouts, answers = [], [], []
@@ -85,7 +82,7 @@ def write_run(folder, per_token=True, length=5, steps=STEPS, groups=GROUPS, samp
         metrics.append({"step": step, "eval/accuracy": 0.5 + 0.4 * step / steps, "eval/low": 0.4,
                         "eval/high": 0.95})
         if step < steps:
-            metrics[-1] |= METRICS | {"reward/mean": rng.random()}
+            metrics[-1] |= dict.fromkeys(METRICS, 0.5) | {"reward/mean": rng.random()}
         answers += [{"step": step, "question": f"{i}? {SCRIPT}", "answer": str(i), "finish": "stop",
                      "right": step > i, "completion": f"{i} {SCRIPT}"} for i in range(2)]
         for i in range(groups * samples if step < steps else 0):
@@ -161,8 +158,7 @@ def test_a_filter_shows_the_rollouts_that_it_names_and_a_script_in_a_text_stays_
 @in_chromium
 def test_the_whole_group_of_a_prompt_is_side_by_side(one, seen):
     group = [r for r in one[1] if r["step"] == 4][SAMPLES:2 * SAMPLES]
-    what = seen["step=4&group=4:1"]
-    assert what["prompt"] == group[0]["prompt"]
+    assert (what := seen["step=4&group=4:1"])["prompt"] == group[0]["prompt"]
     assert [card["text"] for card in what["cards"]] == [r["completion"] for r in group]
     assert len({card["box"]["top"] for card in what["cards"]}) == 1  # in one row
     assert len({card["box"]["left"] for card in what["cards"]}) == SAMPLES
@@ -193,9 +189,7 @@ def test_a_chart_has_values_on_hover_and_its_hint_and_marks_the_step_of_a_click(
     area = {title: x["box"]["width"] * x["box"]["height"] for title, x in charts.items()}
     assert sorted(area, key=area.get)[-1] == "Held-out accuracy"
     assert charts["Held-out accuracy"]["tip"] == "step 4\n● eval/accuracy 0.767 (0.4 to 0.95)"
-    assert charts["Reward parts"]["tip"] == "step 3\n● reward/a 0.5\n● reward/b 1"
-    assert charts["Samples of the evaluation"]["tip"] == "step 3\n● eval/pass@2 0.7"
-    assert charts["Gradient"]["tip"] == "step 3\n● grad_norm 3"
+    assert charts["Reward parts"]["tip"] == "step 3\n● reward/a 0.5\n● reward/b 0.5"
     for title, _, _, _, hint in report.CHARTS:
         assert not hint or charts[title]["hint"] == "Is this normal?" + hint
     assert {chart["marks"] for chart in charts.values()} == {0}
@@ -216,7 +210,6 @@ def test_each_metric_of_is_this_normal_has_a_hint_whose_flags_exist():
 
 @in_chromium
 def test_many_long_rollouts_are_a_small_page_in_every_state(tmp_path):
-    """The bound: the charts, a page of the list, and one group of 16 with 400 tokens each."""
     write_run(tmp_path / "long", length=410, steps=12, groups=1, samples=16)
     report.write([tmp_path / "long"], tmp_path / "report.html")
     for what in visit(tmp_path / "report.html", ["", "group=9:0&color=change", "min=1&page=5"]):
@@ -229,13 +222,12 @@ def test_many_long_rollouts_are_a_small_page_in_every_state(tmp_path):
 @in_chromium
 def test_a_phone_scrolls_in_one_direction_and_a_dark_page_is_dark(one):
     light, dark = (visit(one[0], [""], width=390, dark=dark)[0] for dark in (False, True))
-    brightness = []
     for what in (light, dark):
         assert what["wide"] <= 0
         assert len({card["box"]["top"] for card in what["cards"]}) == 1  # still side by side
-        for color in what["colors"]:
-            brightness.append(sum(map(int, re.findall(r"\d+", color)[:3])) / 765)
-    text, page, dark_text, dark_page = brightness
+    text, page, dark_text, dark_page = (
+        sum(map(int, re.findall(r"\d+", color)[:3])) / 765
+        for color in light["colors"] + dark["colors"])
     assert text < 0.25 < 0.75 < page and dark_page < 0.25 < 0.75 < dark_text
 
 
@@ -269,7 +261,7 @@ def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(tmp_pat
     report.main([*names, "--out", str(tmp_path / "all.html")])
     page = (tmp_path / "all.html").read_text()
     flags = re.findall(r"<tr><td>(\w*)<td>", page[page.index("Settings</summary>"):])
-    assert flags == ["", "seed", "kl_coef", "steps", "samples"]
+    assert flags == ["", "seed", "steps", "samples"]
     packed = base64.b64decode(re.search('PACKED = "(.*?)"', page)[1])
     for chart in json.loads(gzip.decompress(packed))["charts"]:
         lines = [(line["color"], line["dash"]) for line in chart["lines"]]
@@ -284,19 +276,7 @@ def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(tmp_pat
         report.main(names)  # where to?
 
 
-def test_the_lines_of_the_charts_are_the_metrics_to_four_digits(one):
-    run = report.read_run(one[0].parent)
-    charts = {chart["title"]: chart for chart in report.charts([run])}
-    assert charts["Seconds per step"]["metrics"] == ["seconds/rollout", "seconds/update"]
-    for title, metric in (("Reward", "reward/mean"), ("MFU", "mfu"), ("Gradient", "grad_norm")):
-        [line] = charts[title]["lines"]
-        for row, point in zip(run["rows"][:-1], line["points"], strict=True):
-            assert point == [row["step"], *[float(f"{row[metric]:.4g}")] * 3]
-    assert charts["Held-out accuracy"]["lines"][0]["points"][3] == [3, 0.7, 0.4, 0.95]
-
-
 def test_a_damaged_file_of_a_run_is_one_line_and_no_traceback(tmp_path):
-    """Not every damage is seen: a number or a text may be any."""
     rng, said = random.Random(0), set()
     write_run(tmp_path / "right", steps=2)
     for i in range(60):
