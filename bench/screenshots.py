@@ -1,8 +1,10 @@
-"""The pictures of docs/report.md: the report of a run in headless Chromium, and its curve.
+"""The pictures of docs/report.md and of README.md: the report of a run in headless Chromium.
 
-    python nano_rlvr.py --name default && python bench/screenshots.py runs/default
+    python nano_rlvr.py --steps 12 --eval_every 4 --eval_n 4 --name demo
+    python bench/screenshots.py runs/demo
 
-Writes docs/images/report.png, report_rollouts.png, report_phone.png (dark) and curve.png.
+Writes docs/images/report.png, report_rollouts.png, report_phone.png (dark), report_tokens.png (144
+dpi), and the report itself as docs/example_report.html.
 """
 import os
 import shutil
@@ -16,10 +18,13 @@ from common import ROOT  # puts the repository on sys.path
 BROWSERS = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
 CHROMIUM = next(filter(None, BROWSERS), None)
 STATE = "#step=2&color=change"  # of the page: a step with right and wrong completions
-# name -> width and height of the window, what is cut out of it (top and bottom), dark mode
-PICTURES = {"report": (1200, 1060, (0, 1060), False),
-            "report_rollouts": (1200, 2600, (1480, 2480), False),
-            "report_phone": (500, 4700, (3380, 4340), True)}
+TOP = "body > :not(#rollouts)"  # what stands above the rollouts
+LIST = f"{TOP}, #rollouts > :not(:last-child)"  # and the list of the rollouts
+# name -> width and height of the window, what is hidden in it, dark mode, pixels per CSS pixel
+PICTURES = {"report": (1200, 1280, "#problems, #rollouts", False, 1),
+            "report_rollouts": (1200, 1000, TOP, False, 1),
+            "report_phone": (500, 390, LIST, True, 1),
+            "report_tokens": (900, 430, f"{LIST}, #token, form", False, 1.5)}
 
 
 def browse(page, *flags, dark=False):
@@ -39,14 +44,18 @@ def main(folder, images=ROOT / "docs/images"):
 
     from runtime import report
     images.mkdir(parents=True, exist_ok=True)
+    example = images.parent / "example_report.html"
+    report.write([folder], example)
     with tempfile.TemporaryDirectory() as temporary:
         page = Path(temporary) / "report.html"
-        report.write([folder], page)
-        for name, (width, height, (top, bottom), dark) in PICTURES.items():
+        for name, (width, height, hidden, dark, scale) in PICTURES.items():
+            style = f"<style>{hidden} {{ display: none !important }}</style>"
+            page.write_text(example.read_text().replace("</head>", style + "</head>"))
             path, size = images / f"{name}.png", f"--window-size={width},{height}"
-            browse(page.as_uri() + STATE, f"--screenshot={path}", size, dark=dark)
-            Image.open(path).convert("RGB").crop((0, top, width, bottom)).save(path, optimize=True)
-    report.write([folder], images / "curve.png")
+            browse(page.as_uri() + STATE, f"--screenshot={path}", size,
+                   f"--force-device-scale-factor={scale}", dark=dark)
+            picture = Image.open(path).convert("RGB")
+            picture.save(path, optimize=True, dpi=(96 * scale, 96 * scale))
 
 
 if __name__ == "__main__":

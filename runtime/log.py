@@ -59,7 +59,7 @@ def provenance(*packages):
 
 
 class Log:
-    """Writes config.json, the LOGS, curve.png and report.html to <out>/<name>/, and to the screen.
+    """Writes config.json, the LOGS, report.html and curve.png to <out>/<name>/, and to the screen.
 
     Every rank has one, but only rank 0 writes.
     """
@@ -166,6 +166,8 @@ class Log:
             seconds = f"{stage_seconds([metrics]):.1f} s"
             self.bar.write("  ".join([f"step {step:4d}", *shown, seconds]))
             self.bar.update()
+            if "eval/accuracy" in metrics:
+                report.write([self.folder], self.folder / "report.html")
 
     def _append(self, name, rows):
         """Adds whole lines to a file, or none. Raises RunError if the disk is full."""

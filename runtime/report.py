@@ -4,15 +4,14 @@
     python -m runtime.report runs/a runs/b --out ab.html   several runs in one report
     python -m runtime.report runs/a runs/b --out ab.png    only reward, accuracy and length
 
-A run is a line; bench/seeds.py has means over seeds. matplotlib draws the charts as SVG with text:
-no script to load, sharp at any size. At most 2,000 rollouts of a run are shown, see shown().
-docs/report.md says how to read the report.
+A run is a line; bench/seeds.py has means over seeds. This file chooses what the report shows, and
+report.html draws it. At most 2,000 rollouts of a run are shown, see shown(). docs/report.md says
+how to read the report.
 """
 import argparse
 import base64
 import gzip
 import html
-import io
 import itertools
 import json
 import math
@@ -26,9 +25,6 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 LIMIT = 2000  # rollouts of a run
 QUESTIONS = 1000  # of the evaluation, the first ones, are shown
 STAGES = ("rollout", "reward", "update", "sync")
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9, "lines.linewidth": 1.3,
-         "axes.grid": True, "axes.edgecolor": "0.8", "grid.color": "0.8", "grid.linewidth": 0.5,
-         "axes.facecolor": "none", "figure.facecolor": "none"}
 
 
 # ---- files of a run
@@ -149,28 +145,12 @@ def figure(**args):
     return Figure(layout="constrained", **args)
 
 
-def draw(axis, runs, key, style="-"):
-    """A line per run; the accuracy has its interval as a band."""
-    is_accuracy = key == "eval/accuracy"
-    for i, run in enumerate(runs):
-        values = series(run["rows"], key)
-        axis.plot(values.keys(), values.values(), style, color=f"C{i}", ms=3,
-                  marker="o" if is_accuracy else "",
-                  label=run["name"].replace("$", r"\$"))  # "$" would begin a formula
-        if is_accuracy:
-            band = [series(run["rows"], name).values() for name in ("eval/low", "eval/high")]
-            axis.fill_between(list(values), *map(list, band), color=f"C{i}", alpha=0.2, lw=0)
-
-
-def draw_stages(axis, run):
-    """Seconds per stage, stacked. Dashed: the update's FLOPs at peak speed."""
-    rows = [row for row in run["rows"] if "mfu" in row]
-    if rows:
-        steps = [row["step"] for row in rows]
-        seconds = [[stage_seconds([row], [stage]) for row in rows] for stage in STAGES]
-        axis.stackplot(steps, *seconds, alpha=0.75, step="mid", lw=0)
-        bound = [row["mfu"] * row["seconds/update"] for row in rows]
-        axis.plot(steps, bound, color="black", lw=1, ls="--")
+def points(run, metric):
+    """[step, value, low, high] for each value of a metric; only an accuracy has an interval."""
+    values, low, high = (series(run["rows"], re.sub("accuracy$", end, metric))
+                         for end in ("accuracy", "low", "high"))
+    return [[step, *(float(f"{x:.4g}") for x in (y, low.get(step, y), high.get(step, y)))]
+            for step, y in values.items()]
 
 
 def write_curve(runs, out):
@@ -178,63 +158,79 @@ def write_curve(runs, out):
     fig = figure(figsize=(12, 3.6))
     keys = ("reward/mean", "eval/accuracy", "completion/length")
     for axis, key in zip(fig.subplots(1, 3), keys):
-        draw(axis, runs, key)
         axis.set(xlabel="step", title=key)
+        for i, run in enumerate(runs):
+            steps, values, low, high = zip(*points(run, key)) if points(run, key) else ([],) * 4
+            axis.plot(steps, values, color=f"C{i}", marker="o" if low != values else "", ms=3,
+                      label=run["name"].replace("$", r"\$"))  # "$" would begin a formula
+            axis.fill_between(steps, low, high, color=f"C{i}", alpha=0.2, lw=0)
     axis.legend(fontsize=8)
     fig.savefig(out, dpi=120)
 
 
-SHARE, FROM_ZERO = dict(ylim=(-0.02, 1.02)), dict(ylim=(0, None))
-CHARTS = [  # title, caption, {metric: style of its line}, properties of the axis
-    ("Reward", "mean of the step's completions", {"reward/mean": "-"}, {}),
-    ("Held-out accuracy", "greedy; band: 95 % interval", {"eval/accuracy": "-"}, SHARE),
-    ("KL to the starting model", "mean per token", {"kl": "-"}, {}),
-    ("Entropy", "nats, mean per token", {"entropy": "-"}, FROM_ZERO),
-    ("Length", "tokens per completion", {"completion/length": "-"}, FROM_ZERO),
-    ("Truncated and flat",
-     "share of completions cut off (solid), of groups with equal rewards (dashed)",
-     {"completion/truncated": "-", "group/flat": "--"}, SHARE),
-    ("Mismatch", "trainer against vLLM: mean |difference| of log-probs (solid), largest (dotted)",
-     {"mismatch/mean_abs": "-", "mismatch/max": ":"}, dict(yscale="log"))]
+SHARE, FROM_ZERO = {"from": 0, "to": 1}, {"from": 0}
+CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of docs/metrics.md
+    ("Held-out accuracy", "greedy; band: 95 % interval", "eval/accuracy", SHARE | {"wide": True},
+     "Two seeds differ by several points: 512 questions alone have an interval of ±4 points. If "
+     "the reward rises and this is flat, something else than right answers is rewarded: read "
+     "rollouts with reward 1. If it rises with random rewards too, do not call it learning."),
+    ("Reward", "mean of the step's completions", "reward/mean", {},
+     "Noise is normal: each step has other prompts."),
+    ("Reward parts", "mean of each reward function",
+     "reward/(?!(mean|std|no_verdict|timeouts|crashes)$).+", {"least": 2},
+     "If the part for the format alone rises, the model does not learn the task."),
+    ("Samples of the evaluation", "with --eval_n", r"eval/(mean|pass|maj)@\d+", SHARE,
+     "The greedy accuracy may be good at once and flat, while mean@n rises towards it."),
+    ("Accuracy by set", "greedy", "eval/.+/accuracy", SHARE, ""),
+    ("Length", "tokens per completion", "completion/length", FROM_ZERO,
+     "It often drops first: the model learns to end its answer. If it keeps falling while the "
+     "accuracy stays, a guess pays better than thinking. If it rises and completion/truncated "
+     "with it: --aggregate constant, or a larger --max_tokens."),
+    ("Entropy", "nats, mean per token", "entropy", FROM_ZERO,
+     "Falling is normal: RL sharpens. At about 0 the samples of a group are equal: lower --lr, "
+     "more --kl_coef, other questions. If it explodes and text turns into noise: lower --lr."),
+    ("KL to the starting model", "mean per token", "kl", {},
+     "A slow rise without end is learning. A spike for a step or two is noise: one token that "
+     "became much less likely is enough. If it stays, lower --lr or raise --kl_coef."),
+    ("Shares", "of groups with equal rewards, completions cut off, tokens without a gradient",
+     "group/flat|completion/truncated|clipped", SHARE,
+     "group/flat above a half is normal at the start of a hard task (take easier questions) and at "
+     "the end of an easy one (take harder ones). clipped is 0 with one optimizer step per batch."),
+    ("Gradient", "norm before clipping; share of skipped steps", "grad_norm|skipped", FROM_ZERO,
+     "Far above 1 is normal, a rise by orders of magnitude is not. skipped: it was not finite."),
+    ("Loss", "", "loss", {},
+     "About 0 from the first step on is normal, also while the accuracy rises: every ratio is 1, "
+     "and the advantages of a group sum to 0. Its gradient is not 0. The loss says nothing."),
+    ("Mismatch", "|trainer's log-prob - vLLM's|", "mismatch/(mean_abs|max)", {"log": True},
+     "mean_abs is normal at 0.02 to 0.03 in bf16 and below 1e-6 in fp32."),
+    ("Seconds per step", "", "seconds/(rollout|reward|update|sync)", FROM_ZERO, ""),
+    ("MFU", "FLOPs of the update, as a share of the device's peak", "mfu", FROM_ZERO, "")]
 
 
 def charts(runs):
-    """The charts as HTML, those that the runs have numbers for."""
-    import matplotlib
-    found = {key for run in runs for row in run["rows"] for key in row}
-    figures = []
-    with matplotlib.rc_context(STYLE):
-        for title, caption, metrics, axes in CHARTS:
-            if metrics.keys() <= found:
-                axis = figure(figsize=(4.2, 2.4)).subplots()
-                for key, style in metrics.items():
-                    draw(axis, runs, key, style)
-                figures.append(to_html(axis, title, caption, **axes))
-        stages = " ".join(swatch(i) + stage for i, stage in enumerate(STAGES))
-        stages += "<br>dashed: the update's bound, its FLOPs at the device's peak speed"
-        for run in runs if "mfu" in found else ():
-            axis = figure(figsize=(4.2, 2.4)).subplots()
-            draw_stages(axis, run)
-            title = f"Seconds per step: {html.escape(run['name'])}"
-            figures.append(to_html(axis, title, stages))
-    return "\n".join(figures)
+    """The charts for the page, a dict each: those that the runs have numbers for."""
+    found, several = [], len(runs) > 1
+    keys = dict.fromkeys(key for run in runs for row in run["rows"] for key in row)
+    for title, caption, pattern, how, hint in CHARTS:
+        metrics = [key for key in keys if re.fullmatch(pattern, key)]
+        lines = []
+        for (i, run), (j, metric) in itertools.product(enumerate(runs), enumerate(metrics)):
+            words = [run["name"]] * several + [metric] * (len(metrics) > 1 or not several)
+            lines.append({"name": " ".join(words), "points": points(run, metric),
+                          "color": (i if several else j) % 10, "dash": j if several else 0})
+        if len(metrics) >= how.get("least", 1):
+            found.append({"title": title, "caption": caption, "metrics": metrics, "lines": lines,
+                          "hint": hint, "dashed": several, **how})
+    return found
 
 
-def to_html(axis, title, caption, **properties):
-    """A chart with its caption. properties: of the axis."""
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.set(xlabel="step", **properties)
-    file = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    axis.figure.savefig(file, format="svg", metadata=nothing)
-    image = "<svg" + file.getvalue().partition("<svg")[2]
-    return f"<figure><figcaption><b>{title}</b><br>{caption}</figcaption>{image}</figure>"
-
-
-def swatch(i):
-    """A square in the colour of line i, as HTML."""
-    from matplotlib.colors import to_hex
-    return f"<span class=swatch style='background: {to_hex(f'C{i}')}'></span>"
+def settings(runs):
+    """A table with a row per flag, those that differ between the runs first. As HTML."""
+    rows = [[key, *(json.dumps(run["config"].get(key)) for run in runs)]
+            for key in dict.fromkeys(key for run in runs for key in run["config"]) if key != "name"]
+    rows.sort(key=lambda row: len(set(row[1:])) == 1)
+    rows.insert(0, ["", *(run["name"] for run in runs)])
+    return "\n".join("<tr><td>" + "<td>".join(map(html.escape, row)) for row in rows)
 
 
 def summary(runs):
@@ -242,14 +238,13 @@ def summary(runs):
     rows = ["<tr><th>run<th>accuracy before<th>after<th>steps<th>time"]
     for i, run in enumerate(runs):
         about, evals = run["about"], list(series(run["rows"], "eval/accuracy").values())
-        accuracy = ["–", "–"]  # before, after
-        if evals:
-            accuracy = [f"{evals[at]:.1%}" for at in (0, -1)]
+        accuracy = [f"{evals[at]:.1%}" for at in (0, -1)] if evals else ["–", "–"]
         seconds = stage_seconds(run["rows"], [*STAGES, "evaluate"])
         steps = max((row["step"] for row in run["rows"]), default=0)
-        cells = [run["name"], *accuracy, str(steps), f"{seconds:.0f} s"]
+        cells = [run["name"], *accuracy, f"{steps} of {run['config']['steps']}", f"{seconds:.0f} s"]
         where = ", ".join(about[name] for name in ("command", "commit", "device") if name in about)
-        rows.append(f"<tr><td>{swatch(i)}{'<td>'.join(map(html.escape, cells))}\n"
+        swatch = f"<span class=swatch style='background: var(--c{i % 10})'></span>"
+        rows.append(f"<tr><td>{swatch}{'<td>'.join(map(html.escape, cells))}\n"
                     f"<tr class=quiet><td colspan={len(cells)}>{html.escape(where)}")
     return "\n".join(rows)
 
@@ -261,15 +256,18 @@ def write(folders, out):
     runs = list(map(read_run, folders))
     if Path(out).suffix == ".png":
         return write_curve(runs, out)
-    data = [{"name": run["name"], "rollouts": rollouts(run),
-             **questions(read(run["path"], "eval.jsonl"))} for run in runs]
+    data = {"charts": charts(runs), "runs": [
+        {"name": run["name"], "rollouts": rollouts(run),
+         **questions(read(run["path"], "eval.jsonl"))} for run in runs]}
     # base64 has no "<": the browser reads no text of a model as HTML
     packed = base64.b64encode(gzip.compress(json.dumps(data).encode(), 6, mtime=0)).decode()
     texts = {"TITLE": html.escape(", ".join(run["name"] for run in runs)),
-             "SUMMARY": summary(runs), "CHARTS": charts(runs), "DATA": packed}
+             "SUMMARY": summary(runs), "SETTINGS": settings(runs), "DATA": packed}
     # in one pass: a run may have one of these names
-    page = re.sub("@@(TITLE|SUMMARY|CHARTS|DATA)@@", lambda m: texts[m[1]], TEMPLATE.read_text())
-    Path(out).write_text(page)
+    page = re.sub("@@(TITLE|SUMMARY|SETTINGS|DATA)@@", lambda m: texts[m[1]], TEMPLATE.read_text())
+    part = Path(out).with_suffix(".part")
+    part.write_text(page)
+    part.rename(out)  # whoever reads meanwhile gets the old report or the new one
 
 
 def main(argv):

@@ -133,10 +133,10 @@ def test_the_report_compares_the_first_evaluation_with_the_last(tmp_path):
     text = (folder / "report.html").read_text()
     table = text[text.index("<table class=\"summary\">"):text.index("</table>")]
     table = re.sub("<[^>]*>", "|", table)
-    assert "run|accuracy before|after|steps|time" in table and "|2|" in table
+    assert "run|accuracy before|after|steps|time" in table and "|2 of 2|" in table
     assert re.findall(r"[\d.]+%", table) == ["25.0%", "50.0%"]
     packed = re.search(r'const PACKED = "(.*?)"', text)[1]
-    [run] = json.loads(gzip.decompress(base64.b64decode(packed)))
+    [run] = json.loads(gzip.decompress(base64.b64decode(packed)))["runs"]
     assert run["steps"] == [0, 2]
     assert run["questions"] == [
         ["q0", "1", [True, "step 0, 0", "stop"], [False, "step 2, 0", "length"]],
