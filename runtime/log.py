@@ -60,9 +60,7 @@ def provenance(*packages):
 
 class Log:
     """Writes config.json, the LOGS, report.html and curve.png to <out>/<name>/, and to the screen.
-
-    Every rank has one, but only rank 0 writes.
-    """
+    Every rank has one, but only rank 0 writes."""
 
     def __init__(self, cfg, tokenizer, plan=None):
         self.cfg, self.tokenizer, self.folder = cfg, tokenizer, Path(cfg.out) / cfg.name
@@ -166,6 +164,10 @@ class Log:
             seconds = f"{stage_seconds([metrics]):.1f} s"
             self.bar.write("  ".join([f"step {step:4d}", *shown, seconds]))
             self.bar.update()
+            flat = [row.get("group/flat") for row in self.rows[-6:]]
+            if flat[-5:] == [1.0] * 5 and flat != [1.0] * 6:
+                self.say(f"no gradient since step {step - 4}: the rewards of each group are equal, "
+                         "as its baseline is; see \"Is this normal?\" in docs/metrics.md")
             if "eval/accuracy" in metrics:
                 report.write([self.folder], self.folder / "report.html")
 

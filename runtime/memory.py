@@ -47,6 +47,8 @@ def check_machine(dtype):
     for lock in root.rglob("lock"):  # left by a run that was killed while it compiled
         dist.print_once(f"note: DeepSpeed will wait for {lock} to be removed: delete it, "
                         "unless another run is just starting", file=sys.stderr)
+    if not gpu and not any(root.rglob("cpu_adam.so")):
+        dist.print_once("the first start compiles DeepSpeed's CPU operators, for two minutes")
 
 
 def free_host_bytes():

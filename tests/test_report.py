@@ -407,6 +407,16 @@ def test_the_screen_has_a_line_per_step_and_says_where_to_look_next(
     assert (run.folder / "curve.png").exists() and not list(run.folder.glob("*.part"))
 
 
+def test_a_run_whose_rewards_are_equal_says_once_since_when_and_again_after_a_gradient(
+        tokenizer, tmp_path, monkeypatch):
+    run, lines = Log(make_config(out=str(tmp_path), name="run"), tokenizer), []
+    monkeypatch.setattr(run.bar, "write", lines.append)
+    for step, flat in enumerate([0.9] + [1.0] * 8 + [0.0] + [1.0] * 5):
+        run.write(step, {"lr": 1.0, "group/flat": flat, "seconds/update": 1.0})
+    said = [line.split(": the")[0][10:] for line in lines if "no gradient" in line]
+    assert said == ["no gradient since step 1", "no gradient since step 10"]
+
+
 @pytest.mark.parametrize("mode, key, says", [
     ("online", "", "no API key: run `wandb login`"), ("online", "sentinel", "must have 40"),
     ("offline", "", None), ("off", "", None)])
