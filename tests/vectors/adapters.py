@@ -224,7 +224,7 @@ def openrlhf(case):
 
 
 def areno(case):
-    """The loss functions of its CUDA backend, which are plain torch, and the group advantages."""
+    """GSPO's loss in its CUDA backend, which is plain torch, and the group advantages."""
     without_init("areno", "areno.api", "areno.api.backend", "areno.api.backend.cuda")
     from areno.api.advantages import compute_batch_group_advantages
     from areno.api.backend.cuda import losses
@@ -234,27 +234,16 @@ def areno(case):
         sizes = [index.count(g) for g in sorted(set(index))]
         scores = compute_batch_group_advantages(rewards.tolist(), sizes, eps=1e-4)
         found = of_advantages(torch.tensor(scores, dtype=torch.float64), b, case)
-    own = o["gate"], o["ratio"], o["aggregate"]
-    has_kl = o["kl_coef"] and o["kl_in"] == "loss"
-    if (own not in {("clip", "token", "token"), ("clip", "sequence", "sequence")}
-            or o["correction"] != "none" or o["clip_low"] != o["clip_high"]
-            or own[1] == "sequence" and (has_kl or o["delta"])):
+    if ((o["gate"], o["ratio"], o["aggregate"], o["correction"], o["delta"])
+            != ("clip", "sequence", "sequence", "none", 0) or o["clip_low"] != o["clip_high"]
+            or o["kl_coef"] and o["kl_in"] == "loss"):
         return found
     n, length = b.mask.shape
     pack = dict(
         packed_response_mask=b.mask.flatten(), packed_logprobs=b.old.flatten(),
-        packed_advantages=b.advantages.flatten(), packed_ref_logprobs=b.ref.flatten(),
-        packed_seq_ids=torch.arange(n).repeat_interleave(length), packed_num_sequences=n)
-    if not has_kl:
-        del pack["packed_ref_logprobs"]
-    if own[1] == "sequence":
-        loss, _ = losses.gspo_loss_fn(pack, b.logp.flatten(), clip_eps=o["clip_low"])
-    elif has_kl or o["delta"]:
-        loss, _ = losses.ppo_loss_fn(
-            pack, b.logp.flatten(), clip_eps=o["clip_low"], clip_ratio_c=o["delta"] or math.inf,
-            use_kl_loss=has_kl, kl_loss_coef=o["kl_coef"])
-    else:
-        loss, _ = losses.grpo_loss_fn(pack, b.logp.flatten(), clip_eps=o["clip_low"])
+        packed_advantages=b.advantages.flatten(), packed_num_sequences=n,
+        packed_seq_ids=torch.arange(n).repeat_interleave(length))
+    loss, _ = losses.gspo_loss_fn(pack, b.logp.flatten(), clip_eps=o["clip_low"])
     return found | of_loss(loss, b, case)
 
 
