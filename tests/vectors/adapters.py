@@ -74,18 +74,19 @@ def of_advantages(scores, b, case):
 
 
 def outcomes(case):
-    """(rewards (N,), groups): None if a completion has steps or no verdict."""
-    found = [c["rewards"] for c in in_order(case["groups"])]
-    if any([end for end, _ in steps] != [len(c["logp"])] for steps, c in
-           zip(found, in_order(case["groups"]))) or case["options"]["kl_in"] == "reward":
+    """(rewards (N,), number of the group of each). None if a completion has another reward than
+    one at its end."""
+    completions = in_order(case["groups"])
+    ends = [[end for end, _ in c["rewards"]] for c in completions]
+    if ends != [[len(c["logp"])] for c in completions] or case["options"]["kl_in"] == "reward":
         return None
     index = [g for g, group in enumerate(case["groups"]) for _ in group]
-    return torch.tensor([steps[0][1] for steps in found], dtype=torch.float64), index
+    return torch.tensor([c["rewards"][0][1] for c in completions], dtype=torch.float64), index
 
 
 def without_init(*packages):
-    """Imports of their modules skip the __init__.py of these packages, which needs a GPU library or
-    a cluster. The modules themselves are the project's."""
+    """Makes these packages importable without running their __init__.py, which needs a GPU library
+    or a cluster. Their modules are the project's own."""
     for name in packages:
         if name in sys.modules:
             continue
@@ -163,11 +164,9 @@ def verl(case):
         last = b.sampled.cumsum(1).argmax(1)  # (N,) verl puts the reward on the last token
         by_token = torch.zeros_like(b.sampled)
         by_token[range(len(rewards)), last] = rewards
-        own = dict(estimator[1]) | dict(index=np.array(index))
-        if estimator[0] == "reinforce_plus_plus":
-            del own["index"]  # it has no groups
         advantages, _ = core_algos.get_adv_estimator_fn(estimator[0])(
-            token_level_rewards=by_token, response_mask=b.sampled, **own)
+            token_level_rewards=by_token, response_mask=b.sampled, index=np.array(index),
+            **estimator[1])
         found["advantages"] = nested(advantages, case)
     name = {("token", "clip"): "vanilla", ("sequence", "clip"): "gspo",
             ("token", "detach"): "cispo", ("token", "soft"): "sapo"}.get((o["ratio"], o["gate"]))
@@ -254,9 +253,8 @@ def paper(case):
     if o["baseline"] == "group" and o["scale"] in ("group", "none") and outcomes(case):
         rewards, index = outcomes(case)
         groups = [rewards[torch.tensor(index) == g] for g in sorted(set(index))]
-        scores = [g - g.mean() for g in groups]
-        if o["scale"] == "group":
-            scores = [(g - g.mean()) / (g.std(correction=0) + 1e-4) for g in groups]
+        scores = [(g - g.mean()) / (g.std(correction=0) + 1e-4 if o["scale"] == "group" else 1)
+                  for g in groups]
         found = of_advantages(torch.cat(scores), b, case)
     if (o["gate"], o["ratio"], o["correction"], o["delta"]) != ("clip", "token", "none", 0):
         return found
