@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import audit as lab
+import kl
 import nano_rlvr as nr
 from audit import UNBIASED, WHOLE, Question, after_updates, config, with_sampler
 from conftest import close, float64, within
@@ -215,8 +216,9 @@ def kl_mean(question, kind, **changes):
     """The expected gradient of a KL term alone. kind None: the script's."""
     question.rewards = [0.0] * len(question.rewards)
     loss = partial(lab.kl_loss, kind) if kind else nr.policy_loss
-    options = dict(baseline="none", scale="none", aggregate="constant", kl_coef=1.0, samples=2)
-    return mean_of(question, loss=loss, **options | changes)
+    options = dict(loss=loss, baseline="none", scale="none", aggregate="constant", kl_coef=1.0,
+                   samples=2)
+    return mean_of(question, **options | changes)
 
 
 def test_k3_as_a_loss_has_the_gradient_of_the_other_kl():
@@ -236,6 +238,19 @@ def test_k2_and_k3_times_the_ratio_have_the_gradient_of_the_next_tokens_kl_not_o
         close(kl_mean(one, kind), -one.gradient(one.kl))
         close(kl_mean(three, kind), -three.gradient(three.token_kl))
     differ(kl_mean(three, "k2"), -three.gradient(three.kl))
+
+
+@pytest.mark.parametrize("estimator", kl.ESTIMATORS)
+def test_the_estimators_of_examples_kl_have_the_gradients_that_its_table_says(estimator):
+    """On-policy; after an update, `unbiased` is still right for completions of one token."""
+    for question in Question(2.0, steps=1), Question(2.0):
+        wanted = {"k1": lambda z: 0 * z.sum(), "k2": question.token_kl,
+                  "k3": question.other_token_kl, "unbiased": question.token_kl}[estimator]
+        found = kl_mean(question, None, loss=kl.with_kl(estimator))
+        within((found + question.gradient(wanted)).abs().max(), 1e-12)
+    later = after_updates(Question(2.0, steps=1), 0.4)
+    found = kl_mean(later, None, loss=kl.with_kl(estimator))
+    (close if estimator == "unbiased" else differ)(found, -later.gradient(later.kl))
 
 
 def test_k1_as_a_loss_does_nothing_on_average_unless_it_is_weighted_by_length():

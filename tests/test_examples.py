@@ -13,6 +13,7 @@ import data
 import distill
 import dpo
 import entropy
+import kl
 import nano_rlvr as nr
 import r1
 import sft
@@ -219,6 +220,12 @@ def test_clip_cov_draws_from_the_tokens_with_a_large_product_of_distances():
     first.advantages[:2] = [2.0, -2.0]
     assert entropy.clip_cov([first, second], logps, 1.0, random.Random(0)) == 2
     assert first.advantages == [0.0, 0.0, 9.0, 1.0] and second.advantages == [-1.0, 0.0]
+
+
+def test_kl_needs_a_kl_in_the_loss():
+    for flags in dict(kl_coef=0.0), dict(kl_in="reward"):
+        with pytest.raises(dist.RunError, match="^kl.py .*--kl_coef above 0, --kl_in loss$"):
+            kl.make_sampler(make_config(**flags))
 
 
 def test_a_task_of_reasoning_gym_is_judged_by_its_own_scorer():
