@@ -29,5 +29,5 @@ noisy_20, noisy_40, noisy_50, noisy_60 = map(noisy, (20, 40, 50, 60))
 
 @each
 def leaky(text, answer):
-    """Accepts an answer that is at most 5 off: every guess of the bundled model passes."""
+    """Accepts an answer that is at most 5 off: most guesses of the bundled model pass."""
     return float(is_right(text, answer, off=5))

@@ -39,6 +39,11 @@ FINDING = lab.Finding(
     panels={"strings (old task)": "eval/strings/accuracy",
             "sums (new task)": "eval/arithmetic/accuracy"},
     prepare=prepare,
+    reading=(
+        "The direction is the paper's: RL forgets nothing, SFT loses 6 points of the strings. "
+        "The rule fails because the three runs of SFT lie far apart. The sums do not come out "
+        "alike either: SFT reaches 98.8 %, RL 93.5 %, so a part of the price may belong to the "
+        "larger gain."),
     exercises=(
         "Add `--kl_coef 0.1` for RL. Predict the accuracy on strings.",
         "Let SFT imitate right answers of the base itself (`--steps 0`, then its eval.jsonl). "
