@@ -24,10 +24,11 @@ FINDING = lab.Finding(
             "tokens of a sample": "completion/length"},
     reading=(
         "With the leaky verifier the training reward ends at 0.96, above the 0.81 of the exact "
-        "one, while the true mean@4 is 18 points lower: the reward looks better and the model is "
-        "worse. It still gains, because the leak is not whole. Some guesses are more than 5 off, so that "
-        "working a sum out pays a little, and the greedy guesses fall from 66 to about 30 %; with "
-        "the exact reward they fall to 0. Only an exact check on held-out questions shows it."),
+        "one, while the true mean@4 is 18 points lower: the reward looks better and the model "
+        "is worse. It still gains, because the leak is not whole. Some guesses are more than 5 "
+        "off, so that working a sum out pays a little, and the greedy guesses fall from 66 to "
+        "about 30 %; with the exact reward they fall to 0. Only an exact check on held-out "
+        "questions shows it."),
     exercises=(
         "Let the verifier accept answers that are at most 1 off. A guess passes in 3 of 11 "
         "cases: predict which habit wins.",
