@@ -1,4 +1,4 @@
-# make demo    set up .venv (once) and train the bundled model with the defaults: minutes on two CPU cores
+# make demo    set up .venv (once) and train the bundled model for about a minute on two CPU cores
 # make test    install what the tests need as well (once), check the style and run the tests
 PYTHON ?= python3
 REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)
@@ -6,7 +6,7 @@ READY := .venv/ready-$(REQUIREMENTS)
 DEV := .venv/ready-requirements-dev.txt
 
 demo: $(READY)
-	.venv/bin/python nano_rlvr.py
+	.venv/bin/python nano_rlvr.py --steps 60 --prompts 8 --samples 8 --eval_every 10 --eval_size 128
 
 # two processes, which take files in this order: the longest first, so that both end together
 PYTEST := .venv/bin/python -m pytest -q -rs --durations=10

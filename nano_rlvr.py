@@ -35,6 +35,7 @@ from typing import Any, Literal
 # Set before torch is imported: idle threads do not spin; large arrays on a CPU get 2 MB pages.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning about NUMA that nobody needs
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # pack sizes vary
 
 import torch
@@ -381,8 +382,7 @@ def k3(logp, ref):
     """Schulman's estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
 
     (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref). As a
-    loss, its mean gradient is that of KL(ref || pi): E[(1 - ref/pi) grad log pi] =
-    -sum ref grad log pi.
+    loss, its mean gradient is that of KL(ref || pi): -sum over all tokens of ref grad log pi.
     """
     d = ref - logp  # (R,)
     return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away

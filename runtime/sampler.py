@@ -5,6 +5,7 @@ bf16 noise. So the checksums of all weights are compared after every sync.
 """
 import functools
 import itertools
+import logging
 import os
 import tempfile
 import warnings
@@ -107,8 +108,8 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
     cuda_args: arguments that only a GPU has. Raises torch.OutOfMemoryError if vLLM says that the
     device has too little memory, and RunError with vLLM's words if it refuses model or argument.
     """
-    # upstream warnings; harmless here
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")  # harmless
+    logging.getLogger("vllm").setLevel("ERROR")  # VLLM_LOGGING_LEVEL comes late: see Triton
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -127,8 +128,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
     process = dist.engine_gather(os.getpid())[0]  # of the first rank
     if torch.cuda.is_available():
         dist.print_once("the first start on a GPU compiles kernels and is silent for minutes")
-        # its own all-reduce cannot share memory in expandable segments, and ends the process
-        # (vLLM issue 42609)
+        # its own all-reduce ends the process if segments are expandable (vLLM issue 42609)
         args |= dict(max_num_seqs=max_num_seqs,
                      disable_custom_all_reduce=tensor_parallel_size > 1, **cuda_args)
     else:
