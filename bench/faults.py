@@ -26,7 +26,7 @@ from statistics import fmean
 import psutil
 
 import common  # puts the repository on sys.path
-from compare import differences
+import compare
 
 FLAGS = ("--steps 8 --prompts 8 --samples 4 --eval_size 16 --eval_every 4 --save_every 1 "
          "--max_tokens 64 --baseline running --epochs 2 --minibatches 2 --lr 3e-4").split()
@@ -45,6 +45,14 @@ def start(folder, *flags, command=ONE):
             [*command, *FLAGS, *place, *flags], stdout=log, stderr=log, env=ENV, cwd=common.ROOT)
 
 
+def differences(a, b):
+    """What differs between two finished runs: a list of texts, [] if they are equal bit for bit."""
+    found = [f"step {d.step}: {d.name}: {d.text}" for d in compare.differences(a, b)]
+    if (a / "rollouts.jsonl").read_bytes() != (b / "rollouts.jsonl").read_bytes():
+        found.append("rollouts.jsonl")  # it also has numbers that compare.py leaves out
+    return found
+
+
 def whole_run(out, command=ONE):
     """(the folder of a run without a fault, its seconds)."""
     begin = time.time()
@@ -57,7 +65,7 @@ def outcome(whole, folder, *flags, command=ONE):
     """Continues a run to its end: "equal" to the whole run, or what went wrong."""
     if code := start(folder, "--resume", *flags, command=command).wait():
         return f"exit code {code}: {Path(f'{folder}.log').read_text()[-500:]}"
-    different = [f"step {d.step}: {d.name}: {d.text}" for d in differences(whole, folder)]
+    different = differences(whole, folder)
     shutil.rmtree(folder)
     return "; ".join(different[:3]) or "equal"
 

@@ -35,7 +35,7 @@ def runs(tokenizer, tmp_path):
         tensor = torch.linspace(-1, 1, 24).view(4, 6)
         (folder / "step-1/trainer").mkdir(parents=True)
         (folder / "final").mkdir()
-        save_file({"fp32": tensor, "exp_avg": tensor}, folder / "step-1/trainer/w.safetensors")
+        save_file({"fp32": tensor, "exp_avg": 2 * tensor}, folder / "step-1/trainer/w.safetensors")
         for place in ("step-1", "final"):
             save_file({"w": tensor}, folder / place / "model.safetensors")
     return tmp_path / "a", tmp_path / "b"
