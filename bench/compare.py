@@ -27,7 +27,7 @@ STAGES = {  # in the order of a step; stage -> how the names of its values begin
 }
 ORDER = [(stage, start) for stage, starts in STAGES.items() for start in starts]
 LABELS = {"eval": "eval/{} of answer {}", "rollouts": "{} of rollout {}", "metrics": "{}"}
-# step: inf at the end of the run. size: relative to the larger value, or to 1/8 if both are
+# step: inf at the end of the run. size: relative to the larger value, or to 1 if both are
 # smaller; inf for what is no number
 Difference = namedtuple("Difference", "step stage name text size")
 
@@ -84,7 +84,7 @@ def gap(name, x, y):
         i = next((i for i, (p, q) in enumerate(zip(x, y)) if p != q), min(len(x), len(y)))
         x, y, where = x[i:i + 1], y[i:i + 1], f", at {i}"
     are_numbers = all(isinstance(value, (int, float)) for value in (x, y)) and name != "lr"
-    size = abs(x - y) / max(abs(x), abs(y), 1 / 8) if are_numbers else math.inf
+    size = abs(x - y) / max(abs(x), abs(y), 1) if are_numbers else math.inf
     return f"{shorten(repr(x), 70)} | {shorten(repr(y), 70)}{where}", size
 
 

@@ -58,7 +58,7 @@ def settings(a, b):
 def answer(a, b):
     """Yields the lines that say where two runs part, and what it means."""
     other = settings(a, b)
-    yield f"settings that differ: {'; '.join(other) or 'none'}"
+    yield f"settings and versions that differ: {'; '.join(other) or 'none'}"
     found = differences(a, b)
     first = next(found, None)
     if not first:
@@ -66,12 +66,15 @@ def answer(a, b):
         return
     bound = 64 * EPS[common.read_config(a)["config"]["dtype"]]
     yield f"first difference: {where(first)}"
+    yield f"    {ROUNDING if first.size <= bound else MEANINGS[first.stage]}"
+    if flags := [text.split()[0] for text in other if text.startswith("--")]:
+        yield f"    The likely cause: the settings differ in {', '.join(flags)}."
     if first.size <= bound:
-        yield f"    {ROUNDING}"
-        first = next((d for d in found if d.size > bound), None)
-        yield f"first difference beyond rounding: {where(first) if first else 'none'}"
-    if first:
-        yield f"    {MEANINGS[first.stage]}"
+        later = next((d for d in found if d.size > bound), None)
+        yield f"first difference beyond rounding: {where(later) if later else 'none'}"
+    elif first.stage == "inputs":  # only a checksum: where does it show?
+        later = next(found, None)
+        yield f"where it shows first: {where(later) if later else 'nowhere'}"
 
 
 def where(d):

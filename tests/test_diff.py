@@ -81,7 +81,7 @@ CHANGES = {
     "vLLM's log-probs": (lambda b: add(b, "mismatch/max"), "mismatch/max: 2e-06 | "),
     "loss": (lambda b: add(b, "kl"), "kl: 0.001 | 0.251 "),
     "learning rate": (lambda b: add(b, "lr", 1e-6), "lr: 0.0001 | 0.000101"),
-    "gradients": (lambda b: add(b, "grad_norm"), "grad_norm: 0.5 | 0.75 (relative difference 3.3e"),
+    "gradients": (lambda b: add(b, "grad_norm"), "grad_norm: 0.5 | 0.75 (relative difference 2.5e"),
     "other values": (lambda b: add(b, "curriculum/questions"), "curriculum/questions: 9 | 9.25"),
 }
 
@@ -92,7 +92,7 @@ def test_the_first_stage_that_differs_is_named_though_all_later_ones_differ_too(
     for change, _ in [*CHANGES.values()][[*CHANGES].index(stage):]:
         change(b)
     nothing, first, meaning = diff.answer(a, b)
-    assert nothing == "settings that differ: none"
+    assert nothing == "settings and versions that differ: none"
     assert first.startswith(f"first difference: step 1, {stage}: {CHANGES[stage][1]}")
     assert meaning.strip() == diff.MEANINGS[stage]
 
@@ -104,7 +104,7 @@ def test_rounding_is_told_from_what_follows_it(runs):
         f"    {diff.ROUNDING}", "first difference beyond rounding: none"]
     other_token(b)
     answer = list(diff.answer(a, b))
-    assert "step 0, trainer's log-probs: entropy: 0.4 | 0.40000001 (relative difference 2.5e-08)" \
+    assert "step 0, trainer's log-probs: entropy: 0.4 | 0.40000001 (relative difference 1.0e-08)" \
         in answer[1]
     assert "beyond rounding: step 1, tokens: text of rollout 7" in answer[3]
 
@@ -119,7 +119,9 @@ def test_equal_runs_other_settings_other_inputs_and_a_shorter_run(runs):
     about["config"] |= {"seed": 1, "save_every": 3}
     (b / "config.json").write_text(json.dumps(about))
     answer = list(diff.answer(a, b))
-    assert answer[0] == "settings that differ: --seed 0 | 1" and "step 0, inputs: " in answer[1]
+    assert answer[0] == "settings and versions that differ: --seed 0 | 1" and "step 0, inputs: " in answer[1]
+    assert answer[3] == "    The likely cause: the settings differ in --seed."
+    assert "where it shows first: step 1, other values: " in answer[4]
 
 
 @pytest.mark.parametrize("harm", [
@@ -130,7 +132,7 @@ def test_equal_runs_other_settings_other_inputs_and_a_shorter_run(runs):
 def test_a_missing_or_damaged_run_is_one_line(runs, harm):
     harm(runs[1])
     with pytest.raises(SystemExit, match="^diff: .*damaged, or not the folder of a run .*$") as e:
-        diff.main(map(str, runs))
+        diff.main([*map(str, runs)])
     assert "\n" not in str(e.value)
 
 
