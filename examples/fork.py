@@ -2,10 +2,9 @@
 
     OMP_NUM_THREADS=1 python examples/fork.py --at runs/a/step-20 [--group 3] [--more 10]
 
-The run continues twice from this checkpoint, in new folders: in runs/a-whole as it was, and in
-runs/a-without with one group left out of the first update. Flags of the script count for both.
-With one thread both take the same steps bit for bit, so all that differs later comes from this
-group. The last step moves to that of the forks, and with it the learning rate if it decays.
+The run continues twice from this checkpoint: in runs/a-whole as it was, and in runs/a-without with
+one group left out of the first update. Flags of the script count for both. With one thread all that
+differs later comes from this group. A learning rate that decays does so towards the new last step.
 """
 import argparse
 import shutil
@@ -14,12 +13,11 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("", "bench", "learn")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / x) for x in ("", "bench", "learn")]
 import compare  # noqa: E402
 import diff  # noqa: E402
 import nano_rlvr as nr  # noqa: E402
-from runtime import dist, report, stop  # noqa: E402
+from runtime import checkpoint, dist, report, stop  # noqa: E402
 
 
 def fork(saved, folder):
@@ -45,11 +43,12 @@ def train(run, step, number):
 
 def both(saved, number, more, argv):
     """Makes the two forks and prints what the group has changed."""
+    if problem := checkpoint.damage(saved):
+        raise ValueError(f"--at {saved} is no whole checkpoint of a run ({problem})")
     run, step = saved.parent, int(saved.name.removeprefix("step-"))
     flags = [*argv, "--steps", str(step + more), "--resume_force", "--resume"]
-    prompts = nr.parse_config([*flags, str(run)]).prompts  # checks the flags
-    if not 0 <= number < prompts:
-        raise ValueError(f"--group {number}: a step has the groups 0 to {prompts - 1}")
+    if not 0 <= number < (most := nr.parse_config([*flags, str(run)]).prompts):  # checks the flags
+        raise ValueError(f"--group {number}: a step has the groups 0 to {most - 1}")
     whole, less = (run.with_name(f"{run.name}-{arm}") for arm in ("whole", "without"))
     for folder, own in ((whole, []), (less, ["--drop", str(step), str(number)])):
         fork(saved, folder)
@@ -60,8 +59,8 @@ def both(saved, number, more, argv):
         reward = fmean([row["reward/mean"] for row in rows if row["step"] >= step and "lr" in row])
         print(f"{folder.name}: mean reward of the {more} steps {reward:.3f}, "
               f"accuracy after them {rows[-1]['eval/accuracy']:.1%}")
-    end = f"step-{step + more}"
-    apart, moved = (compare.weights(whole / end, other)[1] for other in (less / end, saved))
+    end = whole / f"step-{step + more}"
+    apart, moved = (compare.weights(end, other)[1] for other in (less / end.name, saved))
     print(f"distance of the two forks' weights: {apart / moved:.1%} of the way of the first fork")
 
 
@@ -74,8 +73,8 @@ if __name__ == "__main__":
     own, argv = parser.parse_known_args()
     if dist.world_size() > 1:
         sys.exit("nano_rlvr: examples/fork.py runs in one process: leave out torchrun")
-    if own.at:
+    if not own.at:
+        nr.main(argv, lambda run: train(run, *own.drop))
+    else:
         with stop.with_one_line(ValueError, OSError, subprocess.CalledProcessError):
             both(own.at.resolve(), own.group, own.more, argv)
-    else:
-        nr.main(argv, lambda run: train(run, *own.drop))

@@ -118,10 +118,10 @@ def test_equal_runs_other_settings_other_inputs_and_a_shorter_run(runs):
     about = json.loads((b / "config.json").read_text())
     about["config"] |= {"seed": 1, "save_every": 3}
     (b / "config.json").write_text(json.dumps(about))
-    answer = list(diff.answer(a, b))
-    assert answer[0] == "settings and versions that differ: --seed 0 | 1" and "step 0, inputs: " in answer[1]
-    assert answer[3] == "    The likely cause: the settings differ in --seed."
-    assert "where it shows first: step 1, other values: " in answer[4]
+    flags, first, _, cause, later = diff.answer(a, b)
+    assert flags == "settings and versions that differ: --seed 0 | 1"
+    assert "step 0, inputs: " in first and cause.endswith("the settings differ in --seed.")
+    assert "where it shows first: step 1, other values: " in later
 
 
 @pytest.mark.parametrize("harm", [
