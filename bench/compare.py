@@ -46,7 +46,7 @@ def differences(a, b):
     if (a / "inputs.sha256").read_text() != (b / "inputs.sha256").read_text():
         yield Difference(0, "inputs", "inputs.sha256", "two checksums", math.inf)
     rows, others = values(a), values(b)
-    saved, kept = (on_disk(folder) | {math.inf: folder / "final"} for folder in (a, b))
+    saved, kept = map(checkpoints, (a, b))
     for step in sorted(rows.keys() & others.keys() | saved.keys() & kept.keys()):
         if step in saved and step in kept and (found := weights(saved[step], kept[step])):
             yield Difference(step, "weights", saved[step].name, *found)
@@ -57,6 +57,14 @@ def differences(a, b):
     for step in sorted(rows.keys() | others.keys()):
         for name in sorted(rows.get(step, {}).keys() ^ others.get(step, {}).keys()):
             yield Difference(step, "other values", name, "only one run has it", math.inf)
+    if math.inf in saved.keys() ^ kept.keys():
+        yield Difference(math.inf, "other values", "final", "only one run has it", math.inf)
+
+
+def checkpoints(folder):
+    """{step: folder} of the checkpoints of a run; that of final/ is inf."""
+    finals = {math.inf: path for path in [folder / "final"] if path.exists()}
+    return on_disk(folder) | finals
 
 
 def values(folder):
