@@ -26,13 +26,13 @@ from statistics import fmean
 import psutil
 
 import common  # puts the repository on sys.path
+import compare
 
 FLAGS = ("--steps 8 --prompts 8 --samples 4 --eval_size 16 --eval_every 4 --save_every 1 "
          "--max_tokens 64 --baseline running --epochs 2 --minibatches 2 --lr 3e-4").split()
 ONE = common.SCRIPT
 TWO = [*common.LAUNCHER, common.SCRIPT[1]]
 ASYNC = [sys.executable, "examples/async_rl.py"]
-TIMED = ("seconds/", "memory/", "tokens_per_second", "mfu")  # metrics that depend on time
 # with several threads two runs may add in another order
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -45,33 +45,11 @@ def start(folder, *flags, command=ONE):
             [*command, *FLAGS, *place, *flags], stdout=log, stderr=log, env=ENV, cwd=common.ROOT)
 
 
-def rows(folder):
-    """Metrics of a run without those that depend on time."""
-    return [{k: v for k, v in row.items() if not k.startswith(TIMED)}
-            for row in common.read(folder)]
-
-
 def differences(a, b):
     """What differs between two finished runs: a list of texts, [] if they are equal bit for bit."""
-    from safetensors.torch import load_file
-    a, b, found = Path(a), Path(b), []
-    last = max(int(path.name[5:]) for path in a.glob("step-*"))
-    trainer = [path.relative_to(a) for path in a.glob(f"step-{last}/trainer/*.safetensors")]
-    for name in ("final/model.safetensors", *trainer):
-        if not (b / name).exists():
-            found.append(f"{name} is missing")
-            continue
-        x, y = ({key: tensor.numpy().tobytes() for key, tensor in load_file(folder / name).items()}
-                for folder in (a, b))
-        found += [f"{name}: {key}" for key in x.keys() | y.keys() if x.get(key) != y.get(key)]
-    for p, q in zip(rows(a), rows(b)):
-        names = [name for name in p.keys() | q.keys() if repr(p.get(name)) != repr(q.get(name))]
-        if names:
-            found.append(f"metrics of step {p['step']}: {names}")
-    if len(rows(a)) != len(rows(b)):
-        found.append("number of lines in metrics.jsonl")
+    found = [f"step {d.step}: {d.name}: {d.text}" for d in compare.differences(a, b)]
     if (a / "rollouts.jsonl").read_bytes() != (b / "rollouts.jsonl").read_bytes():
-        found.append("rollouts.jsonl")
+        found.append("rollouts.jsonl")  # it also has numbers that compare.py leaves out
     return found
 
 

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 import async_rl
 import nano_rlvr as nr
+from compare import TIMED
 from conftest import ENV, EPS, ROOT, TORCHRUN, judged, make_config, read_rows, within
 from runtime import checkpoint
 
 FLAGS = ("--name run --steps 2 --prompts 8 --samples 4 --eval_size 9 --eval_n 4 --eval_every 2 "
          "--save_every 1 --max_tokens 64 --lr_end 1").split()
-TIMED = ("seconds/", "memory/", "tokens_per_second", "mfu")  # metrics that depend on time
 PARITY = 10_000 * EPS  # see test_engines.py
 
 

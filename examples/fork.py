@@ -1,0 +1,80 @@
+"""Fork a run at a checkpoint: what does one group of samples change in the ten steps after it?
+
+    OMP_NUM_THREADS=1 python examples/fork.py --at runs/a/step-20 [--group 3] [--more 10]
+
+The run continues twice from this checkpoint: in runs/a-whole as it was, and in runs/a-without with
+one group left out of the first update. Flags of the script count for both. With one thread all that
+differs later comes from this group. A learning rate that decays does so towards the new last step.
+"""
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / x) for x in ("", "bench", "learn")]
+import compare  # noqa: E402
+import diff  # noqa: E402
+import nano_rlvr as nr  # noqa: E402
+from runtime import checkpoint, dist, report, stop  # noqa: E402
+
+
+def fork(saved, folder):
+    """Copies a run up to its checkpoint `saved` into a new folder, in which it can be resumed."""
+    shutil.copytree(saved, folder / saved.name)
+    for name in ("config.json", "inputs.sha256", "metrics.jsonl", "rollouts.jsonl", "eval.jsonl"):
+        shutil.copy(saved.parent / name, folder)
+
+
+def without(split, group):
+    """The groups to train on per minibatch, but for one: this object, not one that equals it."""
+    return [[other for other in part if other is not group] for part in split]
+
+
+def train(run, step, number):
+    """The script's loop, but this step does not train the group with this number."""
+    def collect_rollouts(run, now):
+        split, sampled = nr.collect_rollouts(run, now)
+        return without(split, sampled[number]) if now == step else split, sampled
+
+    nr.train(run, collect_rollouts=collect_rollouts)
+
+
+def both(saved, number, more, argv):
+    """Makes the two forks and prints what the group has changed."""
+    if problem := checkpoint.damage(saved):
+        raise ValueError(f"--at {saved} is no whole checkpoint of a run ({problem})")
+    run, step = saved.parent, int(saved.name.removeprefix("step-"))
+    flags = [*argv, "--steps", str(step + more), "--resume_force", "--resume"]
+    if not 0 <= number < (most := nr.parse_config([*flags, str(run)]).prompts):  # checks the flags
+        raise ValueError(f"--group {number}: a step has the groups 0 to {most - 1}")
+    whole, less = (run.with_name(f"{run.name}-{arm}") for arm in ("whole", "without"))
+    for folder, own in ((whole, []), (less, ["--drop", str(step), str(number)])):
+        fork(saved, folder)
+        subprocess.run([sys.executable, __file__, *own, *flags, folder], check=True)
+    print(*diff.answer(whole, less), sep="\n")
+    for folder in (whole, less):
+        rows = report.read(folder)
+        reward = fmean([row["reward/mean"] for row in rows if row["step"] >= step and "lr" in row])
+        print(f"{folder.name}: mean reward of the {more} steps {reward:.3f}, "
+              f"accuracy after them {rows[-1]['eval/accuracy']:.1%}")
+    end = whole / f"step-{step + more}"
+    apart, moved = (compare.weights(end, other)[1] for other in (less / end.name, saved))
+    print(f"distance of the two forks' weights: {apart / moved:.1%} of the way of the first fork")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--at", type=Path)
+    parser.add_argument("--group", type=int, default=0)
+    parser.add_argument("--more", type=int, default=10)
+    parser.add_argument("--drop", type=int, nargs=2, default=(-1, 0))  # step, group: of one fork
+    own, argv = parser.parse_known_args()
+    if dist.world_size() > 1:
+        sys.exit("nano_rlvr: examples/fork.py runs in one process: leave out torchrun")
+    if not own.at:
+        nr.main(argv, lambda run: train(run, *own.drop))
+    else:
+        with stop.with_one_line(ValueError, OSError, subprocess.CalledProcessError):
+            both(own.at.resolve(), own.group, own.more, argv)
