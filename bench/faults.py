@@ -126,6 +126,14 @@ def random_moment(process, folder, seconds, rng):
     return f"{metrics_lines(folder)} lines of metrics{writing}"
 
 
+def is_sampler(process):
+    """Whether a child of examples/async_rl.py is its sampler."""
+    try:
+        return "spawn_main" in str(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return False
+
+
 def kill(out, command=ONE, times=50):
     """kill -9 at random moments; every fifth run is killed twice."""
     (whole, seconds), rng = whole_run(out, command), random.Random(0)
@@ -139,7 +147,7 @@ def kill(out, command=ONE, times=50):
                 children = psutil.Process(process.pid).children()
             if command is TWO:  # both, as when a machine fails, or one, whose end the other notices
                 victims = children[:1 + i % 2] or [process]
-            spawned = [child for child in children if "spawn_main" in str(child.cmdline())]
+            spawned = [child for child in children if is_sampler(child)]
             if command is ASYNC and i % 2 and spawned:
                 moments[-1] += ", the sampler"
                 victims = spawned
