@@ -54,11 +54,10 @@ def differences(a, b):
 
 
 def whole_run(out, command=ONE):
-    """(the folder of a run without a fault, its seconds)."""
-    begin = time.time()
+    """The folder of a run without a fault."""
     if start(out / "whole", command=command).wait():
         sys.exit((out / "whole.log").read_text()[-3000:])
-    return out / "whole", time.time() - begin
+    return out / "whole"
 
 
 def outcome(whole, folder, *flags, command=ONE):
@@ -87,14 +86,13 @@ def metrics_lines(folder):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def random_moment(process, folder, seconds, rng):
-    """Waits until a run has written a random number of lines of metrics, and then a little longer,
-    at most its share of a whole run's seconds for one step. One time in three, it goes on waiting
-    until the run writes a checkpoint. Returns what the folder shows then."""
-    steps = int(FLAGS[1])
-    wanted = rng.randrange(steps)
+def random_moment(process, folder, rng):
+    """Waits until a run has written a random number of lines of metrics, and then at most half a
+    second, about a step. One time in three, it goes on waiting until the run writes a checkpoint.
+    Returns what the folder shows then."""
+    wanted = rng.randrange(int(FLAGS[1]))
     wait_until(process, lambda: metrics_lines(folder) >= wanted)
-    end = time.time() + rng.uniform(0, seconds / steps)
+    end = time.time() + rng.uniform(0, 0.5)
     wait_until(process, lambda: time.time() > end)
     if rng.random() < 1 / 3:
         wait_until(process, lambda: any(folder.glob("*.part")))
@@ -104,20 +102,28 @@ def random_moment(process, folder, seconds, rng):
     return f"{metrics_lines(folder)} lines of metrics{writing}"
 
 
+def is_sampler(process):
+    """Whether a child of examples/async_rl.py is its sampler."""
+    try:
+        return "spawn_main" in str(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return False
+
+
 def kill(out, command=ONE, times=50):
     """kill -9 at random moments; every fifth run is killed twice."""
-    (whole, seconds), rng = whole_run(out, command), random.Random(0)
+    whole, rng = whole_run(out, command), random.Random(0)
     for i in range(times):
         folder, moments = out / f"killed-{i}", []
         for _ in range(2 if i % 5 == 4 else 1):
             process = start(folder, "--resume", command=command)
-            moments.append(random_moment(process, folder, seconds, rng))
+            moments.append(random_moment(process, folder, rng))
             victims, children = [process], []
             if process.poll() is None:
                 children = psutil.Process(process.pid).children()
             if command is TWO:  # both, as when a machine fails, or one, whose end the other notices
                 victims = children[:1 + i % 2] or [process]
-            spawned = [child for child in children if "spawn_main" in str(child.cmdline())]
+            spawned = [child for child in children if is_sampler(child)]
             if command is ASYNC and i % 2 and spawned:
                 moments[-1] += ", the sampler"
                 victims = spawned
@@ -129,12 +135,12 @@ def kill(out, command=ONE, times=50):
 
 def signals(out):
     """The first signal stops the run with a checkpoint; then it is continued."""
-    (whole, seconds), rng = whole_run(out), random.Random(1)
+    whole, rng = whole_run(out), random.Random(1)
     for i in range(12):
         number = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[i % 3]
         folder = out / f"stopped-{i}"
         process = start(folder, "--save_every", "0")
-        moment = random_moment(process, folder, seconds, rng)
+        moment = random_moment(process, folder, rng)
         process.send_signal(number)
         code, log = process.wait(), Path(f"{folder}.log")
         said = [line for line in own_lines(log) if number.name in line]
@@ -153,7 +159,7 @@ HARMS = {"cut": lambda data: data[:len(data) // 2], "empty": lambda data: b"",
 
 def damage(out):
     """A run is killed after step 5; then its newest checkpoint is damaged."""
-    (whole, _), stopped = whole_run(out), out / "stopped"
+    whole, stopped = whole_run(out), out / "stopped"
     process = start(stopped)
     wait_until(process, (stopped / "step-6").exists)
     process.kill()
