@@ -26,7 +26,7 @@ from statistics import fmean
 import psutil
 
 import common  # puts the repository on sys.path
-import compare
+from learn import compare
 
 FLAGS = ("--steps 8 --prompts 8 --samples 4 --eval_size 16 --eval_every 4 --save_every 1 "
          "--max_tokens 64 --baseline running --epochs 2 --minibatches 2 --lr 3e-4").split()

@@ -4,7 +4,7 @@
 
 Runs with the same settings are equal bit for bit (docs/reliability.md says when), so the first
 difference is close to its cause. What the two folders hold is compared in the order in which the
-loop makes it: see bench/compare.py.
+loop makes it: see learn/compare.py.
 """
 import math
 import sys
