@@ -7,9 +7,9 @@ After the first optimizer step, the model is no longer the one that sampled the 
     ratio = p(token) / p_old(token)        p_old: of the model that sampled
     loss = mean over all tokens of  -min(ratio * advantage, clip(ratio) * advantage) + KL_COEF * k3
 
-The ratio corrects for the difference. A token whose probability has moved by more than CLIP in the
-direction of its advantage gets no gradient (PPO, arXiv:1707.06347). k3 estimates the KL divergence
-to the frozen model of the start, the reference (GRPO, arXiv:2402.03300).
+The ratio corrects for the difference. If it has moved by more than CLIP from 1, in the direction
+of the advantage, min() gives that token no gradient (PPO, arXiv:1707.06347); k3 still does. k3
+estimates the KL divergence to the frozen model of the start, the reference (arXiv:2402.03300).
 
 Shapes: N completions, P tokens of the longest prompt, C of the longest completion, V vocabulary.
 """

@@ -3,7 +3,7 @@
     python learn/ladder/5_vllm.py [seed]
 
 vLLM has its own copy of the weights. It gets the trainer's weights after each update. If they did
-not arrive, an old model would sample, and no error would tell. So two checks can stop the run:
+not arrive, vLLM would sample from old weights, without an error. So two checks can stop the run:
 checksums of all weights that vLLM shows (on a CPU, not all of them), and the difference between the
 log-probs that vLLM and the trainer compute for the sampled tokens.
 
