@@ -1,8 +1,10 @@
 # CPU:   docker build -t nano_rlvr .
-#        docker run --rm nano_rlvr
+#        docker run --rm -v "$PWD/runs:/nano_rlvr/runs" nano_rlvr
 # CUDA:  docker build -t nano_rlvr --build-arg REQUIREMENTS=requirements.txt \
 #            --build-arg BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04 .
-#        docker run --rm --gpus all --shm-size 8g nano_rlvr --model Qwen2.5-Math-1.5B
+#        docker run --rm --gpus all --shm-size 8g -v "$PWD/runs:/nano_rlvr/runs" nano_rlvr \
+#            --model Qwen2.5-Math-1.5B
+# The tests do not build it. They run with Python 3.11; Ubuntu 24.04 has 3.12.
 ARG BASE=ubuntu:24.04
 FROM ${BASE}
 # a compiler: DeepSpeed and Triton compile at the first start

@@ -41,7 +41,7 @@ def run_apart(script, *arguments, launcher=(sys.executable,), **environment):
 
 def describe(abouts, load=""):
     """One line: commits, machine, versions and the command of this process."""
-    commits = ", ".join(sorted({about["commit"] for about in abouts}))
+    commits = ", ".join(sorted({about["commit"] for about in abouts} - {""}))
     versions = ", ".join(f"{name} {v}" for name, v in abouts[0]["versions"].items())
     script = Path(sys.argv[0]).resolve()
     script = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name

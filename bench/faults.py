@@ -48,6 +48,9 @@ def start(folder, *flags, command=ONE):
 def differences(a, b):
     """What differs between two finished runs: a list of texts, [] if they are equal bit for bit."""
     found = [f"step {d.step}: {d.name}: {d.text}" for d in compare.differences(a, b)]
+    last = max(compare.checkpoints(a).keys() - {float("inf")})
+    if not (b / f"step-{last}").exists():
+        found.append(f"step-{last} is missing")
     if (a / "rollouts.jsonl").read_bytes() != (b / "rollouts.jsonl").read_bytes():
         found.append("rollouts.jsonl")  # it also has numbers that compare.py leaves out
     return found
@@ -95,8 +98,8 @@ def random_moment(process, folder, rng):
     end = time.time() + rng.uniform(0, 0.5)
     wait_until(process, lambda: time.time() > end)
     if rng.random() < 1 / 3:
-        wait_until(process, lambda: any(folder.glob("*.part")))
-    writing = ", a checkpoint is being written" * any(folder.glob("*.part"))
+        wait_until(process, lambda: any(folder.glob("step-*.part")))
+    writing = ", a checkpoint is being written" * any(folder.glob("step-*.part"))
     if process.poll() is not None:
         return "ended"
     return f"{metrics_lines(folder)} lines of metrics{writing}"

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python examples/fork.py --at runs/a/step-20 [--group 3] [--more 10]
 
 The run continues twice from this checkpoint: in runs/a-whole as it was, and in runs/a-without with
-one group left out of the first update. Flags of the script count for both. With one thread all that
+one group left out of the first step. Flags of the script count for both. With one thread all that
 differs later comes from this group. A learning rate that decays does so towards the new last step.
 """
 import argparse
@@ -36,7 +36,12 @@ def train(run, step, number):
     """The script's loop, but this step does not train the group with this number."""
     def collect_rollouts(run, now):
         split, sampled = nr.collect_rollouts(run, now)
-        return without(split, sampled[number]) if now == step else split, sampled
+        if now != step:
+            return split, sampled
+        less = without(split, sampled[number])
+        if less == split:
+            raise dist.RunError(f"--group {number} is not trained: all its rewards are equal")
+        return less, sampled
 
     nr.train(run, collect_rollouts=collect_rollouts)
 

@@ -15,7 +15,7 @@ sums and strings to reverse, mostly without tags, half of the sums guessed, with
     small-RL     the student learns by RL, with as many samples
 
 Writes <out>/r1.md and .png: accuracy and format on held-out sums, completions with fillers, tokens,
-the strings (what is forgotten?), and the rollouts and seconds spent.
+the strings (what is forgotten?), and the completions and seconds of training.
 """
 import json
 import random

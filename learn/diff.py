@@ -18,7 +18,8 @@ from compare import differences  # noqa: E402
 from runtime.folder import FREE  # noqa: E402
 from runtime.shape import first_line  # noqa: E402
 
-EPS = {"float64": 2**-52, "float32": 2**-23, "bfloat16": 2**-8}
+# a difference by rounding, relative to the larger value or to 1: 64 roundings, in bf16 two
+ROUNDED = {"float64": 2**-46, "float32": 2**-17, "bfloat16": 2**-6}
 ROUNDING = ("The difference has the size of rounding: the same numbers were added in another "
             "order, as with another number of threads or ranks, pack size, machine or version.")
 MEANINGS = {  # stage -> what it means if this is where two runs part, and not by rounding
@@ -64,7 +65,7 @@ def answer(a, b):
     if not first:
         yield "no difference: all results are equal bit for bit"
         return
-    bound = 64 * EPS[common.read_config(a)["config"]["dtype"]]
+    bound = ROUNDED[common.read_config(a)["config"]["dtype"]]
     yield f"first difference: {where(first)}"
     yield f"    {ROUNDING if first.size <= bound else MEANINGS[first.stage]}"
     if flags := [text.split()[0] for text in other if text.startswith("--")]:

@@ -61,6 +61,8 @@ def main(word=""):
     if word == "--topics":
         topics = [what.partition(":")[0] for what, *_ in mutations.planted()]
         print("\n".join(f"{topics.count(topic):3} {topic}" for topic in sorted(set(topics))))
+    elif word in ("--check", "--hint", "--reveal") and not FOLDER.exists():
+        sys.exit("no bug is planted: python learn/find_the_bug.py")
     elif word == "--check":
         mutations.import_libraries()
         core = min(os.sched_getaffinity(0))

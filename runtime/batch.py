@@ -87,8 +87,7 @@ def divide(parts, cost):
     cost: list of rollouts -> FLOPs; a prompt that several of them share counts once. The groups of
     a prompt, the most expensive first, each go to the cheapest rank so far (Graham 1969). One that
     would bring this rank above TOLERANCE times the mean is halved first, down to single rollouts.
-    If the most expensive rank gains nothing, all stays as it is.
-    """
+    If the most expensive rank gains nothing, all stays as it is."""
     rollouts = [r for part in parts for r in part]
     most = TOLERANCE * cost(rollouts) / len(parts)
     costs, divided = [0] * len(parts), [[] for _ in parts]

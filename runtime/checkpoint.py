@@ -37,15 +37,14 @@ class Checkpoints:
     """Reads and writes the checkpoints of a run. Its methods are collective; rank 0 writes.
 
     Raises ValueError if the disk has no room for a checkpoint, or if the run has checkpoints and
-    all are damaged.
-    """
+    all are damaged."""
 
     def __init__(self, cfg, log):
         self.cfg, self.log, self.folder = cfg, log, log.folder
         self.progress, self.newest = Progress(), None
         if dist.rank() == 0:
             for path in self.folder.glob("*.part"):  # of a run that was killed while it wrote
-                shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
             needed = memory.checkpoint_bytes(cfg, ModelShape.of(cfg.model))
             free = shutil.disk_usage(self.folder).free
             if cfg.steps and free < needed:

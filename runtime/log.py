@@ -137,8 +137,7 @@ class Log:
 
         answers: the dicts of an evaluation, for eval.jsonl. Like the metrics, they are written
         after the checkpoint of their step: a run that continues there evaluates again.
-        token_logps: of rollouts_with_tokens, (rollout, log-probs before, after the update).
-        """
+        token_logps: of rollouts_with_tokens, (rollout, log-probs before, after the update)."""
         if dist.rank() > 0:
             return
         self.rows.append({"step": step, **metrics})
@@ -158,18 +157,21 @@ class Log:
         if "eval/accuracy" in metrics:
             for line in evaluation_text(metrics).splitlines():
                 self.bar.write(f"step {step:4d}  {line}")
+            try:
+                report.write([self.folder], self.folder / "report.html")
+            except OSError as e:
+                self.say(f"note: report.html is not written ({e}); the run goes on")
         if "lr" in metrics:  # the last line has only an evaluation
             shown = [text.format(metrics[name]) for name, text in SHOWN.items()
                      if name in metrics and (metrics[name] or name != "reward/no_verdict")]
-            seconds = f"{stage_seconds([metrics]):.1f} s"
-            self.bar.write("  ".join([f"step {step:4d}", *shown, seconds]))
+            shown.append(f"{stage_seconds([metrics]):.1f} s")
+            self.bar.write("  ".join([f"step {step:4d}", *shown]))
             self.bar.update()
             flat = [row.get("group/flat") for row in self.rows[-6:]]
-            if flat[-5:] == [1.0] * 5 and flat != [1.0] * 6:
-                self.say(f"no gradient since step {step - 4}: the rewards of each group are equal, "
-                         "as its baseline is; see \"Is this normal?\" in docs/metrics.md")
-            if "eval/accuracy" in metrics:
-                report.write([self.folder], self.folder / "report.html")
+            trained = any(any(r.advantages) for group in groups for r in group)
+            if flat[-5:] == [1.0] * 5 and flat != [1.0] * 6 and not trained:
+                self.say(f"the rewards give no gradient since step {step - 4}: they are equal in "
+                         "each group; see \"Is this normal?\" in docs/metrics.md")
 
     def _append(self, name, rows):
         """Adds whole lines to a file, or none. Raises RunError if the disk is full."""

@@ -409,12 +409,17 @@ def test_the_screen_has_a_line_per_step_and_says_where_to_look_next(
 
 def test_a_run_whose_rewards_are_equal_says_once_since_when_and_again_after_a_gradient(
         tokenizer, tmp_path, monkeypatch):
+    group = [nr.Rollout([1], [2, 3], "", False, [0.0, 0.0], reward=1.0, advantages=[1.0, 1.0])]
     run, lines = Log(make_config(out=str(tmp_path), name="run"), tokenizer), []
     monkeypatch.setattr(run.bar, "write", lines.append)
     for step, flat in enumerate([0.9] + [1.0] * 8 + [0.0] + [1.0] * 5):
         run.write(step, {"lr": 1.0, "group/flat": flat, "seconds/update": 1.0})
-    said = [line.split(": the")[0][10:] for line in lines if "no gradient" in line]
-    assert said == ["no gradient since step 1", "no gradient since step 10"]
+    said = [line.split(" since ")[1].split(":")[0] for line in lines if "no gradient" in line]
+    assert said == ["step 1", "step 10"]
+    lines.clear()
+    for step in range(20, 30):  # a baseline that is not the group's mean: a gradient
+        run.write(step, {"lr": 1.0, "group/flat": float(step > 20), "seconds/update": 1.0}, [group])
+    assert not [line for line in lines if "no gradient" in line]
 
 
 @pytest.mark.parametrize("mode, key, says", [

@@ -146,7 +146,9 @@ def test_the_kl_of_examples_kl_is_trls_with_use_bias_correction_kl():
     """On-policy and off-policy, for a ratio per token and per sequence."""
     names = ["kl_coef 0.2", "kl_coef 0.2, on-policy", "ratio sequence, tokens not sampled",
              "aggregate token, truncated", "correction token_mask, tool, KL"]
-    for case in filter(lambda case: case["name"] in names, CASES):
+    cases = [case for case in CASES if case["name"] in names]
+    assert len(cases) == len(names)
+    for case in cases:
         trls = adapters.trl(case, bias_correction=True)
         ours = solve(case, 10**6, kl.with_kl("unbiased"))
         for field in "loss", "gradient":

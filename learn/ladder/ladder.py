@@ -5,6 +5,7 @@
 """
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -83,6 +84,7 @@ def run_script(seed=0):
     """The script as step 6. Its figures come from its metrics.jsonl."""
     from runtime.report import read
     name = f"6_script-{seed}"
+    shutil.rmtree(RUNS / name, ignore_errors=True)  # of an earlier call
     command = [sys.executable, str(ROOT / "nano_rlvr.py"), *SCRIPT, "--seed", str(seed)]
     subprocess.run([*command, "--out", str(RUNS), "--name", name], check=True,
                    env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).parent))
 from check import difference  # noqa: E402
+from make import all_in  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = json.loads(Path(__file__).with_name("cases.json").read_text())
@@ -33,10 +34,6 @@ TOLERANCE = 1e-6  # some projects add 1e-8 to a divisor, or use float32 in place
 # ---- a case as tensors, and back
 
 
-def in_order(groups):
-    return [c for group in groups for c in group]
-
-
 def padded(rows):
     """(N, C) from a list of numbers per completion."""
     return pad_sequence([torch.tensor(row, dtype=torch.float64) for row in rows], batch_first=True)
@@ -44,13 +41,13 @@ def padded(rows):
 
 def tensors(case):
     """logp (a leaf), old, vllm, ref, advantages, mask (tokens with a weight): each (N, C)."""
-    completions = in_order(case["groups"])
+    completions = all_in(case["groups"])
     b = SimpleNamespace(**{name: padded([c[name] or [] for c in completions])
                            for name in ("logp", "old", "vllm", "ref", "sampled")})
     b.logp.requires_grad_()
     if not completions[0]["old"]:
         b.old = b.logp.detach()
-    b.advantages = padded(in_order(case["expected"]["advantages"]))
+    b.advantages = padded(all_in(case["expected"]["advantages"]))
     masked = [c["truncated"] * case["options"]["mask_truncated"] for c in completions]
     b.mask = b.sampled * (1 - torch.tensor(masked)[:, None])
     return b
@@ -76,7 +73,7 @@ def of_advantages(scores, b, case):
 def outcomes(case):
     """(rewards (N,), number of the group of each). None if a completion has another reward than
     one at its end."""
-    completions = in_order(case["groups"])
+    completions = all_in(case["groups"])
     ends = [[end for end, _ in c["rewards"]] for c in completions]
     if ends != [[len(c["logp"])] for c in completions] or case["options"]["kl_in"] == "reward":
         return None
@@ -285,7 +282,7 @@ GROUPS = {  # row of the table -> how the names of its cases begin, or what they
 
 def group_of(case):
     """The row of a case: a missing verdict comes first, then the first of GROUPS that fits."""
-    if not all(c["rewards"] for c in in_order(case["groups"])):
+    if not all(c["rewards"] for c in all_in(case["groups"])):
         return "no verdict"
     return next(group for group, names in GROUPS.items() if re.match(names, case["name"]))
 
