@@ -3,8 +3,8 @@
     python bench/overlap.py          5 minutes on 2 idle cores; writes bench/results/overlap.md
 
 The reward takes 0, 1 or 4 seconds per batch, as a judge or a slow test may; it waits and computes
-nothing. Seconds of a step with --lag 0 and --lag 1, in turns; the ratio is the gain. On two cores,
-sampling and training take each other's time, so the gain comes from the waiting alone.
+nothing. Seconds of a step with --lag 0 and --lag 1, in turns; the ratio is the gain. The process
+that samples and the process that trains share the two cores.
 """
 import os
 import subprocess

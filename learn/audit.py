@@ -284,6 +284,7 @@ def config(**changes):
 
 def number(x):
     """0.12, or 1,234 where it is large."""
+    x = round(float(x), 9)  # 7/8 is 0.88 whichever way the last bit fell
     return f"{x:.2f}" if abs(x) < 100 else f"{x:,.0f}"
 
 
