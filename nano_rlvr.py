@@ -57,11 +57,11 @@ from runtime.sampler import Sampler
 class Config(flags.RunFlags):
     """The flags that a student turns. Those of model, data, memory and files: runtime/flags.py.
 
-    Defaults for 1.5B parameters on one GPU. The rows of ALGOS and MODELS replace some of them.
+    Defaults for 1.5B parameters on one GPU. MODELS replaces some, then ALGOS, then your flags.
     """
 
     # rollout
-    rollout: str = ""  # my_file.py:my_rollout, to sample in another way than below
+    rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
     steps: int = 200  # rollout batches; each gives epochs * minibatches optimizer steps
     prompts: int = 64  # G: prompts per step, over all ranks
     samples: int = 8  # n: completions per prompt
@@ -69,14 +69,14 @@ class Config(flags.RunFlags):
     top_p: float = 1.0  # nucleus sampling; needs --correction none --temperature 1
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
-    # algorithm
+    # algorithm: advantage = (reward - baseline) / scale
     baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = "group"  # subtracted
     scale: Literal["group", "batch", "mean", "none"] = "group"  # the advantage is divided by it
-    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old per token or sequence
-    gate: Literal["clip", "detach", "soft", "squared"] = "clip"  # how it is bounded
+    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old; sequence: geometric mean
+    gate: Literal["clip", "detach", "soft", "squared"] = "clip"  # what limits the ratio
     aggregate: Literal["sequence", "token", "constant"] = "sequence"  # see token_weights
     clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low ...
-    clip_high: float = 0.2  # ... and 1 + clip_high
+    clip_high: float = 0.2  # ... and to 1 + clip_high at most
     delta: float = 0.0  # largest ratio for negative advantages (two-sided clip); 0 = off
     tau: float = 1.0  # soft gate: temperature for positive advantages; squared: penalty weight
     tau_neg: float = 1.05  # soft gate: temperature for negative advantages
@@ -88,7 +88,7 @@ class Config(flags.RunFlags):
     drop_flat_groups: bool = False  # no update from groups in which all rewards are the same
     resample: int = 0  # draw further prompts, up to this many times, until G groups are left
     mask_truncated: bool = False  # truncated completions count in the group but get no gradient
-    overlong_buffer: float = 0.0  # the reward "overlong" in this last share of max_tokens; 0 = off
+    overlong_buffer: float = 0.0  # last share of max_tokens, punished by "overlong"; 0 = off
     epochs: int = 1  # passes over a rollout batch; 1 pass of 1 step: the ratio is 1, no clip acts
     minibatches: int = 1  # optimizer steps per pass
     # optimizer
@@ -134,7 +134,7 @@ def parse_config(argv=None):
 # -------------------------------------------------------------------------------------- 1. rollout
 
 def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
-    """Samples n completions for each of G prompts (token ids): G*n Rollouts, in prompt order.
+    """Samples n completions for each of the prompts (token ids): Rollouts, in prompt order.
 
     llm: a runtime.sampler.Sampler. seeds: one per prompt; vLLM adds the number of the sample to it.
     sampling: more of vLLM's SamplingParams.
@@ -169,7 +169,7 @@ def rollout_function(name):
 # --------------------------------------------------------------------------------------- 2. reward
 
 def score(rollouts, examples, verifier, step=0):
-    """Fills reward, parts and steps of the N rollouts of G examples. Returns counts of failures.
+    """Fills reward, parts and steps of the rollouts of these examples. Returns counts of failures.
 
     A reward function is f(completions, **columns) -> list with, per completion, a float, None or,
     for process supervision, a list of (end, reward), one per step: `end` is the number of
@@ -203,11 +203,11 @@ def collect_rollouts(run, step):
     cfg, share = run.cfg, run.cfg.prompts // dist.world_size()
     first = dist.rank() * share  # number of this rank's first prompt in a batch
     groups = {}  # number of the prompt in this step -> its group, if it can be trained
-    sampled = []  # all groups
+    all_groups = []
     for draw in range(1 + cfg.resample):
-        number = step * (1 + cfg.resample) + draw  # of the batch of prompts
+        batch_number = step * (1 + cfg.resample) + draw
         examples = data.batch_at(
-            run.train_set, number, cfg.prompts, cfg.seed, dist.rank(), dist.world_size())
+            run.train_set, batch_number, cfg.prompts, cfg.seed, dist.rank(), dist.world_size())
         prompts = [e["prompt_ids"] for e in examples]
         seeds = [data.request_seed(cfg.seed, step, draw, first + i) for i in range(share)]
         with timed(run.metrics, "rollout"):
@@ -220,18 +220,18 @@ def collect_rollouts(run, step):
         stats.add_counts(run.metrics, counts, "reward")
         for i in range(share):
             group = rollouts[i * cfg.samples:(i + 1) * cfg.samples]
-            sampled.append(group)
+            all_groups.append(group)
             if not (cfg.drop_flat_groups and stats.is_flat(group)):
                 groups[draw * cfg.prompts + first + i] = group
         kept = sorted(dist.all_gather(list(groups)))[:cfg.prompts]  # one list, of all ranks
         if len(kept) == cfg.prompts:
             break
     run.metrics["draws"] = draw + 1
-    all_rewards = [r.reward for group in sampled for r in group]
+    all_rewards = [r.reward for group in all_groups for r in group]
     guard.check_verdicts("reward", all_rewards, run.metrics, run.verifier)
     split = [[groups[number] for number in kept[i::cfg.minibatches] if number in groups]
              for i in range(cfg.minibatches)]
-    return split, sampled
+    return split, all_groups
 
 
 # ------------------------------------------------------------------------------------ 3. advantage
@@ -241,7 +241,7 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
 
     baseline: subtract the mean of the group, of the others in the group (leave_one_out), of the
     batch, the number `running`, or nothing. scale: divide by the standard deviation of the group or
-    of the batch, plus eps, by the group's mean (MaxRL; 0 where it is not positive), or by nothing.
+    of the batch, by the group's mean (MaxRL; 0 where it is not positive), each plus eps, or by 1.
 
     The deviation is the population's, sqrt(1/n sum (r - mean)^2); the paper does not say which. TRL
     and verl divide by n - 1: their advantages are ours times sqrt((n-1)/n), 6.5 % less at n = 8.
@@ -282,12 +282,12 @@ def assign_advantages(groups, cfg, running_mean):
                 for group in groups]  # r.kl is 0 unless --kl_in reward
     all_rewards = torch.tensor(dist.all_gather(outcomes)).view(-1, cfg.samples)  # (G, n) all ranks
     if any(dist.all_gather([any(r.steps for group in groups for r in group)])):
-        all_rewards = step_rewards(groups, cfg)  # (G, n S)
+        all_rewards = step_rewards(groups, cfg)  # (G, n*S)
     batch_mean = all_rewards.nanmean().item()  # NaN when nothing got a verdict
     if math.isnan(running_mean):
         running_mean = batch_mean
     advantages = group_advantages(
-        all_rewards, cfg.baseline, cfg.scale, running=running_mean)  # (G, n) or (G, n S)
+        all_rewards, cfg.baseline, cfg.scale, running=running_mean)  # (G, n) or (G, n*S)
     set_advantages(groups, advantages)  # this rank's rows
     return running_mean if math.isnan(batch_mean) else 0.9 * running_mean + 0.1 * batch_mean
 
@@ -299,9 +299,9 @@ def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
 
     `sequences` and `tokens` are counts over all ranks (default: of `lengths`). A masked sequence
     has length 0: it counts as a sequence, but its tokens get weight 0.
-        sequence  mean over sequences of the mean over their tokens: 1 / (N |o_i|)  GRPO
-        token     mean over all tokens: 1 / sum |o|                                 DAPO, eq. 12
-        constant  sum over tokens divided by a constant: 1 / (N max_tokens)         Dr. GRPO
+        sequence  mean over sequences of the mean over their tokens: 1 / (sequences |o_i|)  GRPO
+        token     mean over all tokens: 1 / tokens                           DAPO, eq. 12
+        constant  sum over tokens, divided by a constant: 1 / (sequences max_tokens)   Dr. GRPO
     The first favours short right completions and long wrong ones; the last has no length bias.
 
     >>> [token_weights([1, 3], aggregate, 8) for aggregate in ("sequence", "token", "constant")]
@@ -319,7 +319,7 @@ def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
 def assign_token_weights(rollouts, cfg):
     """Fills the weight of the rollouts of one optimizer step. Returns those with weight > 0.
 
-    The counts are over all ranks (collective), so gradients are summed, never averaged.
+    The counts are over all ranks (collective), so the ranks' gradients must add up.
     """
     judged = [r for r in rollouts if r.reward is not None]
     lengths = [0 if cfg.mask_truncated and r.truncated else r.length for r in judged]
@@ -331,7 +331,7 @@ def assign_token_weights(rollouts, cfg):
 
 
 def make_batches(groups, filler, cfg):
-    """Packs of one optimizer step, from collate. filler: weight 0, as many packs on each rank."""
+    """Packs of one optimizer step. Ranks with fewer packs add `filler`, whose weight is 0."""
     trained = assign_token_weights([r for group in groups for r in group], cfg)
     trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
     packs = pack_evenly(trained, filler, cfg.pack_tokens)
@@ -351,14 +351,14 @@ class TokenLogps(torch.nn.Module):
         self.model, self.temperature, self.chunk = model, temperature, chunk
 
     def forward(self, batch):
-        # with a KV cache, transformers would silently treat the row as one sequence
+        # no cache: training does not read it, and it would hold all keys and values
         output = self.model.get_decoder()(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False,
             batch=batch)  # reaches packed_attention in runtime/batch.py
         hidden = output.last_hidden_state[0, batch.predictors]  # (R, H)
         head = self.model.get_output_embeddings().weight  # (V, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, in chunks of the vocabulary
-        return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # 2x (R,)
+        return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # 2 (R,)
 
 
 @torch.no_grad()
@@ -382,7 +382,7 @@ def k3(logp, ref):
     """Schulman's estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
 
     (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref). As a
-    loss, its mean gradient is that of KL(ref || pi): -sum over all tokens of ref grad log pi.
+    loss, its mean gradient is that of KL(ref || pi): -sum over the vocabulary of ref * grad log pi.
     """
     d = ref - logp  # (R,)
     return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away
@@ -407,7 +407,7 @@ def importance(mismatch, batch, cfg):
 
 
 def gated_objective(ratio, log_ratio, logp, advantage, cfg):
-    """Objective per token with a bounded ratio, and whether the bound made its gradient 0: (R,)."""
+    """(R,) objective per token with a bounded ratio, (R,) whether the bound made its gradient 0."""
     beyond = log_ratio.abs() > MAX_LOG_RATIO  # (R,) policy_loss has clamped the ratio there
     if cfg.gate == "clip":  # PPO, arXiv:1707.06347
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
@@ -439,7 +439,7 @@ def policy_loss(logp, old, ref, batch, cfg):
     log_ratio = logp - old  # (R,) on-policy it is 0, but has a gradient
     if cfg.ratio == "sequence":  # GSPO: geometric mean; so each token gets the mean advantage
         log_ratio = sequence_mean(log_ratio, batch)  # (R,)
-    elif cfg.ratio == "product":  # RLOO: the sequence's ratio; its tokens' weights sum to 1/N
+    elif cfg.ratio == "product":  # RLOO: every token has the ratio of its whole sequence
         log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (R,)
     elif cfg.ratio != "token":
         raise ValueError(f"unknown ratio {cfg.ratio!r}")
@@ -479,7 +479,7 @@ def make_reference(cfg, policy=None, stays_on_gpu=False):
 def update(policy, batches, cfg, policy_loss=policy_loss):
     """One optimizer step: a backward pass per pack, whose gradients add up, then AdamW. Collective.
 
-    batches: packs, as collate returns them. The CPU does not wait for the GPU before the last one.
+    batches: packs, as collate returns them. The CPU waits for the GPU after the last pack only.
     Returns metrics over all ranks. Raises RunError before the step is taken: see guard.check_step.
     """
     sums = []  # per pack: each metric summed over its tokens
@@ -490,7 +490,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
         sums.append(stats.pack_sums(loss, terms, batch.entropy, batch.weight, cfg))
     metrics = stats.token_means(sums)  # means over tokens; sum of loss, maximum of mismatch/max
     guard.check_step(metrics, cfg.mismatch_bound, cfg.rollout)
-    policy.step()  # DeepSpeed skips it silently when the gradient is not finite
+    policy.step()  # clears the gradients too; skips silently if one is not finite
     metrics["grad_norm"] = float(policy.get_global_grad_norm() or 0.0)
     metrics["skipped"] = float(not policy.was_step_applied())
     return metrics
@@ -499,7 +499,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 # ----------------------------------------------------------------------------------------- 8. sync
 
 def sync_weights(policy, llm):
-    """Wakes vLLM with the policy's weights; RunError if any bit differs. Collective."""
+    """Wakes vLLM with the policy's weights; RunError if their checksums differ. Collective."""
     trainer.place_frozen_weights(policy, "cpu")  # LoRA with offload: they make room for vLLM's
     llm.load(trainer.named_weights(policy), trainer.count_weights(policy))
 
@@ -520,7 +520,7 @@ class Run:
     ref: Any  # the frozen model of the KL, or None
     metrics: dict[str, float] = field(default_factory=dict)  # of the current step
     answers: list[dict] = field(default_factory=list)  # of its evaluation, if there is one
-    filler: Any = None  # its shortest rollout, with weight 0 in the packs of ranks with fewer
+    filler: Any = None  # the step's shortest rollout; ranks with fewer packs add it, weight 0
 
     def steps(self):
         """Yields the number of each step to take. Before a step: signals, evaluation, checkpoint.
@@ -570,13 +570,13 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
     progress = run.checkpoints.progress
     sync_weights(policy, llm)
     for step in run.steps():  # evaluates and saves before a step
-        split, sampled = collect_rollouts(run, step)  # 1. 2. groups per minibatch, all groups
+        split, all_groups = collect_rollouts(run, step)  # 1. 2. split: groups of each minibatch
         groups = [group for part in split for group in part]
-        run.filler = min((r for group in sampled for r in group), key=len)
+        run.filler = min((r for group in all_groups for r in group), key=len)
         with timed(run.metrics, "sync"):
             llm.sleep()  # GPU memory: from vLLM to the trainer; sync_weights wakes it up
             trainer.place_frozen_weights(policy, dist.device())
-        shown = run.log.rollouts_with_tokens(step, sampled)  # for the report; mostly none
+        shown = run.log.rollouts_with_tokens(step, all_groups)  # for the report; mostly none
         with timed(run.metrics, "report"):
             before = trainer.token_logps(policy, shown, run.filler, cfg)
         with timed(run.metrics, "update"):
@@ -597,8 +597,8 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
             after = trainer.token_logps(policy, shown, run.filler, cfg)
         with timed(run.metrics, "sync"):
             sync_weights(policy, llm)  # 8.
-        run.metrics |= summary(cfg, groups, sampled, run.metrics)
-        run.log.write(step, run.metrics, sampled, run.answers, zip(shown, before, after))
+        run.metrics |= summary(cfg, groups, all_groups, run.metrics)
+        run.log.write(step, run.metrics, all_groups, run.answers, zip(shown, before, after))
 
 
 # ------------------------------------------------------------------------------------------- main

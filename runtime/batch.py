@@ -65,9 +65,9 @@ def by_prompt(rollouts):
 def pack(rollouts, budget):
     """First-fit bin packing: lists of rollouts of at most `budget` tokens. A longer one goes alone.
 
-    The rollouts of a prompt stay together, because a pack runs a shared prompt once: largest group
-    first, and in it the longest rollout first. The budget counts the prompt of every rollout: it is
-    an upper bound.
+    The rollouts of a prompt come one after the other, because a pack runs a shared prompt once. The
+    largest group comes first, and in it the longest rollout. The budget counts the prompt of every
+    rollout: it is an upper bound.
     """
     packs, free = [], []  # free[i]: tokens left in packs[i]
     for group in sorted(by_prompt(rollouts), key=lambda group: sum(map(len, group)), reverse=True):
@@ -106,7 +106,7 @@ def divide(parts, cost):
 
 
 def balance(rollouts, model):
-    """The rollouts that this rank trains, copies from all ranks: divide() by FLOPs. Collective.
+    """Copies of the rollouts that this rank trains, which divide() chose by FLOPs. Collective.
 
     Their weights must have been assigned. Every rank receives all rollouts, 30 bytes per token or
     less. A single rank keeps its rollouts as they are.
@@ -290,7 +290,7 @@ def step_ends_in_tokens(rollouts, tokenizer):
 
 
 def step_rewards(groups, cfg):
-    """(G, n S): the rewards of the S steps of each rollout, of the groups of all ranks. Collective.
+    """(G, n*S): the rewards of the S steps of each rollout, of the groups of all ranks. Collective.
 
     An outcome reward is one step; shorter lists are filled with NaN. r.kl is subtracted from the
     last step.

@@ -76,8 +76,8 @@ def check_packing(policy, cfg):
 
     With random tokens, two completions per prompt:
     1. Packed and alone, log-probs differ by no more than the noise of the dtype.
-    2. If every second completion is replaced, the log-probs of the others do not change: not by one
-       bit, in any dtype, as shapes and kernels stay the same. The bound is that of 1 for experts,
+    2. If every second completion is replaced, the log-probs of the others do not change, in any
+       dtype (bound 2^-17), as shapes and kernels stay the same. The bound is that of 1 for experts,
        which then multiply other numbers of tokens, and where kernels do not repeat their results.
     """
     rng, vocab = random.Random(0), empty_model(cfg.model).config.get_text_config().vocab_size

@@ -121,7 +121,7 @@ def chunk_forward(hidden, weight, targets, temperature):
     """-> log sum exp of a chunk's logits (R,), their entropy (R,), the target's or 0 (R, 1)."""
     logits, column, in_chunk = chunk_logits(hidden, weight, targets, temperature)
     logp = logits.log_softmax(-1)  # (R, C) as if this chunk were the whole vocabulary
-    norm = logits.amax(-1) - logp.amax(-1)  # (R,) log sum exp(logits), as logp = logits - it
+    norm = logits.amax(-1) - logp.amax(-1)  # (R,) log sum exp(logits): logp = logits - norm
     target_logit = logits.gather(-1, column) * in_chunk  # (R, 1)
     p = torch.exp(logp, out=logits)  # (R, C) reuses the memory of the logits
     return norm, -logp.mul_(p).sum(-1), target_logit
@@ -133,11 +133,11 @@ def chunk_backward(hidden, weight, targets, temperature, norm, grad, entropy, gr
     grad, grad_entropy: those of log-prob and entropy, divided by the temperature (R, 1).
     """
     logits, column, in_chunk = chunk_logits(hidden, weight, targets, temperature)
-    logp, push = logits.sub_(norm), grad  # (R, C), (R, 1)
+    logp, factor = logits.sub_(norm), grad  # (R, C), (R, 1) the gradient of a logit is -p * factor
     if grad_entropy is not None:
-        push = (logp + entropy).mul_(grad_entropy).add_(grad)  # (R, C)
+        factor = (logp + entropy).mul_(grad_entropy).add_(grad)  # (R, C)
     p = logp.exp_()  # (R, C)
-    grad_logits = p.mul_(push).neg_().scatter_add_(-1, column, grad * in_chunk)  # (R, C)
+    grad_logits = p.mul_(factor).neg_().scatter_add_(-1, column, grad * in_chunk)  # (R, C)
     return grad_logits.to(weight.dtype)
 
 
@@ -150,9 +150,9 @@ class HeadLogps(torch.autograd.Function):
         logp[i] = log_softmax(hidden[i] @ weight.T / temperature)[targets[i]]
 
     At most two fp32 arrays of (R, chunk) exist at a time. The forward pass combines log sum
-    exp(logits) and entropy H of the chunks at the end. The backward pass computes the logits again,
+    exp(logits) and entropy of the chunks at the end. The backward pass computes the logits again,
     and from them, in place, with p = softmax(logits),
-    grad_logits = grad_logp * (onehot(target) - p) - grad_H * p * (log p + H).
+    grad_logits = grad_logp * (onehot(target) - p) - grad_entropy * p * (log p + entropy).
     A loss without the entropy, as usual, skips the second part.
     """
 

@@ -1,7 +1,7 @@
-"""vLLM as one object: it generates, sleeps, and takes new weights, which it proves to have.
+"""vLLM as one object: it generates, sleeps, takes new weights, and compares their checksums.
 
-Log-probs cannot prove it: after a missed sync at a small learning rate they differ by less than
-bf16 noise. So the checksums of all weights are compared after every sync.
+Log-probs do not show a missed sync at a small learning rate, which changes them by less than bf16
+noise. So the checksums of all weights that vLLM shows are compared after every sync.
 """
 import functools
 import itertools
@@ -76,8 +76,8 @@ class Sampler:
     def load(self, named_weights, total):
         """Wakes up with the trainer's weights, `total` (name, tensor) pairs, and checks them.
 
-        Raises RunError if one bit differs afterwards. The KV cache wakes up last: beside it, the
-        weights might have no room to arrive.
+        Raises RunError if a visible bit differs afterwards. The KV cache wakes up last: beside it,
+        the weights might have no room to arrive.
         """
         if torch.cuda.is_available():
             torch.set_num_threads(self._threads)
@@ -109,7 +109,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
     device has too little memory, and RunError with vLLM's words if it refuses model or argument.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")  # harmless
-    logging.getLogger("vllm").setLevel("ERROR")  # VLLM_LOGGING_LEVEL comes late: see Triton
+    logging.getLogger("vllm").setLevel("ERROR")  # before vLLM reads VLLM_LOGGING_LEVEL, it warns
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -235,9 +235,9 @@ def own_checksums(model, sent):
 def compare(model, sent):
     """What is wrong with the weights in a vLLM model, in one line; "" if they are those in `sent`.
 
-    Ranks that share an engine add up their shards. A tensor that is not cut, as a norm, is on each
-    of them. Of a fused one, each row of the first part (query, gate) is on one rank, but the rows
-    of the others are on several if there are few key heads.
+    One rank: a parameter has the sum of its parts' checksums. Ranks that share an engine add up
+    their shards. A norm is on each of them. So are, where key heads are few, the rows of all parts
+    of a fused parameter but the first (query, gate).
     """
     own = own_checksums(model, sent)
     ranks = dist.engine_gather(own)
@@ -248,10 +248,10 @@ def compare(model, sent):
             repacked |= set(parts)
             continue
         of_parts = [sent[part] for part in parts]
-        once, copied = (of_parts[:1], of_parts[1:]) if parts[1:] else ([], of_parts)
-        size = sum(x.elements for x in copied) or 1  # 1: it got none of them
+        once, repeated = (of_parts[:1], of_parts[1:]) if parts[1:] else ([], of_parts)
+        size = sum(x.elements for x in repeated) or 1  # 1: it got none of them
         copies, rest = divmod(elements - sum(x.elements for x in once), size)
-        wanted = sum(x.checksum for x in once) + copies * sum(x.checksum for x in copied)
+        wanted = sum(x.checksum for x in once) + copies * sum(x.checksum for x in repeated)
         if rest or copies < 1:
             unmatched.append(name)
         elif (total - wanted) % 2**64:

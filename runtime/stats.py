@@ -43,8 +43,8 @@ def majority_vote(answers):
 
 
 def nan_mean_std(x, dim):
-    """Mean and population standard deviation of the entries that are not NaN, over `dim`, which
-    stays.
+    """Mean and population standard deviation of the entries that are not NaN, over `dim`, which is
+    kept with size 1.
 
     Both are 0 where all entries are NaN. Of equal entries, the mean is exactly their value and the
     deviation exactly 0: the smallest entry is subtracted first, because the sum of n equal numbers
@@ -71,7 +71,7 @@ def pack_sums(loss, terms, entropy, weight, cfg):
     if cfg.correction != "none":
         correction = terms.pop("correction")  # (R,)
         uncapped = 1.0 if cfg.correction == "sequence_mask" else mismatch.exp()  # (R,)
-        terms |= {"correction/w": correction, "correction/w2": correction**2,  # for their size
+        terms |= {"correction/w": correction, "correction/w2": correction**2,  # for ess
                   "correction/share": correction != uncapped}  # tokens that the cap changes
     sums = {name: x.sum() for name, x in terms.items()}
     sums |= {"loss": loss, "mismatch/max": mismatch.abs().max()}

@@ -125,8 +125,8 @@ def place_frozen_weights(engine, device):
 def token_logps(model, rollouts, filler, cfg):
     """-> per rollout, a list with the log-prob of each sampled token under a model. Collective.
 
-    They come from packs of their own: rollouts that are not trained, or on another rank, have them
-    too. filler: a rollout for ranks with fewer packs.
+    It makes its own packs, as some of these rollouts are not trained, or are trained on another
+    rank. filler: a rollout for ranks with fewer packs.
     """
     found = {}  # id of the rollout -> its list
     for packed in pack_evenly(rollouts, filler, cfg.pack_tokens):

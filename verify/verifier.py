@@ -31,7 +31,7 @@ class Traits:
     needs: set  # columns
     whole_batch: bool  # it gets all completions of a spec in one call, after the others
     waits: bool  # for a network, more than it computes: pool.WAITING calls at a time
-    reads_gold: bool  # gives None to "" exactly if it cannot read the gold answer
+    reads_gold: bool  # None for an empty text means that it cannot read the gold answer
 
 
 class Verifier(contextlib.AbstractContextManager):
