@@ -2,10 +2,10 @@
 
     python bench/scale.py            6 minutes on 2 idle cores
 
-Writes bench/results/scale.md and .json (scale-gpu.* on CUDA). Four axes: number of rollouts, length
-of the completions, vocabulary, layers. Time should be linear in tokens. Memory should not depend on
-the number of rollouts or on tokens x vocabulary: a forward pass takes --pack_tokens tokens, and its
-LM head a fixed number of logits. Each point is a process of its own, see bench/update.py.
+Writes bench/results/scale.md, .json and .png (scale-gpu.* on CUDA). Four axes: number of rollouts,
+length of the completions, vocabulary, layers. Time should be linear in tokens. Memory should not
+depend on the number of rollouts or on tokens x vocabulary: a forward pass takes --pack_tokens
+tokens, and its LM head a fixed number of logits. Each point is a process of its own, see update.py.
 """
 import math
 import tempfile
@@ -13,6 +13,7 @@ from statistics import correlation, linear_regression
 
 import common  # puts the repository on sys.path
 import random_model
+from runtime.report import figure
 from update import CUDA
 
 if CUDA:
@@ -43,6 +44,20 @@ def exponent(x, y):
     return linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
 
 
+def draw(axes, path):
+    """Per axis a column of two panels, {axis: rows of main}: seconds, and below it peak memory."""
+    fig = figure(figsize=(12, 5))
+    panels = fig.subplots(2, len(axes), sharey="row", squeeze=False)
+    for column, (axis, rows) in zip(panels.T, axes.items()):
+        for panel, key, unit in zip(column, ("seconds", "gib"), ("seconds", "GiB above idle")):
+            panel.plot([row["x"] for row in rows], [row[key] for row in rows], "o-")
+            panel.set(title=axis, xlabel=X.get(axis, "tokens"), ylabel=unit)
+            panel.grid(alpha=0.3)
+    for panel in panels.flat:  # after all is drawn: a row shares its range
+        panel.set(xlim=(0, None), ylim=(0, None))
+    fig.savefig(path, dpi=144)
+
+
 def main():
     conditions, axes, points, slopes = common.conditions(), {}, [], []
     for axis, changes in AXES.items():
@@ -68,6 +83,7 @@ def main():
             f"axis, --pack_tokens {BASE['pack_tokens']}.", conditions]
     name = "scale-gpu" if CUDA else "scale"
     common.write(name, "\n\n".join(text), {"conditions": conditions, "axes": axes})
+    draw(axes, common.RESULTS / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ README_COMMAND = [*common.SCRIPT, *"--eval_n 8 --eval_every 25 --save_every 0".s
 README_SETTINGS = ["default=", "control: random rewards=--rewards gsm8k:0,random:1"]
 PANELS = {"held-out accuracy": "eval/accuracy", "reward of the training samples": "reward/mean",
           "tokens per completion": "completion/length"}
+# beginnings of metrics that are shares, unless a value is above 1 (eval/length, a larger reward)
+SHARES = ("eval/", "reward/", "completion/truncated", "clipped", "group/flat")
 # Student's t: 95 % of the values lie in +- T[degrees of freedom - 1]
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -139,26 +141,31 @@ def before_and_after(first_row):
 
 
 def draw(results, panels, path):
-    """One panel per metric: the mean over the seeds with its interval as a band; a dot is an
-    evaluation. results: {label: [rows of each seed]}; panels: see report."""
+    """One panel per metric: the mean over the seeds with its interval as a band, which ends where
+    no value can be: below 0, or above 1 of a share. A dot is an evaluation.
+    results: {label: [rows of each seed]}; panels: see report."""
     height = 1 if len(panels) <= 3 else 2
     width = math.ceil(len(panels) / height)
     fig = figure(figsize=(4.2 * width, 3.4 * height))
     axes = fig.subplots(height, width, squeeze=False)
     for axis, (title, key) in zip(axes.flat, panels.items()):
+        every = [x for rows in sum(results.values(), []) for x in series(rows, key).values()]
+        lowest = 0 if min(every) >= 0 else -math.inf
+        highest = 1 if str(key).startswith(SHARES) and max(every) <= 1 else math.inf
         for i, (label, runs) in enumerate(results.items()):
             values = [series(rows, key) for rows in runs]
             steps = sorted(set.intersection(*map(set, values)))
             intervals = [mean_interval([x[step] for x in values]) for step in steps]
-            mean, low, high = np.array(intervals).T
-            dots = "o-" if str(key).startswith("eval/") else "-"
-            axis.plot(steps, mean, dots, color=f"C{i}", ms=4, lw=1.2, label=label)
-            axis.fill_between(steps, low, high, color=f"C{i}", alpha=0.15, lw=0)
-        top = 1.02 if title.endswith("accuracy") else None  # the band of a share may pass 100 %
-        axis.set(xlabel="step", title=title, ylim=(None, top))
+            mean, *band = np.array(intervals).T
+            band = np.clip(band, lowest, highest)
+            dot, dashes = "o" if str(key).startswith("eval/") else "", ("-", "--", "-.", ":")[i % 4]
+            axis.plot(steps, mean, dot + dashes, color=f"C{i}", ms=4, lw=1.2, label=label)
+            axis.fill_between(steps, *band, color=f"C{i}", alpha=0.15, lw=0)
+        bottom, top = axis.get_ylim()
+        axis.set(xlabel="step", title=title, ylim=(max(bottom, lowest), min(top, highest + 0.02)))
         axis.grid(alpha=0.3)
     axes[0, 0].legend(fontsize=8)
-    fig.savefig(path, dpi=120)
+    fig.savefig(path, dpi=144)
 
 
 def report(folders, out, columns=None, panels=PANELS):

@@ -165,7 +165,7 @@ def write_curve(runs, out):
                       label=run["name"].replace("$", r"\$"))  # "$" would begin a formula
             axis.fill_between(steps, low, high, color=f"C{i}", alpha=0.2, lw=0)
     axis.legend(fontsize=8)
-    fig.savefig(out, dpi=120)
+    fig.savefig(out, dpi=144)
 
 
 SHARE, FROM_ZERO = {"from": 0, "to": 1}, {"from": 0}

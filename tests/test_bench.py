@@ -92,6 +92,26 @@ def test_runs_are_made_once_and_reported_with_their_interval(tmp_path):
         seeds.main(argv)
 
 
+def test_a_band_ends_where_no_value_can_be(tmp_path, monkeypatch):
+    """The intervals of these two seeds reach far below 0 and above 1."""
+    runs = [[{"step": 0, "clipped": 0.2, "eval/accuracy": 0.9, "completion/length": 5.0,
+              "kl": -0.1}],
+            [{"step": 0, "clipped": 0.0, "eval/accuracy": 1.0, "completion/length": 9.0,
+              "kl": 0.1}]]
+    fig = seeds.figure()
+    monkeypatch.setattr(seeds, "figure", lambda **_: fig)
+    keys = list(runs[0][0])[1:]
+    seeds.draw({"a": runs}, dict(zip(keys, keys)), tmp_path / "bands.png")
+    ends = []
+    for axis in fig.axes:
+        y = axis.collections[0].get_paths()[0].vertices[:, 1]
+        ends.append((y.min().round(2), y.max().round(2)))
+    half = 12.706 * 0.1  # t of two seeds, times s / sqrt(2)
+    assert ends[0] == (0, 1) and ends[1][1] == 1 and ends[1][0] < 0.95
+    assert ends[2][0] == 0 and ends[2][1] > 20 and ends[3] == (-round(half, 2), round(half, 2))
+    assert fig.axes[0].get_ylim()[0] == 0
+
+
 def test_each_row_of_the_ablation_adds_flags_that_end_in_the_preset():
     flags = [command[2:] for command in curves.dapo()[1].values()]
     assert all(new[:len(old)] == old and len(new) > len(old) for old, new in zip(flags, flags[1:]))

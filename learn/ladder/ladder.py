@@ -140,7 +140,7 @@ def draw(results):
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    fig.savefig(HERE / "rewards.png", dpi=120)
+    fig.savefig(HERE / "rewards.png", dpi=144)
 
 
 def main():
