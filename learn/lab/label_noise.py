@@ -22,6 +22,10 @@ FINDING = lab.Finding(
     measures=lab.MEAN | lab.BEFORE | lab.GREEDY | lab.TOKENS,
     judge=judge,
     panels=lab.SAMPLES | {"mean@4": "eval/mean@4"},
+    reading="Accuracy after 30 steps falls with J. At 20 % of flips it is 3 points lower than "
+            "without, at 40 % it is 15 points lower but still 20 above the start. At 50 % the "
+            "reward says nothing and the model loses 6 points; at 60 % it learns the wrong "
+            "answers, which are guesses of 8 tokens.",
     exercises=(
         "Write a reward that accepts wrong answers in 40 % of the cases and never rejects a "
         "right one. J is 0.6, as with 20 % of flips: predict whether it learns as fast.",

@@ -27,6 +27,12 @@ FINDING = lab.Finding(
     judge=judge,
     panels={WRONG: "reward/wrong_length", "reward of the samples": "reward/gsm8k",
             "tokens of a sample": "completion/length"},
+    reading="The model is right in 5 % of these sums before the runs and in 6 to 7 % after them, "
+            "so it has hardly learned, and two thirds of the groups have no gradient because all "
+            "their answers are wrong. Wrong answers do not grow with either divisor: with 1/|o| "
+            "they are shorter than with a constant in two of three seeds, and the same in one. The "
+            "rule fails, and the task is too hard to decide the claim. In exact numbers the bias "
+            "is there: see `sequence` in [the audit](../../../docs/audit.md).",
     exercises=(
         "Give --max_tokens 40. Predict what happens to truncated answers with both divisors.",
         "Compute by hand the weight of a token of a wrong answer of 10 and of 100 tokens, with "

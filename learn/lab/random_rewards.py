@@ -22,6 +22,11 @@ FINDING = lab.Finding(
     judge=judge,
     panels={"mean@4": "eval/mean@4", "entropy": "entropy",
             "tokens of a sample": "completion/length"},
+    reading="A coin does not help here. The claim is about a model whose frequent habit, to write "
+            "code, is mostly right. The frequent habit of the bundled model is to guess, which is "
+            "mostly wrong, so a drift towards it cannot raise the accuracy. How far a run drifts "
+            "depends on the seed: the greedy accuracy ends between 24 and 55 %. The two random "
+            "arms differ little, because the clip stops only 0.1 % of the tokens.",
     exercises=(
         "Start from a model that works most sums out: `--model` with the checkpoint of a true "
         "run after 10 steps. Predict the sign of the gain.",
