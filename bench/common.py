@@ -27,7 +27,8 @@ def parser(doc):
 def table(head, rows):
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    cells = [[str(cell).replace("|", r"\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def run_apart(script, *arguments, launcher=(sys.executable,), **environment):
