@@ -2,11 +2,17 @@
 
     python learn/ladder/1_reinforce.py [seed]
 
-The model answers sums. A right answer has reward 1, a wrong one 0. The gradient of
+The model, here called the policy, answers sums. A right answer o has reward r(o) = 1, a wrong one
+0. We want a larger mean reward J = sum over o of p(o) * r(o). As grad p = p * grad log p,
+
+    grad J = sum over o of  p(o) * r(o) * grad log p(o) = mean over samples of  r * grad log p
+
+and log p(o) is the sum of log p(token) over its tokens. So we sample, and follow the gradient of
 
     loss = -(mean over all tokens of  reward * log p(token))
 
-makes the tokens of right completions more probable (REINFORCE, Williams 1992).
+which makes the tokens of right completions more probable (REINFORCE, Williams 1992). A number added
+to all rewards adds its mean of grad log p, which is 0, as the p(o) sum to 1. It adds noise.
 
 Shapes: N completions, P tokens of the longest prompt, C of the longest completion, V vocabulary.
 """
@@ -37,7 +43,8 @@ def sample(model, tokenizer, examples, greedy=False):
     ids = model.generate(
         ids, attention_mask=attention, max_new_tokens=MAX_TOKENS, **how)  # (N, P + C)
     completions = ids[:, P:]  # (N, C)
-    # A completion ends with its first end token, which is trained too. What follows is padding.
+    # A completion ends with its first end token, which is trained too. What follows is padding:
+    # ends 0 0 1 1 -> mask 1 1 1 0
     ends = (completions == tokenizer.eos_token_id).long()  # (N, C)
     mask = (ends.cumsum(1) - ends == 0).long()  # (N, C) 1: a token of the completion, 0: padding
     batch = {"ids": ids, "attention": torch.cat([attention, mask], 1), "mask": mask}

@@ -8,7 +8,9 @@ The model answers sums. A right answer has reward 1, a wrong one 0. The gradient
     advantage = (reward - mean of its group) / (standard deviation of its group + 1e-4)
 
 makes the tokens of completions that are better than their group more probable, and the others less
-(GRPO, arXiv:2402.03300). A group has the completions to one question.
+(GRPO, arXiv:2402.03300). A group has the completions to one question. Divided by the deviation,
+advantages have the same size for rewards of any scale. 1e-4 keeps a group of equal rewards, whose
+deviation is 0, at advantage 0.
 
 Shapes: N completions, P tokens of the longest prompt, C of the longest completion, V vocabulary.
 """

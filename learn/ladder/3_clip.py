@@ -4,12 +4,18 @@
 
 After the first optimizer step, the model is no longer the one that sampled the completions.
 
-    ratio = p(token) / p_old(token)        p_old: of the model that sampled
+    ratio = p(token) / p_old(token)        p_old: before the first of these optimizer steps
     loss = mean over all tokens of  -min(ratio * advantage, clip(ratio) * advantage) + KL_COEF * k3
 
-The ratio corrects for the difference. If it has moved by more than CLIP from 1, in the direction
-of the advantage, min() gives that token no gradient (PPO, arXiv:1707.06347); k3 still does. k3
-estimates the KL divergence to the frozen model of the start, the reference (arXiv:2402.03300).
+A mean over samples of the old model, weighted with p / p_old, is a mean over the new one. Per token
+this holds nearly, while the two are near each other. So min() stops a token (gradient 0) that has
+moved far enough in the direction of its advantage (PPO, arXiv:1707.06347):
+
+    advantage > 0:  stopped above 1 + CLIP, never below 1 - CLIP
+    advantage < 0:  stopped below 1 - CLIP, never above 1 + CLIP
+
+k3 = exp(d) - d - 1, with d = log p_ref - log p, estimates the KL divergence to the reference, the
+frozen model of the start (arXiv:2402.03300). It keeps what the model could do before.
 
 Shapes: N completions, P tokens of the longest prompt, C of the longest completion, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Step 4: step 3 + packs in place of padding, and a weight for each token.
+"""Step 4: step 3 + the trainer has packs in place of padding, and one weight for all tokens.
 
     python learn/ladder/4_pack.py [seed]
 
@@ -7,9 +7,10 @@ An optimizer step has several packs. Each has a backward pass of its own, which 
 than one for all, and the gradients add up.
 
     loss of a pack = sum over its tokens of  weight * token_loss
-    weight = 1 / (number of completion tokens in all packs of the optimizer step)
+    weight = 1 / (number of completion tokens in all packs of the optimizer step), one number
 
-So the packs together give the mean over all tokens of step 3, in whatever way they are split.
+So the packs together give the mean over all tokens of step 3, in whatever way they are split. A
+mask of T x T keeps a token from seeing other sequences. `sample` pads as before.
 
 Shapes: of a pack, T tokens, R of them in completions. N completions, V vocabulary.
 """

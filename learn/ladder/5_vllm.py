@@ -4,7 +4,7 @@
 
 vLLM has its own copy of the weights. It gets the trainer's weights after each update. If they did
 not arrive, vLLM would sample from old weights, without an error. So two checks can stop the run:
-checksums of all weights that vLLM shows (on a CPU, not all of them), and the difference between the
+checksums of the weights that vLLM shows (on a CPU 4 % of them), and the difference between the
 log-probs that vLLM and the trainer compute for the sampled tokens.
 
 Shapes: of a pack, T tokens, R of them in completions. N completions, V vocabulary.
