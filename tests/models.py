@@ -24,11 +24,11 @@ SIZES = {
 }
 
 
-def make(size):
+def make(size, dtype=torch.float32):
     """A model with these fields of its config.json."""
     AttentionInterface.register("packed", packed_attention)
     config = AutoConfig.for_model(**{"model_type": "qwen2", "tie_word_embeddings": True} | size)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="packed")
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="packed")
 
 
 @functools.cache

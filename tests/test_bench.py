@@ -1,10 +1,8 @@
 """Each bench: its main path at the smallest setting. What it starts for minutes is simulated."""
 import importlib
 import json
-import math
 import subprocess
 import sys
-from statistics import stdev
 
 import pytest
 
@@ -13,7 +11,7 @@ import curves
 import nano_rlvr as nr
 import random_model
 import seeds
-from conftest import FAKE_RUN, within
+from conftest import FAKE_RUN
 from runtime import memory
 
 
@@ -117,10 +115,3 @@ def test_each_row_of_the_ablation_adds_flags_that_end_in_the_preset():
     assert all(new[:len(old)] == old and len(new) > len(old) for old, new in zip(flags, flags[1:]))
     last = nr.parse_config(flags[-1])
     assert all(getattr(last, name) == value for name, value in nr.ALGOS["dapo"].items())
-
-
-def test_the_interval_over_seeds_by_hand():
-    for values, t in (([1.0, 2.0, 3.0], 4.302653), ([0.0, 1.0], math.tan(0.95 * math.pi / 2))):
-        mean, low, high = seeds.mean_interval(values)
-        half = t * stdev(values) / math.sqrt(len(values))
-        within(max(abs(low - mean + half), abs(high - mean - half)), 1e-4 * half)

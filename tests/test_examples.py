@@ -43,27 +43,27 @@ def models(in_float64):
     return policy, other
 
 
-def groups_of(tokenizer):
-    """4 groups of 4 rollouts: right and wrong ones, only wrong ones, one without a verdict."""
+def close_gradients(policy, *losses):
+    """Asserts that two losses have the same gradient."""
+    gradients = [torch.autograd.grad(loss, [*policy.parameters()]) for loss in losses]
+    for ours, wanted in zip(*gradients):
+        close(ours, wanted)
+
+
+def test_dpo_has_the_gradient_of_its_loss(models, tokenizer):
+    """Of -log sigmoid of the margin of each pair, one sequence at a time. Of the 4 groups one has
+    only wrong rollouts, and one a rollout without a verdict."""
+    policy, ref = models
     rollouts = fixed_rollouts(tokenizer)
     for i, r in enumerate(rollouts):
         r.reward = float(i % 4 == 1 and i // 4 != 2)
         r.parts = {"x": r.reward}
     rollouts[0].reward, rollouts[0].parts = None, {"x": None}
-    return [rollouts[i:i + 4] for i in range(0, 16, 4)]
-
-
-def test_dpo_has_the_gradient_of_its_loss(models, tokenizer):
-    """Of -log sigmoid of the margin of each pair, from autograd, one sequence at a time."""
-    policy, ref = models
-    groups = groups_of(tokenizer)
+    groups = [rollouts[i:i + 4] for i in range(0, 16, 4)]
     cfg = make_config(aggregate="constant", kl_coef=0.0, correction="none")
     found = dpo.assign_pairs(groups, policy, ref, 0.3, cfg, groups[0][0])
-    for batch in nr.make_batches(groups, groups[0][0], cfg):
-        logp, _ = policy(batch)
-        nr.policy_loss(logp, None, None, batch, cfg)[0].backward()
-    ours = [p.grad.clone() for p in policy.parameters()]
-    policy.zero_grad()
+    ours = sum(nr.policy_loss(policy(batch)[0], None, None, batch, cfg)[0]
+               for batch in nr.make_batches(groups, groups[0][0], cfg))
     for model in models:
         model.model.set_attn_implementation("eager")
     places = [(0, 1, 2), (1, 1, 0), (3, 1, 0)]  # group, first right, first wrong
@@ -74,11 +74,9 @@ def test_dpo_has_the_gradient_of_its_loss(models, tokenizer):
                         for r in pair)
         losses.append(-torch.nn.functional.logsigmoid(0.3 * (right - wrong)))
     loss = torch.stack(losses).mean()
-    loss.backward()
     assert found["dpo/pairs"] == 3
     close(found["dpo/loss"], loss)
-    for p, own in zip(policy.parameters(), ours):
-        close(own, p.grad)
+    close_gradients(policy, ours, loss)
 
 
 def test_a_distilled_token_has_the_advantage_log_teacher_minus_log_student(models, tokenizer):
@@ -101,26 +99,7 @@ def test_a_distilled_token_has_the_advantage_log_teacher_minus_log_student(model
     within(abs(mean - sum(gaps) / (len(gaps) - 1)), EXACT)
 
 
-def test_the_mean_gradient_of_distillation_is_that_of_trls_reverse_kl(in_float64):
-    """Over all V tokens that the student can sample at each of T places, with their probabilities.
-    The advantage is that of the test above; the loss is the script's."""
-    from trl.experimental.gkd import GKDTrainer
-    torch.manual_seed(0)
-    student, teacher = torch.randn(2, 5, 7).unbind()  # (T, V) twice: logits
-    student.requires_grad_()
-    trls = GKDTrainer.generalized_jsd_loss(student[None], teacher[None], beta=1.0)
-    trls_grad, = torch.autograd.grad(trls, student)
-    logp = student.log_softmax(1).flatten()  # (R,) R = T V
-    gap = (teacher.log_softmax(1).flatten() - logp).detach()  # (R,)
-    scale = trls.item() / -(logp.exp() * gap).sum().item()  # TRL's mean is over what it calls batch
-    batch = SimpleNamespace(advantage=gap, weight=scale * logp.exp().detach(), vllm_logps=logp)
-    loss, _ = nr.policy_loss(logp, None, None, batch, make_config(correction="none"))
-    close(torch.autograd.grad(loss, student)[0], trls_grad)
-    within(abs(1 / scale - round(1 / scale)), EXACT)  # a count
-
-
-def test_sft_has_the_gradient_of_the_mean_log_likelihood(models, tokenizer, tmp_path):
-    """Over the right completions of a file, each the mean over its tokens, and its end."""
+def test_sft_imitates_the_right_and_complete_lines_of_a_file_and_their_ends(tokenizer, tmp_path):
     rows = [{"question": "1+2", "completion": "3", "right": True},
             {"question": "1+2", "completion": "4", "right": False},
             {"question": "5+6+7", "completion": "5+6=11", "finish": "length"},
@@ -130,20 +109,8 @@ def test_sft_has_the_gradient_of_the_mean_log_likelihood(models, tokenizer, tmp_
     demos = sft.read_demos(path, tokenizer, "chat")
     assert [tokenizer.decode(r.completion) for r in demos] == [
         f"{row['completion']}<|endoftext|>" for row in (rows[0], rows[3])]
-    policy, _ = models
-    cfg = make_config(**nr.ALGOS["rft"], samples=1, correction="none")
-    groups = [[r] for r in demos]
-    nr.assign_advantages(groups, cfg, 0.0)
-    for batch in nr.make_batches(groups, demos[0], cfg):
-        logp, _ = policy(batch)
-        nr.policy_loss(logp, None, None, batch, cfg)[0].backward()
-    ours = [p.grad.clone() for p in policy.parameters()]
-    policy.zero_grad()
-    policy.model.set_attn_implementation("eager")
-    (-sum(naive_logps(policy.model, r)[0].mean() for r in demos) / len(demos)).backward()
-    for p, own in zip(policy.parameters(), ours):
-        close(own, p.grad)
-    path.write_text(path.read_text() + "{}\n")
+    assert [r.reward for r in demos] == [1.0, 1.0]
+    write_rows(path, [*rows, {}])
     with pytest.raises(dist.RunError, match=":5: no question and completion"):
         sft.read_demos(path, tokenizer, "chat")
 
@@ -173,15 +140,11 @@ def test_the_entropy_has_the_gradient_of_autograd_in_several_chunks(models, toke
     batch = nr.collate(rollouts)
     logp, batch.entropy = policy(batch)  # (R,), (R,)
     a, b = torch.randn(2, len(logp)).unbind()  # (R,) twice
-    (a * logp + b * batch.entropy).sum().backward()
-    ours = [p.grad.clone() for p in policy.parameters()]
-    policy.zero_grad()
     policy.model.set_attn_implementation("eager")
     own, entropies = map(torch.cat, zip(*(naive_logps(policy.model, r, 0.7) for r in rollouts)))
     close(batch.entropy, entropies)
-    (a * own + b * entropies).sum().backward()
-    for p, own in zip(policy.parameters(), ours):
-        close(own, p.grad)
+    close_gradients(
+        policy, (a * logp + b * batch.entropy).sum(), (a * own + b * entropies).sum())
 
 
 def test_the_bonus_and_gmpo_are_their_formulas(models, tokenizer):

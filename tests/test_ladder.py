@@ -74,40 +74,27 @@ def ref():
         return tiny()
 
 
-def test_steps_1_and_2_are_the_same_with_rewards_as_advantages(rollouts, reward, monkeypatch):
-    batch = padded(rollouts)
-    before = moved(reinforce, batch, reward)
-    assert not torch.allclose(moved(in_groups, batch, reward), before)
-    monkeypatch.setattr(in_groups, "advantages", lambda reward: reward)
-    close(moved(in_groups, batch, reward), before)
-
-
-def test_steps_2_and_3_are_the_same_with_one_optimizer_step_and_no_kl(
+def test_each_step_does_what_the_one_before_does_without_what_it_adds(
         rollouts, reward, ref, monkeypatch):
     batch = padded(rollouts)
-    before = moved(in_groups, batch, reward)
-    assert not torch.allclose(moved(clip, batch, reward, ref), before)
+    first, second, third = (moved(reinforce, batch, reward), moved(in_groups, batch, reward),
+                            moved(clip, batch, reward, ref))
+    assert not torch.allclose(first, second) and not torch.allclose(second, third)
     monkeypatch.setattr(clip, "MINIBATCHES", 1)
     monkeypatch.setattr(clip, "KL_COEF", 0.0)
-    close(moved(clip, batch, reward, ref), before)
-
-
-def test_packs_of_any_size_do_the_same_as_padding(rollouts, reward, ref, monkeypatch):
-    before = moved(clip, padded(rollouts), reward, ref)
+    close(moved(clip, batch, reward, ref), second)
     for size in (packs.PACK, 3):
         monkeypatch.setattr(packs, "PACK", size)
-        close(moved(packs, pairs(rollouts), reward, ref), before)
-
-
-def test_step_5_does_the_same_as_step_4_with_equal_log_probs_and_else_stops(
-        rollouts, reward, ref):
+        close(moved(packs, pairs(rollouts), reward, ref), third)
     with float64():
         model = tiny(0.01)
         sampled = [(r.prompt, r.completion, naive_logps(model, r)[0].tolist()) for r in rollouts]
-    close(moved(vllm, sampled, reward, ref), moved(packs, pairs(rollouts), reward, ref))
+    close(moved(vllm, sampled, reward, ref), third)
     sampled[7][2][-1] += 0.02
     with pytest.raises(AssertionError, match="different weights"):
         moved(vllm, sampled, reward, ref)
+    monkeypatch.setattr(in_groups, "advantages", lambda reward: reward)
+    close(moved(in_groups, batch, reward), first)
 
 
 def test_the_gradient_of_step_4_is_that_of_the_script(rollouts, reward, ref, group):

@@ -18,24 +18,22 @@ from runtime import memory
 from runtime.memory import GIB
 from runtime.shape import ModelShape
 
+TOKENS = 8192  # in a simulated forward pass
 
-def simulated_peak(size, tokens, checkpointing):
+
+def simulated_peak(size, checkpointing):
     """Peak bytes without the weights: forward and backward in bf16, each gradient freed at once."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
     count, prompt = 4, 64
-    completion = tokens // count - prompt
+    completion = TOKENS // count - prompt
     batch = nr.collate([nr.Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion)
                         for i in range(count)])
     # fake tensors have no values
-    lengths = SimpleNamespace(tolist=lambda: [tokens // count] * count)
+    lengths = SimpleNamespace(tolist=lambda: [TOKENS // count] * count)
     batch.cu_seqlens_q = batch.cu_seqlens_k = SimpleNamespace(diff=lambda: lengths)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            model = make(size).train()
-        finally:
-            torch.set_default_dtype(torch.float32)
+        model = make(size, torch.bfloat16).train()
         if checkpointing == "on":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         for p in model.parameters():
@@ -49,31 +47,31 @@ def simulated_peak(size, tokens, checkpointing):
         return peak["Total"] - sum(p.numel() for p in model.parameters()) * 2
 
 
-@pytest.mark.parametrize("name, tokens, checkpointing", [
-    ("1.5B", 8192, "off"), ("Qwen3", 8192, "on")])
-def test_planned_activations_are_those_of_the_code_within_a_fifth(name, tokens, checkpointing):
-    """Simulated with 2 and with 6 layers: each further one adds as much."""
-    cfg = nr.Config(dtype="bfloat16", pack_tokens=tokens, checkpointing=checkpointing,
+@pytest.mark.parametrize("name, checkpointing", [("1.5B", "off"), ("Qwen3", "on")])
+def test_planned_activations_are_those_of_the_code_within_a_fifth(name, checkpointing):
+    """Simulated with 2 and with 4 layers: each further one adds as much."""
+    cfg = nr.Config(dtype="bfloat16", pack_tokens=TOKENS, checkpointing=checkpointing,
                     max_prompt=64, max_tokens=64)
     parts = memory.step_bytes(cfg, shape_of(name), gpu=False)
     ours = parts["activations kept"].update + parts["a layer or the head"].update
-    two, six = (simulated_peak(SIZES[name] | {"num_hidden_layers": n}, tokens, checkpointing)
-                for n in (2, 6))
-    measured = six + (shape_of(name).layers - 6) * (six - two) / 4
+    two, four = (simulated_peak(SIZES[name] | {"num_hidden_layers": n}, checkpointing)
+                 for n in (2, 4))
+    measured = four + (shape_of(name).layers - 4) * (four - two) / 2
     assert 0.95 * measured < ours < 1.2 * measured, (ours / GIB, measured / GIB)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_planned_state_is_what_two_ranks_hold_before_the_step(monkeypatch, dtype, stage):
+def test_planned_state_is_what_two_ranks_hold_before_the_step(monkeypatch):
     """Measured by `python bench/ranks.py reduce`; DeepSpeed does not shard tensors below 1e5."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     rows = json.loads((ROOT / "bench/results/ranks_reduce.json").read_text())
-    measured = rows[f"{dtype} {stage}"]["held"]
-    cfg = nr.Config(dtype=dtype, zero_stage=stage)
-    parts = memory.step_bytes(cfg, shape_of("1.5B"), gpu=False)
-    ours = sum(parts[name].update for name in ("weights", "fp32 weights and AdamW", "gradients"))
-    assert 0.9 * measured < ours / shape_of("1.5B").parameters < 1.05 * measured
+    assert len(rows) == 6
+    for name, row in rows.items():
+        dtype, stage = name.split()
+        cfg = nr.Config(dtype=dtype, zero_stage=int(stage))
+        parts = memory.step_bytes(cfg, shape_of("1.5B"), gpu=False)
+        state = (parts[part].update for part in ("weights", "fp32 weights and AdamW", "gradients"))
+        ours = sum(state) / shape_of("1.5B").parameters
+        assert 0.9 * row["held"] < ours < 1.05 * row["held"], name
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -81,7 +79,7 @@ def test_planned_copies_of_a_checkpoint_are_those_of_merged_adapters_or_an_fp32_
     from torch.distributed._tools.mem_tracker import MemTracker
     size, shape, measured = SIZES["7B"] | dict(num_hidden_layers=1), shape_of("7B"), 0
     with torch.device("meta"):
-        model = make(size).to(getattr(torch, dtype))
+        model = make(size, getattr(torch, dtype))
     runtime.model.add_adapters(model, 4)
     for name, p in model.named_parameters():
         w = p.detach()
@@ -107,20 +105,16 @@ def card(gib, size="1.5B", host=64, **changes):
     return cfg
 
 
-@pytest.mark.parametrize("size, ranks, gib, host", [("7B", 2, 24, 256), ("32B", 8, 80, 1024)])
-def test_zero_3_and_shared_engines_are_planned_where_one_gpu_cannot_hold_the_model(
-        monkeypatch, size, ranks, gib, host):
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    flags = dict(zero_stage=3, tp=ranks, kl_coef=0.0)
-    cfg = card(gib, size, host, **flags)
-    assert cfg.offload == "optimizer" and cfg.pack_tokens >= 4024
-    for changes in (dict(zero_stage=2), dict(tp=1), dict(kl_coef=0.001)):  # each of them is needed
-        if (size, *changes) != ("32B", "tp"):  # vLLM's whole 61 GiB fit beside 8 of the trainer
-            with pytest.raises(ValueError, match="needs about") as e:
-                card(gib, size, host, **flags | changes)
-            name, = changes
-            assert f"--{name} {dict(flags, kl_coef=0)[name]}" in str(e.value)
+def test_zero_3_and_shared_engines_are_planned_where_one_gpu_cannot_hold_the_model(monkeypatch):
+    for size, ranks, gib, host in (("32B", 8, 80, 1024), ("7B", 2, 24, 256)):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        flags = dict(zero_stage=3, tp=ranks, kl_coef=0)
+        cfg = card(gib, size, host, **flags)
+        assert cfg.offload == "optimizer" and cfg.pack_tokens >= 4024
+    for name, x in (("zero_stage", 2), ("tp", 1), ("kl_coef", 0.001)):  # 7B needs each of them
+        with pytest.raises(ValueError, match=f"needs about .*--{name} {flags[name]}"):
+            card(gib, size, host, **flags | {name: x})
 
 
 def test_what_vllm_takes_by_hand():
@@ -142,10 +136,8 @@ def test_what_vllm_takes_by_hand():
 def test_planned_host_memory_holds_pinned_tensors_rounded_up_to_powers_of_two():
     """Those of the sleeping vLLM (weights, and how often each of 513 sequences has each token), of
     the reference unless it stays on the GPU, and of the frozen weights of adapters with offload."""
-    def host(**changes):
-        return memory.host_bytes(nr.Config(dtype="bfloat16", **changes), shape)
-
     shape = shape_of("1.5B")
+    host = lambda **x: memory.host_bytes(nr.Config(dtype="bfloat16", **x), shape)  # noqa: E731
     with torch.device("meta"):
         sizes = [2 * p.numel() for p in make(SIZES["1.5B"]).parameters()]
     pinned = [2 ** math.ceil(math.log2(size)) for size in [*sizes, 4 * 513 * shape.vocab]]
@@ -223,10 +215,8 @@ def test_which_errors_are_out_of_memory():
     with pytest.raises(RuntimeError) as e:
         torch.empty(2**60, dtype=torch.uint8)
     assert memory.is_out_of_memory(e.value)
-    for words, full in (("CUBLAS_STATUS_ALLOC_FAILED when calling", True),
-                        ("CUBLAS_STATUS_EXECUTION_FAILED", False),
-                        ("an illegal memory access was encountered", False)):
-        assert memory.is_out_of_memory(RuntimeError(f"CUDA error: {words}")) is full
+    for words, full in (("ALLOC_FAILED when calling", True), ("EXECUTION_FAILED", False)):
+        assert memory.is_out_of_memory(RuntimeError(f"CUDA error: CUBLAS_STATUS_{words}")) is full
 
 
 def test_out_of_memory_ends_a_run_in_one_line_with_the_flags_to_change(tmp_path):

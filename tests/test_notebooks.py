@@ -36,7 +36,7 @@ def test_a_new_run_prints_what_is_stored_and_the_asserted_ranges_hold(name):
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_the_stored_outputs_are_complete_and_small(name):
+def test_the_stored_outputs_are_complete_and_small_and_the_code_is_plain(name):
     assert (ROOT / "notebooks" / name).stat().st_size < 300 * 1024
     for cell in code_cells(STORED[name]):
         assert "error" not in {output.output_type for output in cell.outputs}
@@ -44,10 +44,7 @@ def test_the_stored_outputs_are_complete_and_small(name):
         has_plot = any("image/png" in output.get("data", {}) for output in cell.outputs)
         assert has_plot or "plt.show()" not in cell.source, cell.source
         assert printed(cell) or "print(" not in cell.source, cell.source
-
-
-@pytest.mark.parametrize("name", STORED)
-def test_no_cell_defines_a_function_or_a_class_and_numbers_of_a_model_have_a_stated_range(name):
+    # no cell defines a function or a class, and numbers of a model have a stated range
     source = [re.sub(r"^%.*", "", cell.source, flags=re.M) for cell in code_cells(STORED[name])]
     nodes = list(ast.walk(ast.parse("\n".join(source))))
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)  # ruff forbids to name a lambda
