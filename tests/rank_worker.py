@@ -86,15 +86,20 @@ def train_one_more_step(tokenizer):
     return found
 
 
-if __name__ == "__main__":
+def shard_small_weights(set_attribute=setattr):
+    """ZeRO-3 then shards all weights. By default DeepSpeed keeps small ones whole."""
     import deepspeed
     initialize = deepspeed.initialize
 
     def without_threshold(config, **others):
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # shards all weights
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         return initialize(config=config, **others)
 
-    deepspeed.initialize = without_threshold
+    set_attribute(deepspeed, "initialize", without_threshold)
+
+
+if __name__ == "__main__":
+    shard_small_weights()
     nr.TokenLogps = functools.partial(nr.TokenLogps, chunk=100)  # three chunks of the vocabulary
     dist.init_process_group()
     with float64():
