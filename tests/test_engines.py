@@ -10,7 +10,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import data
 import nano_rlvr as nr
 import rank_worker
-from conftest import EPS, EXACT, close, fixed_rollouts, float64, make_checkpoints, make_config, within
+from conftest import (
+    EPS,
+    EXACT,
+    close,
+    fixed_rollouts,
+    float64,
+    make_checkpoints,
+    make_config,
+    within,
+)
 from runtime import guard, trainer
 from runtime.batch import pack
 from runtime.model import load_model
