@@ -91,7 +91,7 @@ def main(folder, model, dtype, *policies):
     vllm._custom_ops._supports_onednn = False  # before LLM(): it would keep repacked weights only
     dist.init_process_group()
     base = dict(model=model, dtype=dtype, tp=dist.world_size(), lr=0.01, kl_coef=0.0)
-    llm, results = nr.Sampler(make_config(**base)), {"sampled": {}, "damaged": {}}
+    llm, results = nr.Sampler(make_config(**base)), {"sampled": {}, "mismatch": [], "damaged": {}}
     prompts, seeds = prompts_of(dist.rank())
     for name in policies:
         cfg = make_config(**base, **POLICIES[name])
@@ -104,7 +104,8 @@ def main(folder, model, dtype, *policies):
             for i, r in enumerate(rollouts):
                 r.reward, r.advantages = 1.0, [i + 1.0] * len(r.completion)  # also if equal
             before = {n: w.clone() for n, w in trainer.named_weights(policy)}
-            nr.update(policy, [nr.collate(nr.assign_token_weights(rollouts, cfg))], cfg)
+            metrics = nr.update(policy, [nr.collate(nr.assign_token_weights(rollouts, cfg))], cfg)
+            results["mismatch"].append(metrics["mismatch/mean_abs"])
     real = llm._llm
     for damage in DAMAGES:
         llm._llm = Damaged(real, before, damage)
