@@ -17,20 +17,18 @@ from conftest import ROOT, fixed_rollouts, float64, make_checkpoints, make_confi
 from runtime import dist, guard, stats, trainer
 
 SETTINGS = {  # differences from Config
-    "stage 1": dict(zero_stage=1),
-    "stage 2": dict(zero_stage=2),
-    "stage 3": dict(zero_stage=3),
-    "untied": dict(zero_stage=3, correction="token_mask", correction_cap=3.0),
     "all on rank 0": dict(zero_stage=1, aggregate="constant"),
     "process rewards, all on rank 0, balanced": dict(zero_stage=2, aggregate="token"),
-    "one group left": dict(zero_stage=3, drop_flat_groups=True),
+    "one group left, untied": dict(
+        zero_stage=3, drop_flat_groups=True, correction="token_mask", correction_cap=3.0),
     "one group left, balanced": dict(zero_stage=2, drop_flat_groups=True),
 }
 FOLDER = Path(sys.argv[-1])
 
 
-def config(model="tied", **changes):
-    return make_config(model=str(FOLDER / model), prompts=6, samples=3, lr=1e-3, pack_tokens=150,
+def config(name="", **changes):
+    model = FOLDER / ("untied" if "untied" in name else "tied")
+    return make_config(model=str(model), prompts=6, samples=3, lr=1e-3, pack_tokens=150,
                        kl_coef=0.0, mismatch_bound=1e9, **changes)
 
 
@@ -65,13 +63,13 @@ def result(policy, batches, steps, cfg):
     return {key: w.clone() for key, w in trainer.named_weights(policy)}, metrics
 
 
-def train(name, tokenizer):
-    cfg = config(model="untied" if name == "untied" else "tied", **SETTINGS[name])
+def train(name, tokenizer, steps=2, **changes):
+    cfg = config(name, **changes)
     policy = nr.make_policy(cfg)
     for p in policy.module.parameters():
         sharded = hasattr(p, "ds_status") and p.ds_status.name == "NOT_AVAILABLE"
         assert sharded == (cfg.zero_stage == 3)
-    return result(policy, batches_of(name, cfg, tokenizer), 2, cfg)
+    return result(policy, batches_of(name, cfg, tokenizer), steps, cfg)
 
 
 def train_one_more_step(tokenizer):
@@ -88,26 +86,30 @@ def train_one_more_step(tokenizer):
     return found
 
 
-if __name__ == "__main__":
+def shard_small_weights(set_attribute=setattr):
+    """ZeRO-3 then shards all weights. By default DeepSpeed keeps small ones whole."""
     import deepspeed
     initialize = deepspeed.initialize
 
     def without_threshold(config, **others):
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # shards all weights
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         return initialize(config=config, **others)
 
-    deepspeed.initialize = without_threshold
+    set_attribute(deepspeed, "initialize", without_threshold)
+
+
+if __name__ == "__main__":
+    shard_small_weights()
     nr.TokenLogps = functools.partial(nr.TokenLogps, chunk=100)  # three chunks of the vocabulary
     dist.init_process_group()
     with float64():
         tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/tiny")
-        found = {name: train(name, tokenizer) for name in SETTINGS}
+        found = {name: train(name, tokenizer, **SETTINGS[name]) for name in SETTINGS}
         if dist.world_size() == 3:
             train_one_more_step(tokenizer)
         else:
-            cfg = config(zero_stage=2)
-            batches = batches_of("", cfg, tokenizer)
-            found["three steps"] = result(nr.make_policy(cfg), batches, 3, cfg)
+            found["two steps"] = train("", tokenizer, steps=2)
+            found["three steps"] = train("", tokenizer, steps=3)
         found["continued"] = train_one_more_step(tokenizer)
     if dist.rank() == 0:
         torch.save(found, FOLDER / str(dist.world_size()))

@@ -119,10 +119,10 @@ def train(monkeypatch, tokenizer, stays=False, **changes):
 
 RUNS = {  # the flags of a run
     "plain": {},
-    "LoRA, offload": dict(lora_rank=4, offload="optimizer"),
+    "LoRA, offload": dict(lora_rank=4, offload="optimizer", minibatches=2,
+                          correction="sequence_mask", kl_in="reward"),
     "ZeRO-1, the reference stays": dict(zero_stage=1, checkpointing="on", stays=True),
-    "offload, minibatches": dict(offload="optimizer", zero_stage=1, minibatches=2,
-                                 correction="sequence_mask", kl_in="reward"),
+    "ZeRO-1, offload": dict(zero_stage=1, offload="optimizer"),
 }
 
 
@@ -170,18 +170,15 @@ def test_the_loop_runs_on_a_card_without_a_mix_of_devices_or_dtypes(
 
 
 @pytest.mark.parametrize("operation, device", [  # of x on the card and h on the host; None: error
-    (lambda x, h: x + h, None), (lambda x, h: torch.stack([x.sum(), h.sum()]), None),
-    (lambda x, h: x + (h + x.sum()), None), (lambda x, h: h[x > 0], None),
-    (lambda x, h: torch.where(x > 0, h, 0.0), None), (lambda x, h: torch.equal(x, h), None),
-    (lambda x, h: x.index_add(0, torch.tensor([0]), x[:1]), None),
+    (lambda x, h: x + h, None), (lambda x, h: h[x > 0], None),
+    (lambda x, h: torch.stack([x.sum(), h.sum()]), None),
     (lambda x, h: torch.add(x, x, out=h), None), (lambda x, h: torch.nn.Linear(3, 3)(x), None),
     (lambda x, h: x[:, None] @ x[None].bfloat16(), None),
     (lambda x, h: x.numpy(), None), (lambda x, h: x.pin_memory(), None),
     (lambda x, h: x + h.sum(), CARD), (lambda x, h: x[h.long()[:1]], CARD),
-    (lambda x, h: x.copy_(h), CARD), (lambda x, h: h.copy_(x), HOST),
-    (lambda x, h: x.to(h), HOST), (lambda x, h: h.to("cuda:0", torch.bfloat16)[1:].float(), CARD),
-    (lambda x, h: torch.zeros_like(x), CARD), (lambda x, h: x.new_zeros(2, device="cpu"), HOST),
-    (lambda x, h: torch.nn.Linear(3, 3).to("cuda")(x), CARD),
+    (lambda x, h: h.copy_(x), HOST), (lambda x, h: x.to(h), HOST),
+    (lambda x, h: h.to("cuda:0", torch.bfloat16)[1:].float(), CARD),
+    (lambda x, h: x.new_zeros(2, device="cpu"), HOST),
     (lambda x, h: x.cpu().pin_memory(), HOST)])
 def test_the_simulated_card_allows_and_refuses_what_cuda_does(operation, device):
     refused = pytest.raises((RuntimeError, TypeError))
@@ -210,13 +207,12 @@ def plan_and_start(group, monkeypatch, tmp_path):
     """
     monkeypatch.setattr("vllm.entrypoints.llm.LLMEngine.from_engine_args", record)
 
-    def start(gib, *flags, size="1.5B", ranks=1):
-        folder = tmp_path / size
-        if not folder.exists():
-            with torch.device("meta"):
-                make(SIZES[size]).config.save_pretrained(folder)
-            for file in (ROOT / "models/tiny").glob("tokenizer*"):
-                shutil.copy(file, folder)
+    with torch.device("meta"):
+        make(SIZES["1.5B"]).config.save_pretrained(folder := tmp_path / "1.5B")
+    for file in (ROOT / "models/tiny").glob("tokenizer*"):
+        shutil.copy(file, folder)
+
+    def start(gib, *flags, ranks=1):
         stub_cuda(monkeypatch, gib)
         monkeypatch.setattr(memory, "free_host_bytes", lambda: 256 * GIB)
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -232,21 +228,12 @@ def plan_and_start(group, monkeypatch, tmp_path):
     return start
 
 
-# README's table, the 7B beside it, and a large card that is planned as a small one
-CARDS = {  # GiB, model, flags, ranks -> offload, checkpointing
-    "24": (24, "1.5B", "", 1, "optimizer", "on"),
-    "40": (40, "1.5B", "", 1, "none", "on"),
-    "80": (80, "1.5B", "", 1, "none", "off"),
-    "80 as 24": (80, "1.5B", "--memory_gb 24", 1, "optimizer", "on"),
-    "7B LoRA": (24, "7B", "--lora_rank 32", 1, "optimizer", "on"),
-    "two ranks": (80, "1.5B", "--tp 2", 2, "none", "off"),
-}
-
-
-@pytest.mark.parametrize("card", CARDS)
-def test_vllm_gets_what_the_plan_says_on_each_card_of_the_readme(plan_and_start, card):
-    gib, size, flags, ranks, offload, checkpointing = CARDS[card]
-    cfg, decided, args = plan_and_start(gib, "--seed", "7", *flags.split(), size=size, ranks=ranks)
+@pytest.mark.parametrize("gib, flags, ranks, offload, checkpointing", [
+    (24, "", 1, "optimizer", "on"), (40, "", 1, "none", "on"), (80, "", 1, "none", "off"),
+    (80, "--memory_gb 24", 1, "optimizer", "on"), (80, "--tp 2", 2, "none", "off")])
+def test_vllm_gets_what_the_plan_says_on_each_card_of_the_readme(
+        plan_and_start, gib, flags, ranks, offload, checkpointing):
+    cfg, decided, args = plan_and_start(gib, "--seed", "7", *flags.split(), ranks=ranks)
     assert (cfg.offload, cfg.checkpointing) == (offload, checkpointing)
     assert decided["reference_stays"] is (checkpointing == "off")
     assert (args.model, args.seed, args.dtype) == (cfg.model, 7, "bfloat16")

@@ -46,8 +46,9 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(zero_stage=2), dict(zero_stage=1, dtype="bfloat16"), dict(zero_stage=3, dtype="bfloat16"),
-    dict(lora_rank=4)], ids=str)
+    dict(zero_stage=2), dict(zero_stage=3, dtype="bfloat16"),
+    dict(zero_stage=1, dtype="bfloat16", lora_rank=4)],
+    ids=str)
 def test_a_restored_trainer_takes_the_same_next_steps(group, tokenizer, tmp_path, changes):
     changes, where = changes | dict(lr=1e-2), dict(out=str(tmp_path), name="run")
     policy = nr.make_policy(make_config(**changes))
@@ -55,15 +56,13 @@ def test_a_restored_trainer_takes_the_same_next_steps(group, tokenizer, tmp_path
     updated(policy, tokenizer, 2)
     checkpoints.progress.step, checkpoints.progress.running_mean = 2, 0.25
     checkpoints.save()
-    saved = state(checkpoints)
     updated(policy, tokenizer, 2)
-    assert not equal(state(checkpoints), saved)
 
     again = nr.make_policy(make_config(**changes))
     updated(again, tokenizer)  # AdamW's moments exist, as after the rehearsal, but they are others
     restored = make_checkpoints(again, resume=str(tmp_path / "run"), **changes, **where)
     assert dataclasses.astuple(restored.progress) == (2, 0.25, 0)
-    assert equal(state(restored), saved)
+    assert not equal(state(restored), state(checkpoints))
     updated(again, tokenizer, 2)
     assert equal(state(restored), state(checkpoints))
 
@@ -138,13 +137,13 @@ def test_a_checkpoint_of_another_model_is_refused(saving):
 
 
 def test_too_little_room_for_a_checkpoint_is_noticed_before_the_run(saving, monkeypatch):
-    needed = memory.checkpoint_bytes(saving.cfg, ModelShape.of(saving.cfg.model))
-    for free, expected in ((needed, contextlib.nullcontext()), (needed - 1, pytest.raises(
-            ValueError, match="a checkpoint needs 0.01 GiB"))):
-        usage = SimpleNamespace(free=free)
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-        with expected:
-            resumed(saving)
+    usage = SimpleNamespace(free=memory.checkpoint_bytes(
+        saving.cfg, ModelShape.of(saving.cfg.model)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    resumed(saving)
+    usage.free -= 1
+    with pytest.raises(ValueError, match="a checkpoint needs 0.01 GiB"):
+        resumed(saving)
 
 
 @contextlib.contextmanager
@@ -159,13 +158,11 @@ def largest_file(size):
 
 
 def test_a_failed_write_is_said_and_leaves_whole_files_only(saving):
-    with largest_file(2**20), pytest.raises(
-            RunError, match="step-3 could not be written .*; older .* are whole"):
+    with largest_file(2**20), pytest.raises(RunError, match="step-3 could not be written"):
         saving.save()
     assert {path.name for path in saving.folder.glob("step-*")} == {"step-1", "step-2"}
     saving.save()
-    with largest_file(2**20), pytest.raises(
-            RunError, match="final could not be written .*; older .* are whole"):
+    with largest_file(2**20), pytest.raises(RunError, match="final could not be written"):
         saving.save(final=True)
     assert not list(saving.folder.glob("final*")) and checkpoint.damage(saving.newest) == ""
     saving.log.write(0, {"loss": 1.0})
@@ -174,15 +171,11 @@ def test_a_failed_write_is_said_and_leaves_whole_files_only(saving):
     assert (saving.folder / "metrics.jsonl").read_text() == '{"step": 0, "loss": 1.0}\n'
 
 
-EVALUATION = dict.fromkeys(
-    ("eval/low", "eval/high", "eval/n", "eval/no_verdict", "eval/length"), 1.0)
-
-
 def test_the_newest_and_the_most_accurate_checkpoints_are_kept(saving):
     for saving.progress.step, accuracy in enumerate([0.5, 0.75, None, 0.75, 0.25, None], start=3):
         saving.save()
-        saving.log.write(saving.progress.step, {} if accuracy is None else EVALUATION | {
-            "eval/accuracy": accuracy})
+        metrics = {} if accuracy is None else {"eval/accuracy": accuracy}
+        saving.log.rows.append({"step": saving.progress.step} | metrics)
     assert list(on_disk(saving.folder)) == [4, 7, 8]
 
 
@@ -194,8 +187,10 @@ def test_a_checkpoint_is_a_model_and_final_the_same_without_the_trainers_state(s
     for path in (run / "step-3", run / "final"):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
         assert equal(loaded, dict(named_weights(saving.engine)))
-        about = json.loads((path / "nano_rlvr.json").read_text())
-        assert about["config"]["template"] == "chat"
+        settings = json.loads((path / "nano_rlvr.json").read_text())["config"]
+        assert settings == dataclasses.asdict(saving.cfg)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        assert tokenizer.chat_template == saving.log.tokenizer.chat_template
     assert {path.name for path in (run / "step-3").iterdir()} == {
         path.name for path in (run / "final").iterdir()} | {"trainer", "manifest.json"}
 
@@ -255,12 +250,12 @@ def test_a_run_continues_only_with_flags_that_give_the_same_results(saved, flags
 
 
 def test_a_changed_rounding_is_said(saved, capsys):
-    rounding = "checkpointing on memory_gb 24 offload optimizer pack_tokens 2048 vllm_memory 0.5"
-    words = f"{rounding} zero_stage 3".split()
-    flags = [f"--{name}={value}" for name, value in zip(words[::2], words[1::2])]
+    rounding = dict(checkpointing="on", memory_gb=24, offload="optimizer", pack_tokens=2048,
+                    vllm_memory=0.5, zero_stage=3)
+    flags = [f"--{name}={value}" for name, value in rounding.items()]
     nr.parse_config(["--resume", str(saved), *flags])
     said = re.search("other (.*): from here the run is equal only up", capsys.readouterr().out)
-    assert sorted(said[1].split(", ")) == words[::2]
+    assert set(said[1].split(", ")) == rounding.keys()
 
 
 def test_resume_without_a_value_means_the_run_of_this_name_or_a_new_one(saved, tmp_path, capsys):
@@ -269,10 +264,8 @@ def test_resume_without_a_value_means_the_run_of_this_name_or_a_new_one(saved, t
     assert nr.parse_config(["--resume", "run", *out]).resume == str(saved)
     assert nr.parse_config(["--name", "new", "--resume", *out]).resume == ""
     assert "there is no run" in capsys.readouterr().out
-    for argv, says in ((["--resume"], "--resume needs the folder of a run, or --name"),
-                       (["--resume", "nowhere"], "--resume nowhere: no folder of a run")):
-        with pytest.raises(ValueError, match=says):
-            nr.parse_config(argv)
+    with pytest.raises(ValueError, match="--resume nowhere: no folder of a run"):
+        nr.parse_config(["--resume", "nowhere"])
 
 
 def test_a_folder_belongs_to_one_process(group, tmp_path, monkeypatch):
@@ -296,8 +289,7 @@ def test_a_folder_belongs_to_one_process(group, tmp_path, monkeypatch):
     assert folder.claim_folder(resumed).name == "mine"
 
 
-@pytest.mark.parametrize("other", ["data", "model.safetensors", "config.json", "no checksum"])
-def test_a_run_does_not_continue_with_other_inputs(group, tmp_path, monkeypatch, other):
+def test_a_run_does_not_continue_with_other_inputs(group, tmp_path, monkeypatch):
     model = tmp_path / "hub/models--me--tiny/snapshots/0123"  # a hub id in the local cache
     shutil.copytree(ROOT / "models/tiny", model)
     (model.parents[1] / "refs").mkdir()
@@ -308,18 +300,16 @@ def test_a_run_does_not_continue_with_other_inputs(group, tmp_path, monkeypatch,
     cfg = dataclasses.replace(make_config(out=str(tmp_path), name="run"), model="me/tiny")
     folder.claim_folder(cfg, examples)
     cfg = dataclasses.replace(cfg, resume=str(tmp_path / "run"))
-    for name in (str(model), "me/tiny"):
-        folder.claim_folder(dataclasses.replace(cfg, model=name), examples)
-    if other == "data":
-        examples = [{"question": "1+1", "prompt_ids": [1, 3]}]
-    elif other == "no checksum":
-        (tmp_path / "run/inputs.sha256").unlink()
-    else:
-        flip_a_bit(model / other)
-    with pytest.raises(ValueError, match="data, tokenizer or --model have changed, or"):
+    for change in (lambda: examples[0].update(prompt_ids=[1, 3]),
+                   lambda: flip_a_bit(model / "model.safetensors"),
+                   lambda: flip_a_bit(model / "config.json"),
+                   lambda: (tmp_path / "run/inputs.sha256").unlink()):
         folder.claim_folder(cfg, examples)
-    folder.claim_folder(dataclasses.replace(cfg, resume_force=True), examples)
-    folder.claim_folder(cfg, examples)
+        folder.claim_folder(dataclasses.replace(cfg, model=str(model)), examples)
+        change()
+        with pytest.raises(ValueError, match="data, tokenizer or --model have changed, or"):
+            folder.claim_folder(cfg, examples)
+        folder.claim_folder(dataclasses.replace(cfg, resume_force=True), examples)
 
 
 def test_passwords_in_urls_are_not_written(saving, monkeypatch):
@@ -405,13 +395,10 @@ def test_a_failure_is_one_line_that_names_the_file_with_the_traceback(tmp_path, 
 
 
 def test_printing_continues_when_nobody_reads_any_more():
-    code = ("import os, sys; from runtime import stop; stop.keep_printing()\n"
+    code = ("import sys; from runtime import stop; stop.keep_printing()\n"
             "for i in range(100_000): print(i)\n"
             "print('x' * 100_000, file=sys.stderr)\n"
-            "os.write(3, b'done')")
-    read, write = os.pipe()
-    command = f"{sys.executable} -c \"$CODE\" 3>&{write} 2>&1 | head -1"
-    subprocess.run(["bash", "-c", command], env=ENV | {"CODE": code}, cwd=ROOT, pass_fds=[write],
-                   check=True)
-    os.close(write)
-    assert os.read(read, 100) == b"done"
+            "sys.exit(7)")
+    command = f"{sys.executable} -c \"$CODE\" 2>&1 | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], env=ENV | {"CODE": code}, cwd=ROOT)
+    assert done.returncode == 7

@@ -1,5 +1,6 @@
 """The sampler: checksums prove that vLLM has the trainer's weights; ranks can share an engine."""
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,25 +11,13 @@ import torch
 from vllm import SamplingParams
 
 import nano_rlvr as nr
-from conftest import ENV, ROOT, TORCHRUN, make_config, save_untied
+import sync_worker
+from conftest import ENV, ROOT, TORCHRUN, make_config, save_untied, within
 from runtime import dist, model, sampler
 from runtime.dist import RunError
 from runtime.sampler import CHUNK, FACTORS, SentWeights, checksum
 
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-
-
-def test_a_checksum_is_a_sum_of_hashes_modulo_2_to_the_64_that_every_element_enters():
-    def by_hand(bits):  # of one element, as Python's unbounded integers say it
-        wrap = lambda x: (x + 2**63) % 2**64 - 2**63  # noqa: E731
-        x = wrap((bits + 1) * FACTORS[0])
-        x = wrap((x ^ (x >> 29)) * FACTORS[1])
-        return x ^ (x >> 32)
-
-    x = torch.tensor([1.0, -2.0, 0.0, -0.0, 3e38])
-    wanted = sum(map(by_hand, x.view(torch.int32).tolist()))
-    assert checksum(x).item() % 2**64 == wanted % 2**64
-    assert all(factor % 2 for factor in FACTORS)
 
 
 @pytest.mark.exercise_15
@@ -286,17 +275,16 @@ def test_a_rank_gets_the_completions_of_its_own_prompts(shared):
 # ---- the real vLLM and DeepSpeed
 
 @pytest.mark.parametrize("ranks, dtype, policies", [
-    (1, "bfloat16", ["lora", "zero2"]), (2, "float32", ["zero2", "zero3"])])
+    (1, "bfloat16", ["lora"]), (2, "float32", ["zero2", "zero3"])])
 def test_vllm_has_the_trainer_s_weights_and_every_damaged_sync_is_noticed(
         llm, tmp_path, ranks, dtype, policies, request):
     """Two ranks share an engine and sample what single ranks sample; their model is not tied."""
-    from sync_worker import ARRIVED, ON_THE_WAY, prompts_of
     path, launcher = make_config().model, [sys.executable]
     if ranks > 1:
         launcher = [*TORCHRUN, str(ranks)]
         save_untied(model.load_model(make_config()), path := tmp_path / "untied")
         for file in (ROOT / "models/tiny").glob("tokenizer*"):
-            (path / file.name).write_bytes(file.read_bytes())
+            shutil.copy(file, path)
         left = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")  # as vLLM's ranks leave it when killed
         left.touch()
         request.addfinalizer(lambda: left.unlink(missing_ok=True))
@@ -305,13 +293,14 @@ def test_vllm_has_the_trainer_s_weights_and_every_damaged_sync_is_noticed(
                           env=ENV | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr[-3000:]
     assert "note: checksums see" not in done.stdout  # all weights are compared
-    expected = {what: name for what, (name, _) in {**ON_THE_WAY, **ARRIVED}.items()}
     for rank in range(ranks):
         results = json.loads((tmp_path / f"{rank}.json").read_text())
-        prompts, seeds = prompts_of(rank)
+        prompts, seeds = sync_worker.prompts_of(rank)
         single = [r.completion for r in nr.rollout(llm, prompts, 2, 1.0, 24, seeds)]
-        for (first, _), (second, _) in results["sampled"].values():
+        for first, second in results["sampled"].values():
             assert dtype != "float32" or first == single != second
-        assert results["repaired"] == "" and results["damaged"].keys() == expected.keys()
-        for what, error in results["damaged"].items():
-            assert expected[what] in error and "\n" not in error, (what, error)
+        within(max(results["mismatch"]), 1e-4 if dtype == "float32" else 0.1)
+        for damage, named in sync_worker.DAMAGES.items():
+            error = results["damaged"][damage.__name__]
+            assert named in error and "\n" not in error, (damage, error)
+        assert results["repaired"] == ""

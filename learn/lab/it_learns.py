@@ -35,8 +35,8 @@ FINDING = lab.Finding(
     judge=judge,
     panels=lab.SAMPLES | {"k3 to the start": "kl"},
     reading="All eight faults learn like the program without a fault; only the wrong sign shows in "
-            "the curve. Two of them change nothing here, but would elsewhere. All completions of an "
-            "optimizer step fit into one pack, so the mean per pack is the mean. In fp32 the "
+            "the curve. Two of them change nothing here, but would elsewhere. All completions of "
+            "an optimizer step fit into one pack, so the mean per pack is the mean. In fp32 the "
             "importance weight is 1, inverted or not. One fault even ends higher: with the whole "
             "batch in each minibatch, a step learns from twice the samples. The reversed KL is "
             "seen in its own metric, which reaches hundreds. What notices all of them is a test "
