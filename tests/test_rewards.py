@@ -49,7 +49,7 @@ SPECS = {name: OWN.get(name, name) for name in COLUMNS}
 
 
 def one(name, text, **columns):
-    columns = {key: [value] for key, value in (columns or COLUMNS[name]).items()}
+    columns = {key: [value] for key, value in columns.items()}
     return FUNCTIONS[name]([text], **columns)[0]
 
 
@@ -250,20 +250,16 @@ PIECES = st.sampled_from([
 ANY_TEXT = st.lists(PIECES | st.text(st.characters(), max_size=30), max_size=30).map("".join)
 
 
-@settings(max_examples=80, deadline=5000)
-@given(ANY_TEXT)
-def test_any_text_gets_a_number_or_none_and_always_the_same(text):
-    for name in COLUMNS.keys() - {"math"}:  # math may hang: the next test has a time limit
-        value = one(name, text)
-        assert value is None or isinstance(value, float) and -1 <= value <= 1
-        assert value == one(name, [{"role": "assistant", "content": text}])
-
-
 @settings(max_examples=8, deadline=None)
 @given(st.lists(ANY_TEXT, min_size=30, max_size=30))
-def test_any_text_gets_a_number_or_none_from_math(verify, texts):
-    values, _, metrics = verify(texts, answer=[r"\frac{1}{2}"] * 30, reward="math")
-    assert metrics["reward/crashes"] == 0 and set(values) <= {0.0, 1.0, None}
+def test_any_text_gets_a_number_or_none_and_always_the_same(verify, texts):
+    for name, columns in COLUMNS.items():
+        columns = {key: [value] * 30 for key, value in columns.items() if key != "max_tokens"}
+        values, _, metrics = verify(texts, reward=SPECS[name], **columns)
+        assert metrics["reward/crashes"] == 0
+        assert all(value is None or -1 <= value <= 1 for value in values)
+        if name != "math":  # where it times out, it may have been slow by chance
+            assert verify(texts, reward=SPECS[name], **columns)[0] == values
 
 
 NUMBERS = st.integers(-10**12, 10**12)

@@ -181,8 +181,7 @@ def at(name):
             return note("update", policy.optimizer.param_groups[0]["lr"], {"skipped": 0.0,
                                                                            "tokens": 1.0})
 
-        fake_log = SimpleNamespace(
-            folder=Path("none"), say=nothing, close=nothing, rollouts_with_tokens=nothing,
+        fake_log = mock.MagicMock(
             write=lambda step, metrics, *_, **__: note("lr", metrics.get("lr")))
         checkpoints = SimpleNamespace(
             progress=progress, save=lambda final: note("save", ... if final else progress.step))
@@ -193,7 +192,7 @@ def at(name):
                      (nr, "update", update), (trainer, "store_kl", lambda *_: note("kl", 1, {})),
                      (nr, "evaluate", lambda *_: note("evaluate", progress.step, ({}, [])))):
             nr.train(nr.Run(dataclasses.replace(cfg, samples=2), [], [], None, fake_log,
-                            checkpoints, SimpleNamespace(sleep=nothing), policy,
+                            checkpoints, mock.Mock(), policy,
                             "reference" if cfg.kl_coef else None), collect_rollouts=collect)
         return [value for event, value in seen if event == name]
     return observe
