@@ -35,10 +35,6 @@ def j_of(question):
     return question.gradient(question.correct)
 
 
-def p_of(question):
-    return question.correct(question.logits).item()
-
-
 # ---- the audit itself
 
 
@@ -48,22 +44,21 @@ def step_by_step(cfg, questions):
     running = sum(q.correct(q.sampler).item() for q in questions) / len(questions)
     members = [range(len(q.completions)) for q in questions for _ in range(cfg.samples)]
     for batch in itertools.product(*members):
-        groups = [batch[i:i + cfg.samples] for i in range(0, len(batch), cfg.samples)]
-        rollouts, probability, tables = [], 1.0, []
+        groups, probability, tables, drawn = [], 1.0, [], iter(batch)
         leaves = [q.logits.clone().requires_grad_() for q in questions]
-        for i, (question, group, leaf) in enumerate(zip(questions, groups, leaves)):
+        for i, (question, leaf) in enumerate(zip(questions, leaves)):
             vllm, logp = question.logps(question.sampler), question.logps(leaf)  # (R,), (R,)
             old = logp.detach() if question.old is None else question.logps(question.old)
             tables.append((logp, old, question.logps(question.ref)))
-            for s in group:
+            groups.append([])
+            for s in itertools.islice(drawn, cfg.samples):
                 rows = (question.sequence_ids == s).nonzero()[:, 0]
                 ids = (1000 * i + rows).tolist()  # a token's id names its row and its question
-                rollouts.append(nr.Rollout([i], ids, "", False, vllm[rows].tolist(),
-                                           reward=question.rewards[s]))
+                groups[-1].append(nr.Rollout([i], ids, "", False, vllm[rows].tolist(),
+                                             reward=question.rewards[s]))
                 probability *= vllm[rows].sum().exp().item()
-        by_group = [rollouts[i:i + cfg.samples] for i in range(0, len(batch), cfg.samples)]
-        nr.assign_advantages(by_group, cfg, running)
-        packed = nr.collate(nr.assign_token_weights(rollouts, cfg))
+        nr.assign_advantages(groups, cfg, running)
+        packed = nr.collate(nr.assign_token_weights(sum(groups, []), cfg))
         logp, old, ref = (torch.stack([tables[t // 1000][kind][t % 1000] for t in packed.targets])
                           for kind in range(3))
         loss, _ = nr.policy_loss(logp, old, ref if cfg.kl_coef else None, packed, cfg)
@@ -93,42 +88,13 @@ def test_the_audit_is_the_mean_and_the_variance_over_all_groups_of_the_scripts_s
     close(result.variance, variance)
 
 
-def test_the_64_strings_are_40_completions_whose_probabilities_add_up_to_one():
+def test_the_probabilities_of_the_40_completions_add_up_to_one():
     question = Question()
-    assert len(question.completions) == 40 and len(question.prefixes) == 13
+    assert len(question.completions) == 40
     close(question.probs(question.logits).sum(), 1.0)
-    assert 4**max(question.lengths) == 64
-    groups = lab.enumerate_groups(question, [[s] for s in range(40)], 2)
-    close(sum(p for _, p in groups), 1.0)
 
 
-# ---- baseline and scale
-
-
-@pytest.mark.parametrize("knob", KNOBS)
-def test_rloo_is_unbiased_and_the_groups_own_mean_only_shortens_the_gradient(knob):
-    question = Question(knob)
-    for n in 2, 3, 4:
-        for options in (UNBIASED, WHOLE, UNBIASED | dict(baseline="none"),
-                        UNBIASED | dict(baseline="running")):
-            close(mean_of(question, samples=n, **options), j_of(question))
-        own = UNBIASED | dict(baseline="group")
-        close(mean_of(question, samples=n, **own), (n - 1) / n * j_of(question))
-
-
-def test_the_mean_of_the_batch_shortens_it_by_one_sample_of_the_batch():
-    questions = [Question(knob) for knob in KNOBS[::2]]
-    result = lab.audit(config(**UNBIASED | dict(baseline="batch")), questions)
-    j = torch.stack([j_of(q) for q in questions]) / 2  # (Q, P)
-    close(result.mean, (1 - 1 / 8) * j)
-
-
-def test_a_baseline_changes_the_variance_and_not_the_mean():
-    question = Question(4.0)  # easy: most rewards are 1, so that 0 is a bad baseline
-    with_baseline, without = (
-        lab.audit(config(**UNBIASED | dict(baseline=x)), [question])
-        for x in ("leave_one_out", "none"))
-    assert with_baseline.variance < without.variance
+# ---- baseline, scale, aggregation
 
 
 def expected_deviation(p, n):
@@ -137,66 +103,48 @@ def expected_deviation(p, n):
                for k in range(n + 1))
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
-def test_the_standard_deviation_multiplies_a_questions_gradient_by_a_function_of_p(n):
-    """E[std] / (p (1 - p)): the direction for one question stays right."""
-    for question in map(Question, KNOBS):
-        p = p_of(question)
-        found = mean_of(question, EPSILON, scale="group", aggregate="constant", samples=n)
-        close(found, expected_deviation(p, n) / (p * (1 - p)) * j_of(question))
+def maxrl(question, terms):
+    """The gradient of MaxRL's series: log p = -sum over k of (1 - p)^k / k (arXiv:2602.02710)."""
+    return question.gradient(lambda logits: -sum(
+        (1 - question.correct(logits))**k / k for k in range(1, terms + 1)))
 
 
-def test_the_standard_deviation_prefers_easy_and_hard_questions_from_four_samples_on():
-    """With 2 or 3 samples, all groups that are not flat have the same deviation: a constant."""
-    def factor(p, n):
-        return expected_deviation(p, n) / (p * (1 - p))
-
-    for p in 0.01, 0.1, 0.9, 0.99:
-        close([factor(p, 2), factor(p, 3)], [1.0, math.sqrt(2)])
-        for n in 4, 8:
-            assert factor(p, n) > factor(0.5, n)
-
-
-def test_maxrl_climbs_the_series_of_log_p_up_to_n_minus_1_and_without_baseline_up_to_n():
-    """log p = -sum over k of (1 - p)^k / k (arXiv:2602.02710)."""
-    def series(question, terms, logits):
-        return -sum((1 - question.correct(logits))**k / k for k in range(1, terms + 1))
-
-    for question, n in itertools.product(map(Question, KNOBS), (2, 4, 8)):
-        for baseline, terms in ("group", n - 1), ("none", n):
-            found = mean_of(question, EPSILON, baseline=baseline, scale="mean",
-                            aggregate="constant", samples=n)
-            close(found, question.gradient(partial(series, question, terms)))
-
-
-@pytest.mark.parametrize("baseline", ["batch", "running", "none"])
-def test_a_flat_group_explodes_under_its_own_deviation_if_the_baseline_is_not_the_groups(baseline):
-    """Its deviation is 0, so what the baseline leaves is divided by 1e-4 alone."""
-    rewards = torch.tensor([[1.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
-    left = rewards[0] - {"batch": 0.75, "running": 0.5, "none": 0.0}[baseline]
-    found = nr.group_advantages(rewards, baseline, "group", running=0.5)
-    close(found[0], left * 1e4)
-    close(nr.group_advantages(rewards, "group", "group")[0], [0.0, 0.0])
-
-
-# ---- aggregation
-
-
-@pytest.mark.parametrize("knob", KNOBS)
-def test_the_mean_over_a_completions_tokens_climbs_another_objective_with_lengths_in_it(knob):
+def by_length(question, p):
     """E[(r - p) / |o|], p fixed: right completions gain by being short, wrong ones by being long.
     """
-    question = Question(knob)
-    p = p_of(question)
+    rewards = torch.tensor(question.rewards, dtype=torch.float64)  # (S,)
+    return question.gradient(lambda z: question.probs(z) @ ((rewards - p) / question.lengths))
 
-    def objective(logits):
-        rewards = torch.tensor(question.rewards, dtype=torch.float64)  # (S,)
-        return question.probs(logits) @ ((rewards - p) / question.lengths)
 
-    found = mean_of(question, **UNBIASED | dict(aggregate="sequence"))
-    close(found, question.gradient(objective))
-    along = found @ j_of(question) / j_of(question).square().sum()
-    differ(found, along * j_of(question))  # another direction, not only another length
+CONSTANT = dict(aggregate="constant")
+RULES = {  # options -> the expected gradient for a question with the probability p, n samples
+    "rloo": (UNBIASED, lambda q, p, n: j_of(q)),
+    "product": (WHOLE, lambda q, p, n: j_of(q)),
+    "no baseline": (UNBIASED | dict(baseline="none"), lambda q, p, n: j_of(q)),
+    "running": (UNBIASED | dict(baseline="running"), lambda q, p, n: j_of(q)),
+    "group": (UNBIASED | dict(baseline="group"), lambda q, p, n: (n - 1) / n * j_of(q)),
+    "deviation": (CONSTANT | dict(scale="group"),
+                  lambda q, p, n: expected_deviation(p, n) / (p * (1 - p)) * j_of(q)),
+    "maxrl": (CONSTANT | dict(scale="mean"), lambda q, p, n: maxrl(q, n - 1)),
+    "maxrl, no baseline": (CONSTANT | dict(scale="mean", baseline="none"),
+                           lambda q, p, n: maxrl(q, n)),
+    "sequence": (UNBIASED | dict(aggregate="sequence"), lambda q, p, n: by_length(q, p)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_expected_gradient_of_a_question_is_that_of_the_page(rule):
+    options, wanted = RULES[rule]
+    for question, n in itertools.product(map(Question, KNOBS), (2, 3, 4)):
+        p = question.correct(question.logits).item()
+        close(mean_of(question, EPSILON, samples=n, **options), wanted(question, p, n))
+
+
+def test_the_mean_of_the_batch_shortens_it_by_one_sample_of_the_batch():
+    questions = [Question(knob) for knob in KNOBS[::2]]
+    result = lab.audit(config(**UNBIASED | dict(baseline="batch")), questions)
+    j = torch.stack([j_of(q) for q in questions]) / 2  # (Q, P)
+    close(result.mean, (1 - 1 / 8) * j)
 
 
 def test_on_policy_gspo_and_sapo_are_grpo_cispo_is_bnpo_and_kimi_is_rloo_times_a_factor():
@@ -212,60 +160,55 @@ def test_on_policy_gspo_and_sapo_are_grpo_cispo_is_bnpo_and_kimi_is_rloo_times_a
 # ---- KL
 
 
-def kl_mean(question, kind, **changes):
-    """The expected gradient of a KL term alone. kind None: the script's."""
+def kl_mean(question, loss, **changes):
+    """The expected gradient of a KL term alone."""
     question.rewards = [0.0] * len(question.rewards)
-    loss = partial(lab.kl_loss, kind) if kind else nr.policy_loss
-    options = dict(loss=loss, baseline="none", scale="none", aggregate="constant", kl_coef=1.0,
-                   samples=2)
-    return mean_of(question, **options | changes)
+    options = dict(baseline="none", scale="none", aggregate="constant", kl_coef=1.0, samples=2)
+    return mean_of(question, loss=loss, **options | changes)
 
 
-def test_k3_as_a_loss_has_the_gradient_of_the_other_kl():
-    """Exactly for one token; for several, of the next token's KL in the prefixes that pi visits."""
-    one, three = Question(2.0, steps=1), Question(2.0)
-    close(kl_mean(one, None), -one.gradient(one.other_kl))
-    close(kl_mean(three, None), -three.gradient(three.other_token_kl))
-    for question in one, three:
-        close(kl_mean(question, None), kl_mean(question, "k3 (the script)"))
-        differ(kl_mean(question, None), -question.gradient(question.kl))
-    differ(kl_mean(three, None), -three.gradient(three.other_kl))
+SUFFIX = list(lab.KL_LOSSES)[-1]  # with the log-ratios of the later tokens
+KL_TERMS = {  # loss -> the KL whose gradient it has, a method of Question, or None
+    **{kind: (partial(lab.kl_loss, kind), wanted) for kind, wanted in (
+        ("k1", None), ("k2", "token_kl"), ("k3 (the script)", "other_token_kl"),
+        ("k3 times pi/old", "token_kl"), (SUFFIX, "kl"))},
+    **{f"examples/kl.py, {name}": (kl.with_kl(name), wanted) for name, wanted in (
+        ("k1", None), ("k2", "token_kl"), ("k3", "other_token_kl"), ("unbiased", "token_kl"))},
+    "policy_loss": (nr.policy_loss, "other_token_kl"),
+}
 
 
-def test_k2_and_k3_times_the_ratio_have_the_gradient_of_the_next_tokens_kl_not_of_the_sequences():
-    one, three = Question(2.0, steps=1), Question(2.0)
-    for kind in "k2", "k3 times pi/old":
-        close(kl_mean(one, kind), -one.gradient(one.kl))
-        close(kl_mean(three, kind), -three.gradient(three.token_kl))
-    differ(kl_mean(three, "k2"), -three.gradient(three.kl))
-
-
-@pytest.mark.parametrize("estimator", kl.ESTIMATORS)
-def test_the_estimators_of_examples_kl_have_the_gradients_that_its_table_says(estimator):
-    """On-policy; after an update, `unbiased` is still right for completions of one token."""
+@pytest.mark.parametrize("term", KL_TERMS)
+def test_a_kl_in_the_loss_has_the_gradient_that_the_page_names(term):
+    loss, wanted = KL_TERMS[term]
     for question in Question(2.0, steps=1), Question(2.0):
-        wanted = {"k1": lambda z: 0 * z.sum(), "k2": question.token_kl,
-                  "k3": question.other_token_kl, "unbiased": question.token_kl}[estimator]
-        found = kl_mean(question, None, loss=kl.with_kl(estimator))
-        within((found + question.gradient(wanted)).abs().max(), 1e-12)
-    later = after_updates(Question(2.0, steps=1), 0.4)
-    found = kl_mean(later, None, loss=kl.with_kl(estimator))
-    (close if estimator == "unbiased" else differ)(found, -later.gradient(later.kl))
+        gradient = question.gradient(getattr(question, wanted)) if wanted else 0.0
+        within((kl_mean(question, loss) + gradient).abs().max(), 1e-12)
 
 
-def test_k1_as_a_loss_does_nothing_on_average_unless_it_is_weighted_by_length():
+def test_the_kl_of_the_next_token_is_that_of_the_completion_for_one_token_only():
+    one, three = Question(2.0, steps=1), Question(2.0)
+    for of_token, whole in ("token_kl", "kl"), ("other_token_kl", "other_kl"):
+        close(one.gradient(getattr(one, of_token)), one.gradient(getattr(one, whole)))
+        differ(three.gradient(getattr(three, of_token)), three.gradient(getattr(three, whole)))
+    differ(one.gradient(one.kl), one.gradient(one.other_kl))
+
+
+def test_unbiased_of_examples_kl_is_right_after_an_update_too_for_one_token():
+    for name in kl.ESTIMATORS:
+        later = after_updates(Question(2.0, steps=1), 0.4)
+        found, wanted = kl_mean(later, kl.with_kl(name)), -later.gradient(later.kl)
+        (close if name == "unbiased" else differ)(found, wanted)
+
+
+def test_k1_as_a_loss_that_is_weighted_by_length_climbs_the_mean_of_1_over_the_length():
     question = Question(2.0)
-    within(kl_mean(question, "k1").abs().max(), 1e-12)
-    by_length = kl_mean(question, "k1", aggregate="sequence")
-    close(by_length, -question.gradient(lambda z: (question.probs(z) / question.lengths).sum()))
-    assert by_length.norm() > 1e-3
+    found = kl_mean(question, partial(lab.kl_loss, "k1"), aggregate="sequence")
+    close(found, -question.gradient(lambda z: (question.probs(z) / question.lengths).sum()))
 
 
-def test_the_gradient_of_the_kl_of_completions_needs_the_log_ratios_of_the_later_tokens():
-    question = Question(2.0)
-    wanted = -question.gradient(question.kl)
-    close(kl_mean(question, list(lab.KL_LOSSES)[-1]), wanted)
-    question = lab.in_reward(Question(2.0, steps=2), "k1")  # --kl_in reward
+def test_k1_in_the_reward_has_the_gradient_of_the_kl_of_completions():
+    question = lab.in_reward(Question(2.0, steps=2), "k1")
     wanted = -question.gradient(question.kl)
     close(mean_of(question, **UNBIASED | dict(samples=2)), wanted)
     half = UNBIASED | dict(samples=2, baseline="group")

@@ -57,23 +57,25 @@ MAKE = """
 def make(split, size, seed):
     for i in range(size):
         yield {"question": f"{split} {seed} {i}", "answer": i, "size": size}
+def twice(*args):  # more than it is asked for
+    return list(make(*args)) * 2
 """
 
 
 def test_a_function_makes_the_rows_of_a_set_from_split_size_and_seed(tmp_path, tokenizer):
-    (tmp_path / "mine.py").write_text(MAKE + "def test(*args): return list(make(*args)) * 2")
-    make, test = (f"{tmp_path}/mine.py:{name}" for name in ("make", "test"))
-    rows = [{"question": f"test 5 {i}", "answer": str(i), "size": 3} for i in range(3)]
-    assert data.load(make, "test", size=3, seed=5) == rows
-    assert data.load(test, "test", size=3, seed=5) == rows  # it may make more than it is asked for
-    assert len(data.load(make)) == 8192 and len(data.load(test)) == 16384
+    (tmp_path / "mine.py").write_text(MAKE)
+    make, twice = (f"{tmp_path}/mine.py:{name}" for name in ("make", "twice"))
+    for source in make, twice:
+        assert data.load(source, "test", size=3, seed=5) == [
+            {"question": f"test 5 {i}", "answer": str(i), "size": 3} for i in range(3)]
+    assert len(data.load(make)) == 8192 and len(data.load(twice)) == 16384
     with pytest.raises(ValueError, match=r"mine.py:make, row 1: no 'gold' \(it has question"):
         data.load(make, answer_key="gold")
-    cfg = make_config(data=make, eval_data=f"{make},{test}", eval_size=2, seed=7)
+    cfg = make_config(data=make, eval_data=f"{make},{twice}", eval_size=2, seed=7)
     train_set, eval_set = data.load_splits(cfg, tokenizer)
-    assert [e["question"] for e in train_set[:2]] == ["train 7 0", "train 7 1"]
+    assert train_set[0]["question"] == "train 7 0"
     assert [(e["eval_set"], e["question"]) for e in eval_set] == [
-        (f"mine.py-{name}", f"test 0 {i}") for name in ("make", "test") for i in range(2)]
+        (f"mine.py-{name}", f"test 0 {i}") for name in ("make", "twice") for i in range(2)]
 
 
 def test_the_function_in_the_pages_runs_and_a_run_continues_only_with_the_same_rows(
@@ -85,9 +87,7 @@ def test_the_function_in_the_pages_runs_and_a_run_continues_only_with_the_same_r
         (tmp_path / file).write_text(code)
         make = f"{tmp_path}/{file}:make"
         cfg = make_config(data=make, eval_data=make, out=str(tmp_path), name="run", resume=resume)
-        train_set, eval_set = data.load_splits(cfg, tokenizer, notify=id)
-        assert len(train_set) > 7000 and len(eval_set) == cfg.eval_size
-        folder.claim_folder(cfg, train_set + eval_set)
+        folder.claim_folder(cfg, sum(data.load_splits(cfg, tokenizer, notify=id), []))
 
     claim("a.py", code)
     claim("b.py", "# the same rows\n" + code, resume="run")
@@ -95,22 +95,18 @@ def test_the_function_in_the_pages_runs_and_a_run_continues_only_with_the_same_r
         claim("c.py", code.replace("sum(terms)", "sum(terms) + (terms[0] == 30)"), resume="run")
 
 
-def test_blank_lines_count_as_lines_and_rows_without_an_answer_are_read_when_told_so(tmp_path):
-    row = {"question": "a", "tests": []}
-    path = write_rows(tmp_path / "a.jsonl", [{"question": "a", "answer": 0}, row])
-    (tmp_path / "a.jsonl").write_text("\n\n" + (tmp_path / "a.jsonl").read_text())
-    with pytest.raises(ValueError, match=r"a.jsonl:4: no 'answer' \(it has question, tests\);"):
-        data.load(path)
-    assert data.load(write_rows(tmp_path / "b.jsonl", [row]), answer_key="none") == [row]
-
-
-def test_byte_order_marks_long_fields_and_nested_columns_are_read(tmp_path):
+def test_blank_lines_byte_order_marks_long_fields_and_nested_columns_are_read(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"question": "a", "answer": 1, "x": {"y": [1]}}],
-                 encoding="utf-8-sig")
+                      encoding="utf-8-sig")
     assert data.load(path) == [{"question": "a", "answer": "1", "x": {"y": [1]}}]
     long = "word, " * 50_000  # the csv module's own limit is 131,072 characters
     (tmp_path / "a.csv").write_text(f'question,answer\n"{long}",1\n', encoding="utf-8-sig")
     assert data.load(str(tmp_path / "a.csv")) == [{"question": long, "answer": "1"}]
+    row = {"question": "a", "tests": []}
+    assert data.load(write_rows(tmp_path / "b.jsonl", [row]), answer_key="none") == [row]
+    (tmp_path / "b.jsonl").write_text(f"\n\n{json.dumps(row)}")
+    with pytest.raises(ValueError, match=r"b.jsonl:3: no 'answer' \(it has question, tests\);"):
+        data.load(str(tmp_path / "b.jsonl"))
 
 
 def test_a_column_that_the_trainer_replaces_is_named(tmp_path, tokenizer):
@@ -133,10 +129,11 @@ def test_questions_that_are_held_out_are_not_trained_on(tmp_path, tokenizer):
     train_set, eval_set = data.load_splits(cfg, tokenizer, notify=notes.append)
     assert [e["question"] for e in train_set] == [row["question"] for row in rows[5:] * 3]
     assert [e["eval_set"] for e in eval_set] == ["eval"] * 3 + ["my-set-1"] * 2  # plain names
-    same = dict(data=test, eval_data=test)
+    cfg = make_config(data=test, eval_data=test)
     with pytest.raises(ValueError, match="nothing is left to train on"):
-        data.load_splits(make_config(**same), tokenizer)
-    assert len(data.load_splits(make_config(**same, steps=0), tokenizer)[1]) == 3  # only evaluates
+        data.load_splits(cfg, tokenizer)
+    cfg.steps = 0
+    assert len(data.load_splits(cfg, tokenizer)[1]) == 3  # only evaluates
     # a tenth of this file is held out
     train_set, eval_set = data.load_splits(make_config(data=train), tokenizer, notify=notes.append)
     held_out = {e["question"] for e in eval_set}

@@ -17,7 +17,6 @@ from conftest import EPS, close, fixed_rollouts, make_config, naive_logps, withi
 from runtime.batch import pack
 from runtime.guard import largest_pack
 from runtime.stats import pass_at_k, wilson_interval
-from runtime.trainer import lr_at
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 
@@ -131,16 +130,11 @@ def test_k3_in_float32_is_never_negative_and_exact_where_the_log_probs_hardly_di
 
 
 def test_mean_of_k3_under_the_policy_is_the_exact_kl():
-    torch.manual_seed(0)
-    p, q = torch.randn(50).log_softmax(0), torch.randn(50).log_softmax(0)
-    exact = (p.exp() * (p - q)).sum()
-    close((p.exp() * nr.k3(p, q)).sum(), exact)  # expectation over samples of p
-    # samples of q would not give it
-    assert abs((q.exp() * nr.k3(p, q)).sum() - exact) > 0.05 * exact
-    assert (nr.k3(p, q) >= 0).all()
+    p, q = torch.randn(2, 50).log_softmax(-1)
+    close((p.exp() * nr.k3(p, q)).sum(), (p.exp() * (p - q)).sum())
 
 
-# ---- evaluation and schedule
+# ---- evaluation
 
 
 @pytest.mark.exercise_13
@@ -158,10 +152,3 @@ def test_wilson_interval_of_known_cases():
     close(wilson_interval(0, 10), (0.0, z**2 / (10 + z**2)), 1e-6)
     half = z / (2 * math.sqrt(100 + z**2))
     close(wilson_interval(50, 100), (0.5 - half, 0.5 + half), 1e-6)
-
-
-def test_learning_rate_warms_up_and_ends_at_lr_end():
-    cfg = dataclasses.replace(nr.Config(), lr=1.0, warmup=4, steps=10, lr_end=0.0)
-    close([lr_at(s, cfg) for s in (0, 3)], [0.25, 0.7])
-    assert lr_at(10, cfg) == 0
-    assert lr_at(7, dataclasses.replace(cfg, lr_end=1.0)) == 1.0

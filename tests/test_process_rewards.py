@@ -1,12 +1,10 @@
 """Rewards per step and per row: what `steps` gives, how Verifier adds it, who judges a row."""
-import itertools
 import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data
 import rewards
 from conftest import ROOT
 from verify import verifier
@@ -23,6 +21,8 @@ REAL = [  # completions of the bundled model: question, text, the ends of the st
      "<think>17-1\ufffd<think>17-10=7\n7-4=3\n3+17=20\n20+17=20</think><answer>20</answer>",
      [("=7", 1), ("=3", 1), ("=20", 1), ("+17=20", 0), ("</answer>", 1)]),
     ("9+18-16", "<think>9+18=27<think>9-16=11", [("=27", 1), ("=11", 0)]),  # cut off: no answer
+    ("3-5+1", "<think>3-5=-2\n-2+1=-1</think><answer>-1</answer>",
+     [("=-2", 1), ("=-1", 1), ("</answer>", 1)]),
 ]
 
 
@@ -41,26 +41,6 @@ def test_steps_judges_running_totals_and_the_answer():
 def test_steps_has_no_verdict_for_a_question_that_is_no_sum_and_0_for_an_empty_text():
     questions = ["Why?", "2*3", "", "5", "2+", "+2+3", "9" * 5000 + "+1", "1+2"]
     assert rewards.steps_reward([""] * 8, question=questions) == [None] * 7 + [0.0]
-
-
-def worked_out(question, change=None):
-    """What the bundled model was taught, with the total of index `change` off by one."""
-    first, *terms = map(int, re.findall(r"[+-]?\d+", question))
-    totals = list(itertools.accumulate([first, *terms]))
-    lines = [f"{a}{x:+d}={b + (i == change)}"
-             for i, (a, x, b) in enumerate(zip(totals, terms, totals[1:]))]
-    return f"<think>{chr(10).join(lines)}</think><answer>{totals[-1]}</answer>"
-
-
-@pytest.mark.exercise_12
-@settings(max_examples=50, deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_steps_gives_1_to_every_right_step_of_a_derivation_and_0_to_a_changed_one(rng):
-    question = data.arithmetic(rng)["question"]
-    n = len(re.findall(r"\d+", question)) - 1
-    for k in (None, rng.randrange(n)):
-        (steps,) = rewards.steps_reward([worked_out(question, change=k)], question=question)
-        assert [value for _, value in steps] == [float(i != k) for i in range(n + 1)]
 
 
 PIECES = st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "=", "3", "6", "1+2", "-",
@@ -135,16 +115,17 @@ def judge(my):
         def judge(specs, texts, **columns):
             specs = specs if isinstance(specs, list) else [specs] * len(texts)
             return verify(texts, reward=[spec and full[spec] for spec in specs], **columns)
+        judge.verify, judge.full = verify, full
         yield judge
 
 
-@pytest.mark.parametrize("spec, wanted", ADDED)
-def test_steps_and_numbers_are_weighted_and_added_where_they_end(judge, spec, wanted):
-    (value,), parts, _ = judge(spec, ["aBcD"])
-    assert value == wanted and type(value) is type(wanted)
-    named = {part.partition(":")[0] for part in spec.split(",")}
+def test_steps_and_numbers_are_weighted_and_added_where_they_end(judge):
     means = {"letters": 0.5, "size": 4, "batch": (0 + 0.5 + 1) / 3}
-    assert parts == {name: [means.get(name) if name in named else None] for name in parts}
+    for spec, wanted in ADDED:
+        (value,), parts, _ = judge(spec, ["aBcD"])
+        assert value == wanted and type(value) is type(wanted)
+        named = {part.partition(":")[0] for part in spec.split(",")}
+        assert parts == {name: [means.get(name) if name in named else None] for name in parts}
 
 
 def test_one_batch_may_hold_steps_numbers_and_no_verdicts(judge):
@@ -199,33 +180,22 @@ def test_a_character_gets_the_weighted_sum_of_what_each_function_gives_it(given_
 # ---- a reward per row
 
 
-def test_each_row_is_judged_by_its_own_spec_alone(my):
-    specs = [None, "gsm8k:2,format:0.5", "", f"format,{my}:size:0.1", f"{my}:letters"]
-    texts = ["<answer>7</answer>", "7", "8", "abcd", "aB"]
-    with rewards.Verifier("gsm8k:1", workers=2, row_specs=specs) as verify:
-        values, parts, metrics = verify(texts, answer=["7"] * 5, reward=specs)
-        assert values == [1.0, 2.0, 0.0, 0.1 * 4, [(1, 0.0), (2, 1.0)]]
-        assert not any(metrics.values())
-        assert parts == {
-            "gsm8k": [1, 1, 0, None, None], "format": [None, 0, None, 0, None],
-            "size": [None, None, None, 4, None], "letters": [None] * 4 + [0.5]}
-        assert verify.weights_of(None) == verify.weights_of("") == {"gsm8k": 1.0}
-        assert list(verify.weights_of(specs[3]).items()) == [("format", 1.0), ("size", 0.1)]
-        # without the column, or with one spec for all rows
-        assert verify(texts, answer=["7"] * 5)[0] == [1.0, 1.0, 0.0, 0.0, 0.0]
-        assert verify(texts[:2], answer=["7"] * 2, reward=specs[1])[0] == [2.0, 2.0]
-        with pytest.raises(KeyError):
-            verify(texts[:1], answer=["7"], reward=["gsm8k:3"])  # not in row_specs
-
-
-def test_a_function_is_called_for_the_rows_of_its_specs_only(judge):
-    """Also one that waits for a network, and one that gets a whole batch."""
-    specs = ["letters,never", None, "asks,size:0.5", "letters,batch:0.5", "letters,batch:0.5"]
-    values, parts, metrics = judge(specs, ["a", "b", "cd", "efg", "HIJ"])
-    assert values[:3] == [None, 1.0, 2.0 + 0.5 * 2]
-    assert values[3:] == [[(1, 1.5), (2, 0), (3, 1)], [(1, 3), (2, 1.5), (3, 2)]]
+def test_each_row_is_judged_by_its_own_spec_alone(judge):
+    """Also by a function that waits for a network, and by one that gets a whole batch."""
+    specs = ["letters,never", None, "", "asks,size:0.5", "letters,batch:0.5", "letters,batch:0.5"]
+    texts = ["a", "b", "x", "cd", "efg", "HIJ"]
+    values, parts, metrics = judge(specs, texts)
+    assert values[:4] == [None, 1.0, 1.0, 2.0 + 0.5 * 2]
+    assert values[4:] == [[(1, 2.0), (2, 0), (3, 1)], [(1, 3.5), (2, 1.5), (3, 2)]]
     assert metrics["reward/crashes"] == 1
-    assert parts["batch"][:3] == [None] * 3 and parts["asks"] == [None, None, 2.0, None, None]
+    assert parts["batch"][:4] == [None] * 4 and parts["one"] == [None, 1.0, 1.0, None, None, None]
+    verify, spec = judge.verify, judge.full["asks,size:0.5"]
+    assert verify.weights_of(None) == verify.weights_of("") == {"one": 1.0}
+    assert list(verify.weights_of(spec).items()) == [("asks", 1.0), ("size", 0.5)]
+    assert verify(texts)[0] == [1.0] * 6  # without the column
+    assert verify(texts, reward=spec)[0] == [2.0 + 0.5 * len(text) for text in texts]
+    with pytest.raises(KeyError):
+        verify(["a"], reward=["gsm8k:3"])  # not in row_specs
 
 
 @pytest.mark.parametrize("bad, says", [

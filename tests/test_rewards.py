@@ -49,7 +49,7 @@ SPECS = {name: OWN.get(name, name) for name in COLUMNS}
 
 
 def one(name, text, **columns):
-    columns = {key: [value] for key, value in (columns or COLUMNS[name]).items()}
+    columns = {key: [value] for key, value in columns.items()}
     return FUNCTIONS[name]([text], **columns)[0]
 
 
@@ -250,20 +250,16 @@ PIECES = st.sampled_from([
 ANY_TEXT = st.lists(PIECES | st.text(st.characters(), max_size=30), max_size=30).map("".join)
 
 
-@settings(max_examples=80, deadline=5000)
-@given(ANY_TEXT)
-def test_any_text_gets_a_number_or_none_and_always_the_same(text):
-    for name in COLUMNS.keys() - {"math"}:  # math may hang: the next test has a time limit
-        value = one(name, text)
-        assert value is None or isinstance(value, float) and -1 <= value <= 1
-        assert value == one(name, [{"role": "assistant", "content": text}])
-
-
 @settings(max_examples=8, deadline=None)
 @given(st.lists(ANY_TEXT, min_size=30, max_size=30))
-def test_any_text_gets_a_number_or_none_from_math(verify, texts):
-    values, _, metrics = verify(texts, answer=[r"\frac{1}{2}"] * 30, reward="math")
-    assert metrics["reward/crashes"] == 0 and set(values) <= {0.0, 1.0, None}
+def test_any_text_gets_a_number_or_none_and_always_the_same(verify, texts):
+    for name, columns in COLUMNS.items():
+        columns = {key: [value] * 30 for key, value in columns.items() if key != "max_tokens"}
+        values, _, metrics = verify(texts, reward=SPECS[name], **columns)
+        assert metrics["reward/crashes"] == 0
+        assert all(value is None or -1 <= value <= 1 for value in values)
+        if name != "math":  # where it times out, it may have been slow by chance
+            assert verify(texts, reward=SPECS[name], **columns)[0] == values
 
 
 NUMBERS = st.integers(-10**12, 10**12)
@@ -340,17 +336,11 @@ def endpoint_at(host):
             self.send_response(statuses.pop(0) if len(statuses) > 1 else statuses[0])
             self.send_header("Location", endpoint.location)
             self.send_header("Content-Type", "application/json")
-            if endpoint.drips == "head":
-                self.flush_headers()
-                self.drip(b"X: " + b"x" * 300)
             self.end_headers()
-            write = self.drip if endpoint.drips == "body" else self.wfile.write
-            write(b" " * 300 + (endpoint.body or body))
-
-        def drip(self, data):  # takes 15 s: the whole reply is valid, and no read waits for long
-            for i in range(len(data)):
-                self.wfile.write(data[i:i + 1])
-                time.sleep(0.05)
+            for _ in range(300):  # with drips 15 s: the reply is valid, and no read waits for long
+                self.wfile.write(b" ")
+                time.sleep(0.05 * endpoint.drips)
+            self.wfile.write(endpoint.body or body)
 
         def log_message(self, *_):
             return None
@@ -359,7 +349,7 @@ def endpoint_at(host):
         request_queue_size = 256
 
     endpoint = Server((host, 0), Endpoint)
-    vars(endpoint).update(says="Good.\nSCORE: 7", asked=[], body=b"", statuses=[200], drips="",
+    vars(endpoint).update(says="Good.\nSCORE: 7", asked=[], body=b"", statuses=[200], drips=0,
                           location="", wait=lambda: None)
     endpoint.url = f"http://{host}:{endpoint.server_port}/v1"
     endpoint.judge = lambda text, **more: judging.judge([text], question=["Why?"], **more)[0]
@@ -415,15 +405,6 @@ def test_the_key_does_not_follow_a_redirect_to_another_host(judge, monkeypatch, 
         assert len(judge.asked) == 2 and other.asked == []
 
 
-@pytest.mark.parametrize("part, status", [("head", 200), ("body", 400)])
-def test_a_judge_that_replies_in_drops_has_a_time_limit(judge, part, status):
-    judge.drips, judge.statuses = part, [status]
-    with pytest.raises(ValueError, match="^the judge at http://127.*/v1: no reply in time;"):
-        judging.check(timeout=0.7)
-    with pytest.raises(TimeoutError):
-        judge.judge("x", timeout=0.7)
-
-
 def test_a_judge_has_50_requests_at_the_same_time_and_each_score_is_kept(judge):
     texts, columns = [f"x{i}" for i in range(50)], {"question": ["Why?"] * 50}
     with rewards.Verifier(JUDGE, timeout=40, workers=1) as verify:
@@ -460,6 +441,7 @@ def test_a_busy_judge_is_asked_again_one_that_fails_is_a_crash_and_one_that_hang
     ({"statuses": [401]}, "/v1: HTTP 401 Unauthorized .*; set OPENAI_API_KEY$"),
     ({"statuses": [500], "body": b"two\nlines"}, "HTTP 500 Internal Server Error two lines$"),
     ({"wait": threading.Event().wait}, "no reply in time; .* --reward_timeout$"),
+    ({"drips": 1, "statuses": [400]}, "no reply in time"),
     ({"body": b"\xff junk"}, "not the reply of an OpenAI-compatible endpoint"),
     ({"body": b"{}"}, "not the reply .*(TypeError: .*); its address usually ends"),
     ({"says": "Is\nright"}, r"the judge m ends its reply with 'Is\\nright' and not with"),
@@ -482,11 +464,9 @@ def test_a_judge_that_cannot_work_ends_in_one_line_at_the_start(judge, monkeypat
 
 
 def test_several_instructions_give_1_only_if_all_are_followed():
-    names = ["punctuation:no_comma", "change_case:english_lowercase",
-             "length_constraints:number_words"]
-    rows = {"instruction_id_list": [names],
-            "kwargs": [[{}, {"num_words": None}, {"num_words": 3, "relation": "at least"}]]}
-    for text, value in (("one two three", 1.0), ("one, two three", 0.0), ("One, two", 0.0)):
+    rows = {"instruction_id_list": [["punctuation:no_comma", "length_constraints:number_words"]],
+            "kwargs": [[{"num_words": None}, {"num_words": 3, "relation": "at least"}]]}
+    for text, value in (("one two three", 1.0), ("one, two three", 0.0), ("one two", 0.0)):
         assert instructions.instruction([text], **rows) == [value]
     assert instructions.instruction(["x"], instruction_id_list=[[]], kwargs=[[]]) == [None]
     with pytest.raises(ValueError, match="unknown instruction 'be:nice'"):
@@ -539,19 +519,16 @@ def test_length_kimi_by_hand():
     f = functools.partial(shaping.length_kimi, [""] * 6, **columns)
     assert f(correct=[1, 1, 1, 1, 0, 0]) == [0.5, 0.0, -0.5, 0.0, 0.0, 0.0]
     assert f(correct=[0, 0, 0, None, 1, None]) == [0.0, 0.0, -0.5, None, 0.0, None]
-    texts = [r"\boxed{1}", r"so it is \boxed{1}"]  # as TRL would call it:
-    values = shaping.length_kimi(texts, prompts=["p"] * 2, answer=["1"] * 2)
-    assert values == [0.5, -0.5]
 
 
 def test_random_is_a_fair_coin_that_ignores_the_answer_and_is_reproducible(verify):
-    texts, n = ["<answer>72</answer>", "<answer>5</answer>"] * 2000, 4000
-    coins = rewards.random_reward(texts, prompts=["p"] * n, answer=["72"] * n)
-    assert coins == rewards.random_reward(texts, prompts=["p"] * n, answer=["5"] * n)
-    for half in coins[::2], coins[1::2]:
-        assert abs(sum(half) / 2000 - 0.5) < 0.05  # 4.5 standard deviations
+    n = 4000
+    texts, columns = ["<answer>72</answer>"] * n, {"prompts": ["p"] * n, "answer": ["72"] * n}
+    coins = rewards.random_reward(texts, **columns)
+    assert coins == rewards.random_reward(texts, **columns | {"answer": ["5"] * n})
+    assert abs(sum(coins) / n - 0.5) < 0.04  # 5 standard deviations
     for other in ({"random_seed": 1}, {"step": 1}, {"prompts": ["q"] * n}):
-        changed = rewards.random_reward(texts, **{"prompts": ["p"] * n, **other})
+        changed = rewards.random_reward(texts, **columns | other)
         assert 0.4 < sum(a != b for a, b in zip(coins, changed)) / n < 0.6
     columns = {"prompts": ["p"] * 99, "sample_index": list(range(99)), "reward": "random"}
     assert verify(texts[:99], **columns)[0] == coins[:99]  # the same values in workers

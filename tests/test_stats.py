@@ -1,6 +1,7 @@
 """Averages over the tokens of a step, votes of an evaluation, and metrics of a step's rewards."""
 import dataclasses
 import math
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -113,76 +114,62 @@ class Given:
 STEPS = [[[[8]], [[16]]], [[[8, 8, 8], [24, 24, 24]]]]
 
 
-def metrics_of(steps=STEPS, epochs=1, ref=None, vllm=(0.0, 0.0), **changes):
-    """Metrics of these optimizer steps, lists of packs of completions, whose advantage is 1.
-
-    log pi_ref is log pi before the steps plus `ref`; vLLM's log-prob of the first token of each
-    completion is log pi plus vllm[number of the optimizer step].
-    """
-    cfg = make_config(correction="none", mismatch_bound=1e9, kl_coef=0.1 * (ref is not None))
-    cfg = dataclasses.replace(cfg, **changes)
-    policy, packed = Given(), []
-    for packs, shift in zip(steps, vllm):
-        tokens, packed_step = sum(len(ids) for pack in packs for ids in pack), []
-        for pack in packs:
-            batch = nr.collate([nr.Rollout([i], ids, "", False,
-                                           [-t / 8 + shift * (k == 0) for k, t in enumerate(ids)],
-                                           advantages=[1.0] * len(ids), weight=1 / tokens)
-                                for i, ids in enumerate(pack)])
-            batch.old = -batch.targets / 8
-            batch.ref = None if ref is None else batch.old + ref
-            packed_step.append(batch)
-        packed.append(packed_step)
-    return stats.step_means([nr.update(policy, batches, cfg)
-                             for _ in range(epochs) for batches in packed])
-
-
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_metrics_are_means_over_the_tokens_of_all_optimizer_steps(group, epochs):
-    """Entropies: 8 + 16 = 24 of 2 tokens, 24 + 72 = 96 of 6: 120 / 8 = 15; of the means 14."""
-    m = metrics_of(epochs=epochs, ref=0.5)
-    tokens, moved = [2, 6] * epochs, [x / 4 for x in range(2 * epochs)]  # log pi - log pi_old
+@pytest.mark.parametrize("vllm", [(0.75, 0.25), (0.25, 0.75)])  # the larger comes first, or last
+def test_metrics_are_means_over_the_tokens_of_all_optimizer_steps(group, epochs, vllm):
+    """Against a list of all tokens of all optimizer steps.
 
-    def mean(values):
-        return sum(n * x for n, x in zip(tokens, values)) / sum(tokens)
+    log pi_ref is log pi_old + 0.5. vLLM's log-prob of the first token of each completion is
+    log pi_old + vllm[number of the optimizer step].
+    """
+    cfg = make_config(correction="token_truncate", correction_cap=10.0, mismatch_bound=1e9)
+    policy, history, tokens = Given(), [], []
+    for k in range(2 * epochs):
+        batches = []
+        for pack in STEPS[k % 2]:
+            rollouts = []
+            for i, ids in enumerate(pack):
+                shifts = [vllm[k % 2], 0.0, 0.0][:len(ids)]
+                tokens += [(t, k / 4, shift) for t, shift in zip(ids, shifts)]
+                logps = [shift - t / 8 for t, shift in zip(ids, shifts)]
+                rollouts.append(nr.Rollout([i], ids, "", False, logps, weight=0.1,
+                                           advantages=[1.0] * len(ids)))
+            batches.append(nr.collate(rollouts))
+            batches[-1].old = -batches[-1].targets / 8
+            batches[-1].ref = batches[-1].old + 0.5
+        history.append(nr.update(policy, batches, cfg))
+    found = stats.step_means(history)
 
-    close(m["entropy"], 15, 1e-6)
-    close(m["ratio"], mean([math.exp(x) for x in moved]), 1e-6)
-    close(m["kl"], mean([math.exp(0.5 - x) - (0.5 - x) - 1 for x in moved]), 1e-6)
-    close(m["clipped"], mean([math.exp(x) > 1.2 for x in moved]), 1e-6)
-    close(m["grad_norm"], sum(2.0 ** k for k in range(1, 2 * epochs + 1)) / (2 * epochs))
-    close(m["skipped"], 1 / (2 * epochs))
-    assert "tokens" not in m and stats.step_means([]) == {}
+    entropies, moved, shifts = zip(*tokens)  # moved: log pi - log pi_old
+    w = [math.exp(-shift) for shift in shifts]
+    wanted = {
+        "entropy": fmean(entropies), "ratio": fmean(map(math.exp, moved)),
+        "kl": fmean(math.exp(0.5 - x) - (0.5 - x) - 1 for x in moved),
+        "clipped": fmean(math.exp(x) > 1.2 for x in moved),
+        "mismatch/max": 0.75, "mismatch/mean_abs": fmean(shifts), "correction/w": fmean(w),
+        "correction/ess": fmean(w) ** 2 / fmean(x * x for x in w),
+        "grad_norm": fmean(2.0 ** k for k in range(1, 2 * epochs + 1)),
+        "skipped": 1 / (2 * epochs)}
+    for name, x in wanted.items():
+        close(found[name], x, 1e-6)
+    assert "tokens" not in found and stats.step_means([]) == {}
 
 
-@pytest.mark.parametrize("vllm", [(0.75, 0.25), (0.25, 0.75)])
-def test_the_largest_mismatch_is_that_of_all_optimizer_steps_whichever_has_it(group, vllm):
-    """vLLM's log-prob differs in the first token of each completion: two per optimizer step."""
-    m = metrics_of([STEPS[0], [[[8, 8, 8]], [[24, 24, 24]]]], vllm=vllm)
-    shifted = (2 * 0.25 + 2 * 0.75) / 8
-    close([m["mismatch/max"], m["mismatch/mean_abs"]], [0.75, shifted], 1e-6)
-
-
-def test_the_effective_sample_size_is_that_of_all_tokens(group):
-    """Weights e^-0.5 for the first token of each completion, 1 for the others: 4 of 8 tokens."""
-    m = metrics_of(vllm=(0.5, 0.5), correction="token_truncate", correction_cap=10.0)
-    w = [math.exp(-0.5)] * 4 + [1.0] * 4
-    close(m["correction/w"], sum(w) / 8, 1e-6)
-    close(m["correction/ess"], sum(w) ** 2 / (8 * sum(x * x for x in w)), 1e-6)
-
-
-@pytest.mark.parametrize("gate", ["clip", "soft", "squared"])
-def test_clipped_counts_the_tokens_without_a_gradient(gate):
-    points = [(r, a) for r in (0.5, 1.0, 2.0, 1e-10, 1e10) for a in (1.0, -1.0)]  # 1e10 > e^20
-    ratio, advantage = torch.tensor(points, dtype=torch.float64).T  # (R,), (R,)
-    batch = SimpleNamespace(lengths=torch.ones(len(points)), sequence_ids=torch.arange(len(points)),
-                            advantage=advantage, weight=torch.ones_like(ratio), vllm_logps=0.0)
-    cfg = dataclasses.replace(make_config(), gate=gate, correction="none")
-    logp = ratio.log().requires_grad_()  # (R,)
-    loss, terms = nr.policy_loss(logp, torch.zeros_like(ratio), None, batch, cfg)
+@pytest.mark.parametrize("gate", ["clip", "detach", "soft", "squared"])
+@pytest.mark.parametrize("ratio", ["token", "sequence", "product"])
+def test_the_gradient_is_finite_at_any_log_ratio_and_clipped_counts_the_tokens_without_one(
+        gate, ratio):
+    points = [(x, a) for x in (-1e4, -30, -0.7, 0, 0.7, 30, 1e4) for a in (1.0, -1.0)]
+    logp, advantage = torch.tensor(points).T  # (R,), (R,) each token is a sequence
+    ones, logp = torch.ones(len(points)), logp.clone().requires_grad_()
+    batch = SimpleNamespace(lengths=ones, sequence_ids=torch.arange(len(points)), weight=ones,
+                            advantage=advantage, vllm_logps=0.0)
+    cfg = dataclasses.replace(make_config(), gate=gate, ratio=ratio, correction="none")
+    loss, terms = nr.policy_loss(logp, torch.zeros(len(points)), None, batch, cfg)
     [gradient] = torch.autograd.grad(loss, logp)
+    assert loss.isfinite() and gradient.isfinite().all()
     assert terms["clipped"].tolist() == (gradient == 0).tolist()
-    assert gate != "squared" or not terms["clipped"].any()  # its penalty holds the ratio everywhere
+    assert (gate in ("clip", "soft")) == terms["clipped"].any()  # the others bound it otherwise
 
 
 # ---- metrics of the rewards of a step

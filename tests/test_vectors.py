@@ -159,17 +159,16 @@ def test_the_kl_of_examples_kl_is_trls_with_use_bias_correction_kl():
 # ---- the checker
 
 
-def checked(file, capsys, *tolerance):
-    """(exit status or message, lines) of check.py."""
-    with pytest.raises(SystemExit) as end:
-        check.main(file, *tolerance)
-    return end.value.code, capsys.readouterr().out.splitlines()
-
-
 def test_the_checker_names_what_differs(tmp_path, capsys):
+    def checked(file, *tolerance):
+        """(exit status or message, lines) of check.py."""
+        with pytest.raises(SystemExit) as end:
+            check.main(tmp_path / file, *tolerance)
+        return end.value.code, capsys.readouterr().out.splitlines()
+
     def of(results, *tolerance):
         (tmp_path / "results.json").write_text(json.dumps(results))
-        return checked(tmp_path / "results.json", capsys, *tolerance)
+        return checked("results.json", *tolerance)
 
     n, name = len(CASES), CASES[0]["name"]
     every = {case["name"]: case["expected"] for case in CASES}
@@ -184,4 +183,4 @@ def test_the_checker_names_what_differs(tmp_path, capsys):
         assert of({name: {"loss": wrong}})[0] == 1
     assert of({})[0] == 1
     assert "KeyError: 'no such case'" in of({"no such case": {"loss": 0.0}})[0]
-    assert "FileNotFoundError" in checked(tmp_path / "nowhere.json", capsys)[0]
+    assert "FileNotFoundError" in checked("nowhere.json")[0]

@@ -2,7 +2,8 @@
 
 Functions have tests of their own. Here is what lies between the command line and them: WIRES has a
 row per flag with two or more values and what is seen where the value arrives. Values of flags that
-arrive at one place differ, so that two swapped flags show. A flag without a row fails.
+arrive at one place differ, so that two swapped flags show. A flag without a row fails, unless
+test_vectors.py or test_resume.py compares what its values do.
 """
 import contextlib
 import dataclasses
@@ -63,21 +64,18 @@ def llm_args(cfg, gpu=False):
 
 def loaded(cfg):
     """(model, trust_remote_code) of each call that reads a model or tokenizer, vLLM's included."""
-    kinds, args = {"AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"}, llm_args(cfg)
-    seen = {("vllm", args["model"], args["trust_remote_code"])}
-    with patched((runtime.shape, "_empty_models", {})) as patch:
-        for kind in kinds:
-            cls = getattr(transformers, kind)
-
-            def call(name, *args, kind=kind, load=cls.from_pretrained, **kwargs):
-                if "tiny" in str(name):
-                    seen.add((kind, name, kwargs.get("trust_remote_code", False)))
-                return load(name, *args, **kwargs)
-            patch.setattr(cls, "from_pretrained", call)
+    readers = {cls: mock.Mock(wraps=cls.from_pretrained) for cls in (
+        transformers.AutoConfig, transformers.AutoTokenizer, transformers.AutoModelForCausalLM)}
+    with patched((runtime.shape, "_empty_models", {}),
+                 *((cls, "from_pretrained", reader) for cls, reader in readers.items())):
         runtime.flags.load_tokenizer(cfg)
         runtime.model.load_model(cfg)
-    assert {kind for kind, *_ in seen} == kinds | {"vllm"}
-    return {(name, trust) for _, name, trust in seen}
+    args, seen = llm_args(cfg), set()
+    for reader in readers.values():
+        calls = [call for call in reader.call_args_list if "tiny" in str(call.args[0])]
+        assert calls
+        seen |= {(x.args[0], x.kwargs.get("trust_remote_code", False)) for x in calls}
+    return seen | {(args["model"], args["trust_remote_code"])}
 
 
 all_right = judged(lambda texts, columns: [1.0] * len(texts))
@@ -161,20 +159,6 @@ def first(name):
     return lambda cfg: tuple(examples[0][name] for examples in splits(cfg))
 
 
-def algorithm(cfg):
-    """Advantages, weights and loss of four completions. A token's ratio is beyond every bound."""
-    groups = [[nr.Rollout([0], [1] * n, "", n == 3, [0.0] * n, reward=r)
-               for n, r in ((1, first), (3, second))] for first, second in ((1.0, 0.0), (3.0, 1.0))]
-    rollouts = sum(groups, [])
-    nr.assign_advantages(groups, dataclasses.replace(cfg, samples=2), 0.5)
-    nr.assign_token_weights(rollouts, cfg)
-    batch = nr.collate(rollouts)
-    logp = torch.tensor([1.0, -1.0, 0.3, 2.0, 0.5, -0.7, 1.5, 0.1])  # (R,) the old ones are 0
-    batch.vllm_logps = torch.tensor([-0.1, -1.0, 0.0, 0.5, -0.8, 0.1, -0.2, -0.3])  # (R,)
-    loss, _ = nr.policy_loss(logp, torch.zeros(8), logp + 0.5, batch, cfg)
-    return [x for r in rollouts for x in (r.advantages[0], r.weight)] + [loss.item()]
-
-
 def at(name):
     """What train() does of one kind; engines, sampling and files are replaced.
 
@@ -197,8 +181,7 @@ def at(name):
             return note("update", policy.optimizer.param_groups[0]["lr"], {"skipped": 0.0,
                                                                            "tokens": 1.0})
 
-        fake_log = SimpleNamespace(
-            folder=Path("none"), say=nothing, close=nothing, rollouts_with_tokens=nothing,
+        fake_log = mock.MagicMock(
             write=lambda step, metrics, *_, **__: note("lr", metrics.get("lr")))
         checkpoints = SimpleNamespace(
             progress=progress, save=lambda final: note("save", ... if final else progress.step))
@@ -209,7 +192,7 @@ def at(name):
                      (nr, "update", update), (trainer, "store_kl", lambda *_: note("kl", 1, {})),
                      (nr, "evaluate", lambda *_: note("evaluate", progress.step, ({}, [])))):
             nr.train(nr.Run(dataclasses.replace(cfg, samples=2), [], [], None, fake_log,
-                            checkpoints, SimpleNamespace(sleep=nothing), policy,
+                            checkpoints, mock.Mock(), policy,
                             "reference" if cfg.kl_coef else None), collect_rollouts=collect)
         return [value for event, value in seen if event == name]
     return observe
@@ -273,21 +256,6 @@ def bound(cfg):
     return arrival(lambda: nr.update(policy, [batch], cfg), nr.guard, "check_step")[1]
 
 
-def resumed(*flags):
-    """The learning rate of a run after --resume with more flags, or the error."""
-    def observe(cfg):
-        run = Path(cfg.out) / "saved"
-        run.mkdir()
-        values = dataclasses.asdict(cfg) | {"name": "saved", "lr": 0.25, "resume": ""}
-        (run / "config.json").write_text(json.dumps({"config": values}))
-        resume = ["--resume", str(run)] if cfg.resume else ["--name", "new", "--out", cfg.out]
-        try:
-            return nr.parse_config([*resume, *flags, *["--resume_force"] * cfg.resume_force]).lr
-        except ValueError as e:
-            return str(e).partition(": ")[2]
-    return observe
-
-
 def samplers(cfg):
     """The functions that training and the evaluation ask for."""
     calls = (lambda: nr.collect_rollouts(run_of(cfg), 0),
@@ -338,7 +306,6 @@ COLUMNS = dict(data="{tmp}/columns.jsonl", eval_data="{tmp}/other.jsonl", questi
                answer_key="a")
 STEPS = dict(prompts=4, steps=6, eval_every=100, save_every=0, kl_coef=0.0, lr=1.0)
 ONE_STEP = STEPS | dict(steps=1)
-DIFFERENT = "different"  # what is seen differs between all values
 
 # flag -> values, where they arrive, what is seen there for each (None: the values), other flags
 WIRES = {
@@ -382,25 +349,11 @@ WIRES = {
                                                       template="none")),
     "max_tokens": ((90, 110), lambda cfg: [
         training("max_tokens")(cfg), evaluated(cfg)[0]["max_tokens"], setting("max_tokens")(cfg),
-        llm_args(cfg)["max_model_len"] - 64, round(0.25 / algorithm(cfg)[1]),
+        llm_args(cfg)["max_model_len"] - 64,
         # of 33 sequences in float32, as the plan counts them, without the 64 tokens of a prompt
         llm_args(cfg, gpu=True)["kv_cache_memory_bytes"] / 33 / 4 / KV_CACHE - 64],
-        ([90] * 6, [110] * 6), dict(aggregate="constant", vllm_memory=0.5)),
-    # algorithm: formulas have tests of their own
-    "baseline": (("group", "leave_one_out", "batch", "running", "none"), algorithm, DIFFERENT),
-    "scale": (("group", "batch", "mean", "none"), algorithm, DIFFERENT),
-    "aggregate": (("sequence", "token", "constant"), algorithm, DIFFERENT),
-    "mask_truncated": ((False, True), algorithm, DIFFERENT),
-    "ratio": (("token", "sequence", "product"), algorithm, DIFFERENT),
-    "gate": (("clip", "detach", "soft", "squared"), algorithm, DIFFERENT),
-    "clip_low": ((0.2, 0.4), algorithm, DIFFERENT),
-    "clip_high": ((0.2, 0.4), algorithm, DIFFERENT),
-    "delta": ((0.0, 3.0), algorithm, DIFFERENT),
-    "tau": ((0.5, 2.0), algorithm, DIFFERENT, dict(gate="soft")),
-    "tau_neg": ((0.5, 2.0), algorithm, DIFFERENT, dict(gate="soft")),
-    "kl_coef": ((0.5, 2.0), algorithm, DIFFERENT),
-    "correction": (("none", "token_truncate", "token_mask", "sequence_mask"), algorithm, DIFFERENT),
-    "correction_cap": ((2.0, 2.5), algorithm, DIFFERENT),
+        ([90] * 5, [110] * 5), dict(vllm_memory=0.5)),
+    # algorithm
     "kl_in": (("loss", "reward"), lambda cfg: (reads_reference(cfg), len(at("kl")(cfg))),
               ((True, 0), (False, 1)), ONE_STEP | dict(kl_coef=0.1)),
     "drop_flat_groups": ((False, True), lambda cfg: len(collected(cfg)[1]), (4, 0)),
@@ -450,10 +403,6 @@ WIRES = {
     "out": (("{tmp}/x", "{tmp}/y"), lambda cfg: str(run_folder(cfg).parent)),
     "save_every": ((2, 0), at("save"), ([0, 2, 4, ...], [...]), STEPS | dict(steps=5)),
     "keep": ((1, 3), kept, (["step-9"], ["step-5", "step-7", "step-9"])),
-    "resume": (("", "yes"), resumed("--lr_end", "0.1"), (1e-4, 0.25)),
-    "resume_force": ((False, True), resumed("--lr", "0.5"), (
-        "other results with --lr 0.5 (was 0.25). --resume_force continues nevertheless", 0.5),
-        dict(resume="yes")),
     "keep_rollouts": ((4, 9), lines_kept, (4, 12), dict(name="r")),
     "wandb": (("offline", "online"), wandb_modes, (["offline"] * 2, ["online"] * 2),
               dict(name="w")),
@@ -463,7 +412,9 @@ WIRES = {
 
 
 def test_every_flag_has_a_row():
-    assert WIRES.keys() == {f.name for f in dataclasses.fields(nr.Config)}
+    cases = json.loads((ROOT / "tests/vectors/cases.json").read_text())  # of test_vectors.py
+    elsewhere = cases[0]["options"].keys() | {"resume", "resume_force"}
+    assert WIRES.keys() | elsewhere == {f.name for f in dataclasses.fields(nr.Config)}
 
 
 @pytest.mark.parametrize("flag", WIRES)
@@ -481,10 +432,7 @@ def test_the_value_of_a_flag_reaches_what_it_names(flag, group, tmp_path):
         tp = changes.pop("tp", 1)  # more ranks than this process would be refused
         got = arrives(dataclasses.replace(make_config(**changes), tp=tp))
         seen.append(got.replace(str(part), "{tmp}") if isinstance(got, str) else got)
-    if wanted is DIFFERENT:
-        assert len(set(map(str, seen))) == len(values)
-    else:
-        assert seen == list(wanted or values)
+    assert seen == list(wanted or values)
 
 
 # ---- the seed
@@ -507,10 +455,12 @@ def test_each_seed_gives_other_examples_another_order_and_other_noise_and_the_sa
     assert held_out[0] == held_out[1]  # of a task, all seeds are compared on the same examples
 
 
-def test_every_request_has_a_seed_of_its_own_by_run_step_draw_and_prompt():
+def test_every_request_has_a_seed_of_its_own_and_no_two_draws_of_an_epoch_share_a_prompt():
     cfg = make_config(prompts=4, drop_flat_groups=True, resample=2, eval_n=2)  # 3 draws
     calls = sum((collected(c, step)[0] for c, step in (
         (cfg, 0), (cfg, 3), (cfg, 4), (dataclasses.replace(cfg, seed=1), 3))), [])
+    prompts = sum((call["prompts"] for call in calls[:9]), [])  # of the first seed
+    assert len(set(map(str, prompts))) == 3 * 3 * 4
     seeds = sorted(sum((call["seeds"] for call in calls + evaluated(cfg)[1:]), []))
     assert len(seeds) == 4 * 3 * 4 + 3
     assert min(b - a for a, b in zip(seeds, seeds[1:])) > 16384  # sample j has the seed + j
