@@ -46,7 +46,8 @@ addEventListener("load", async () => {
     seen.push({
       count: $("count").textContent, prompt: $("prompt").textContent, title: document.title,
       rows: $("rows").children.length, scripts: document.scripts.length, nodes: all("*").length,
-      legend: $("legend").textContent, verdict: $("verdict").textContent, question: $("question").textContent,
+      legend: $("legend").textContent, question: $("question").textContent,
+      verdict: $("verdict").textContent,
       color: coloring.elements.color.value, menu: answers.elements.change.textContent,
       wide: document.documentElement.scrollWidth - innerWidth,
       hidden: ["problems", "rollouts"].filter(id => $(id).hidden),
