@@ -204,7 +204,7 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
      "mean_abs is normal at 0.02 to 0.03 in bf16 and below 1e-6 in fp32."),
     ("Seconds per step", "without evaluation, start and checkpoints",
      f"seconds/({'|'.join(STAGES)})", FROM_ZERO, "Other programs on the machine make it uneven."),
-    ("MFU", "of the update: FLOPs / peak", "mfu", FROM_ZERO, "Other programs distort it.")]
+    ("MFU", "of the update: FLOPs / peak", "mfu", FROM_ZERO, "A busy CPU distorts it, to above 1.")]
 
 
 def charts(runs):
