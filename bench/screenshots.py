@@ -21,7 +21,7 @@ STATE = "#step=2&color=change"  # of the page: a step with right and wrong compl
 TOP = "body > :not(#rollouts)"  # what stands above the rollouts
 LIST = f"{TOP}, #rollouts > :not(:last-child)"  # and the list of the rollouts
 # name -> width and height of the window, what is hidden in it, dark mode, pixels per CSS pixel
-PICTURES = {"report": (1200, 1280, "#problems, #rollouts", False, 1),
+PICTURES = {"report": (1200, 1500, "#rollouts", False, 1),
             "report_rollouts": (1200, 1000, TOP, False, 1),
             "report_phone": (500, 390, LIST, True, 1),
             "report_tokens": (900, 430, f"{LIST}, #token, form", False, 1.5)}

@@ -4,9 +4,8 @@
     python -m runtime.report runs/a runs/b --out ab.html   several runs in one report
     python -m runtime.report runs/a runs/b --out ab.png    only reward, accuracy and length
 
-A run is a line; bench/seeds.py has means over seeds. This file chooses what the report shows, and
-report.html draws it. At most 2,000 rollouts of a run are shown, see shown(). docs/report.md says
-how to read the report.
+A run is a line; bench/seeds.py has means over seeds. At most 2,000 rollouts of a run are shown, see
+shown(). report.html draws what this file chooses. docs/report.md says how to read the report.
 """
 import argparse
 import base64
@@ -129,12 +128,12 @@ def questions(answers):
     if len(steps) < 2:
         return {"steps": [], "questions": []}
     steps = [steps[0], steps[-1]]
-    first, last = ([a for a in answers if a["step"] == step][:QUESTIONS] for step in steps)
+    first, last = ([a for a in answers if a["step"] == step] for step in steps)
     rows = []
-    for before, after in zip(first, last):
+    for before, after in zip(first[:QUESTIONS], last):
         pair = [[bool(a["right"]), a["completion"], a["finish"]] for a in (before, after)]
         rows.append([before["question"], before["answer"], *pair])
-    return {"steps": steps, "questions": rows}
+    return {"steps": steps, "n": len(last), "questions": rows}
 
 
 # ---- charts
@@ -171,40 +170,41 @@ def write_curve(runs, out):
 SHARE, FROM_ZERO = {"from": 0, "to": 1}, {"from": 0}
 CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of docs/metrics.md
     ("Held-out accuracy", "greedy; band: 95 % interval", "eval/accuracy", SHARE | {"wide": True},
-     "Two seeds differ by several points: 512 questions alone have an interval of ±4 points. If "
-     "the reward rises and this is flat, something else than right answers is rewarded: read "
+     "If the reward rises and this is flat, something else than right answers is rewarded: read "
      "rollouts with reward 1. If it rises with random rewards too, do not call it learning."),
-    ("Reward", "mean of the step's completions", "reward/mean", {},
+    ("Reward", "mean of the step's completions", "reward/mean", FROM_ZERO,
      "Noise is normal: each step has other prompts."),
     ("Reward parts", "mean of each reward function",
-     "reward/(?!(mean|std|no_verdict|timeouts|crashes)$).+", {"least": 2},
+     "reward/(?!(mean|std|no_verdict|timeouts|crashes)$).+", FROM_ZERO | {"least": 2},
      "If the part for the format alone rises, the model does not learn the task."),
-    ("Samples of the evaluation", "with --eval_n", r"eval/(mean|pass|maj)@\d+", SHARE,
+    ("Samples of the evaluation", "mean@n: share that is right; pass@k: one or more of k are; "
+     "maj@n: the most frequent answer is", r"eval/(mean|pass|maj)@\d+", SHARE,
      "The greedy accuracy may be good at once and flat, while mean@n rises towards it."),
     ("Accuracy by set", "greedy", "eval/.+/accuracy", SHARE, ""),
-    ("Length", "tokens per completion", "completion/length", FROM_ZERO,
-     "It often drops first: the model learns to end its answer. If it keeps falling while the "
-     "accuracy stays, a guess pays better than thinking. If it rises and completion/truncated "
-     "with it: --aggregate constant, or a larger --max_tokens."),
+    ("Length", "mean tokens; short and long answers are mixed", "completion/length", FROM_ZERO,
+     "It also rises if long answers only become more frequent. It often drops first: the model "
+     "learns to end. If it keeps falling while the accuracy stays, a guess pays better than "
+     "thinking. If truncated rises with it: --aggregate constant, or a larger --max_tokens."),
     ("Entropy", "nats, mean per token", "entropy", FROM_ZERO,
      "Falling is normal: RL sharpens. At about 0 the samples of a group are equal: lower --lr, "
      "more --kl_coef, other questions. If it explodes and text turns into noise: lower --lr."),
     ("KL to the starting model", "mean per token", "kl", {},
      "A slow rise without end is learning. A spike for a step or two is noise: one token that "
      "became much less likely is enough. If it stays, lower --lr or raise --kl_coef."),
-    ("Shares", "of groups with equal rewards, completions cut off, tokens without a gradient",
-     "group/flat|completion/truncated|clipped", SHARE,
+    ("Shares", "flat: equal rewards in a group; truncated: cut off; clipped: without a gradient",
+     "group/flat|completion/truncated|reward/no_verdict|clipped", SHARE,
      "group/flat above a half is normal at the start of a hard task (take easier questions) and at "
      "the end of an easy one (take harder ones). clipped is 0 with one optimizer step per batch."),
     ("Gradient", "norm before clipping; share of skipped steps", "grad_norm|skipped", FROM_ZERO,
      "Far above 1 is normal, a rise by orders of magnitude is not. skipped: it was not finite."),
-    ("Loss", "", "loss", {},
+    ("Loss", "on a scale of its own", "loss", {},
      "About 0 from the first step on is normal, also while the accuracy rises: every ratio is 1, "
      "and the advantages of a group sum to 0. Its gradient is not 0. The loss says nothing."),
     ("Mismatch", "|trainer's log-prob - vLLM's|", "mismatch/(mean_abs|max)", {"log": True},
      "mean_abs is normal at 0.02 to 0.03 in bf16 and below 1e-6 in fp32."),
-    ("Seconds per step", "", "seconds/(rollout|reward|update|sync)", FROM_ZERO, ""),
-    ("MFU", "FLOPs of the update, as a share of the device's peak", "mfu", FROM_ZERO, "")]
+    ("Seconds per step", "without evaluation, start and checkpoints",
+     f"seconds/({'|'.join(STAGES)})", FROM_ZERO, "Other programs on the machine make it uneven."),
+    ("MFU", "of the update: FLOPs / peak", "mfu", FROM_ZERO, "A busy CPU distorts it, to above 1.")]
 
 
 def charts(runs):
@@ -225,23 +225,23 @@ def charts(runs):
 
 
 def settings(runs):
-    """A table with a row per flag, those that differ between the runs first. As HTML."""
+    """A table with a row per flag: first what differs, then what was given, last what is off."""
     rows = [[key, *(json.dumps(run["config"].get(key)) for run in runs)]
             for key in dict.fromkeys(key for run in runs for key in run["config"]) if key != "name"]
-    rows.sort(key=lambda row: len(set(row[1:])) == 1)
+    given = {"seed", *re.findall(r"--(\w+)", str([run["about"].get("command") for run in runs]))}
+    rows.sort(key=lambda x: (len({*x[1:]}) == 1, x[0] not in given, not json.loads(x[1])))
     rows.insert(0, ["", *(run["name"] for run in runs)])
     return "\n".join("<tr><td>" + "<td>".join(map(html.escape, row)) for row in rows)
 
 
 def summary(runs):
     """A table with a row per run: accuracy before and after, steps, seconds, command. As HTML."""
-    rows = ["<tr><th>run<th>accuracy before<th>after<th>steps<th>time"]
+    rows = ["<tr><th>run<th>accuracy before<th>after<th>steps<th>time of steps<th>of evaluations"]
     for i, run in enumerate(runs):
-        about, evals = run["about"], list(series(run["rows"], "eval/accuracy").values())
-        accuracy = [f"{evals[at]:.1%}" for at in (0, -1)] if evals else ["–", "–"]
-        seconds = stage_seconds(run["rows"], [*STAGES, "evaluate"])
-        steps = max((row["step"] for row in run["rows"]), default=0)
-        cells = [run["name"], *accuracy, f"{steps} of {run['config']['steps']}", f"{seconds:.0f} s"]
+        evals = [f"{x:.1%}" for x in series(run["rows"], "eval/accuracy").values()] or ["–"]
+        times = [f"{stage_seconds(run['rows'], x):.0f} s" for x in (STAGES, ["evaluate"])]
+        about, last = run["about"], max((row["step"] for row in run["rows"]), default=0)
+        cells = [run["name"], evals[0], evals[-1], f"{last} of {run['config']['steps']}", *times]
         where = ", ".join(about[name] for name in ("command", "commit", "device") if name in about)
         swatch = f"<span class=swatch style='background: var(--c{i % 10})'></span>"
         rows.append(f"<tr><td>{swatch}{'<td>'.join(map(html.escape, cells))}\n"
@@ -257,7 +257,7 @@ def write(folders, out):
     if Path(out).suffix == ".png":
         return write_curve(runs, out)
     data = {"charts": charts(runs), "runs": [
-        {"name": run["name"], "rollouts": rollouts(run),
+        {"name": run["name"], "config": run["config"], "rollouts": rollouts(run),
          **questions(read(run["path"], "eval.jsonl"))} for run in runs]}
     # base64 has no "<": the browser reads no text of a model as HTML
     packed = base64.b64encode(gzip.compress(json.dumps(data).encode(), 6, mtime=0)).decode()

@@ -46,6 +46,7 @@ addEventListener("load", async () => {
       count: $("count").textContent, prompt: $("prompt").textContent, title: document.title,
       rows: $("rows").children.length, scripts: document.scripts.length, nodes: all("*").length,
       legend: $("legend").textContent, question: $("question").textContent,
+      verdict: $("verdict").textContent,
       color: coloring.elements.color.value, menu: answers.elements.change.textContent,
       wide: document.documentElement.scrollWidth - innerWidth,
       hidden: ["problems", "rollouts"].filter(id => $(id).hidden),
@@ -194,6 +195,10 @@ def test_a_chart_has_values_on_hover_and_its_hint_and_marks_the_step_of_a_click(
     assert {chart["marks"] for chart in charts.values()} == {0}
     assert {chart["marks"] for chart in seen["click0.6"]["charts"]} == {1}
     assert seen[""]["menu"].startswith("wrong → right (2)right → wrong (0)right both times (0)")
+    assert "40.0% to 95.0%) → 90.0% (" in seen[""]["verdict"]
+    assert "over 2 questions. 2 went wrong → right, 0 right → wrong." in seen[""]["verdict"]
+    assert "10% of the completions are cut off" in seen[""]["verdict"]  # half of them
+    assert "chance could make this change" in seen[""]["verdict"]  # 2 of 2
     assert "step 0" in seen[""]["question"] and "step 6" in seen[""]["question"]
 
 
