@@ -16,13 +16,18 @@ FINDING = lab.Finding(
          "(whole interval).",
     arms={algo: f"nano_rlvr.py --algo {algo} --resample 0" for algo in nr.ALGOS},
     flags="--minibatches 2",
-    seeds=(0, 1, 2, 3, 4),
     measures=lab.MEAN | lab.GREEDY | lab.TOKENS | {
         "entropy": (lab.late("entropy", 10), "{:.4f}".format),
         "seconds of a step": (lab.late("seconds/update"), "{:.2f}".format)},
     judge=judge,
     panels={"reward of the samples": "reward/mean", "entropy": "entropy",
             "tokens of a sample": "completion/length"},
+    reading="Eleven presets end between 90 and 95 % of mean@4, and their most probable answer is "
+            "right for 99 to 100 % of the questions. Only rft, which learns from right answers "
+            "alone, is behind, by 13 points. What differs more is the entropy that is left: 0.013 "
+            "to 0.024 with a baseline, 0.037 with rft. The seconds say little, as other programs "
+            "ran on the machine; dapo's update is shorter, because it leaves flat groups out. No "
+            "arm has a KL here, and no learning rate was tuned.",
     exercises=(
         "With `--minibatches 1` the ratio is 1. Predict which presets then take the same "
         "steps, and check it with the seeds.",
