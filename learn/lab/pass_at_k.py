@@ -23,7 +23,7 @@ FINDING = lab.Finding(
               for step, title in ((0, f"{name} before"), (-1, name))},
     judge=judge,
     panels={"pass@1": f"eval/mean@{K}", "pass@8": "eval/pass@8", f"pass@{K}": f"eval/pass@{K}"},
-    reading="The curves do not cross. Before RL, every question is solved in 32 samples already, so "
+    reading="The curves do not cross. Before RL, every question is solved in 32 samples, so "
             "pass@128 cannot show what the model has lost. RL makes surer what it could do.",
     exercises=(
         "Add `--kl_coef 0.1` to `flags`. Predict what it does to pass@128.",
