@@ -299,9 +299,9 @@ def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
 
     `sequences` and `tokens` are counts over all ranks (default: of `lengths`). A masked sequence
     has length 0: it counts as a sequence, but its tokens get weight 0.
-        sequence  mean over sequences of the mean over their tokens: 1 / (sequences |o_i|)  GRPO
-        token     mean over all tokens: 1 / tokens                           DAPO, eq. 12
-        constant  sum over tokens, divided by a constant: 1 / (sequences max_tokens)   Dr. GRPO
+        sequence  mean over sequences of the mean over tokens: 1 / (sequences |o_i|)  GRPO
+        token     mean over all tokens: 1 / tokens                                    DAPO, eq. 12
+        constant  sum over tokens, divided by a constant: 1 / (sequences max_tokens)  Dr. GRPO
     The first favours short right completions and long wrong ones; the last has no length bias.
 
     >>> [token_weights([1, 3], aggregate, 8) for aggregate in ("sequence", "token", "constant")]
@@ -335,7 +335,7 @@ def make_batches(groups, filler, cfg):
     trained = assign_token_weights([r for group in groups for r in group], cfg)
     trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
     packs = pack_evenly(trained, filler, cfg.pack_tokens)
-    return [collate(pack, dist.device()) for pack in packs]  # 60 bytes per token
+    return [collate(pack, dist.device()) for pack in packs]  # all on the GPU: 60 bytes per token
 
 
 # ------------------------------------------------------------------------------------ 5. log-probs
@@ -357,7 +357,7 @@ class TokenLogps(torch.nn.Module):
             batch=batch)  # reaches packed_attention in runtime/batch.py
         hidden = output.last_hidden_state[0, batch.predictors]  # (R, H)
         head = self.model.get_output_embeddings().weight  # (V, H)
-        # log_softmax(hidden @ head.T / temperature) at the targets, in chunks of the vocabulary
+        # log_softmax(hidden @ head.T / temperature) at the targets, and its entropy, in chunks of V
         return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # 2 (R,)
 
 
@@ -568,7 +568,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
     """The loop. To try another stage, or another loop of these stages: main(argv, train=yours)."""
     cfg, llm, policy, ref = run.cfg, run.llm, run.policy, run.ref
     progress = run.checkpoints.progress
-    sync_weights(policy, llm)
+    sync_weights(policy, llm)  # wakes vLLM; after --resume its weights are those of the start
     for step in run.steps():  # evaluates and saves before a step
         split, all_groups = collect_rollouts(run, step)  # 1. 2. split: groups of each minibatch
         groups = [group for part in split for group in part]

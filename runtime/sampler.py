@@ -23,6 +23,7 @@ FACTORS = (0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd; of Knuth's MMIX gener
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> integer of its bits
 EXPERTS = ".experts."  # vLLM stores mixtures of experts in the layout of a kernel; there are many
 print_each_once = functools.cache(dist.print_once)
+logging.getLogger("vllm").setLevel("ERROR")  # vLLM warns before it reads VLLM_LOGGING_LEVEL
 
 
 class Sampler:
@@ -109,7 +110,6 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
     device has too little memory, and RunError with vLLM's words if it refuses model or argument.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")  # harmless
-    logging.getLogger("vllm").setLevel("ERROR")  # before vLLM reads VLLM_LOGGING_LEVEL, it warns
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -235,9 +235,9 @@ def own_checksums(model, sent):
 def compare(model, sent):
     """What is wrong with the weights in a vLLM model, in one line; "" if they are those in `sent`.
 
-    One rank: a parameter has the sum of its parts' checksums. Ranks that share an engine add up
-    their shards. A norm is on each of them. So are, where key heads are few, the rows of all parts
-    of a fused parameter but the first (query, gate).
+    On one rank, a parameter has the sum of its parts' checksums. Ranks that share an engine add up
+    those of their shards. Each of them has a whole norm. If there are few key heads, several ranks
+    have the same rows of a fused parameter, but not of its first part (query, gate).
     """
     own = own_checksums(model, sent)
     ranks = dist.engine_gather(own)

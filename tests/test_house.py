@@ -48,6 +48,12 @@ def test_only_dist_and_stop_have_global_state():
         assert not found or path.name in ("dist.py", "stop.py"), path
 
 
+def test_no_test_imports_another_test_file():
+    tests = {path.stem: path for path in (ROOT / "tests").rglob("*.py")}
+    for path in tests.values():
+        assert not [name for name in imports(path) & set(tests) if name.startswith("test_")], path
+
+
 def test_the_program_stays_small():
     """Sizes are a promise: what does not fit is an example, or replaces something."""
     lines = {path: len(path.read_text().splitlines()) for path in PRODUCT}

@@ -39,8 +39,8 @@ FINDING = lab.Finding(
             "an optimizer step fit into one pack, so the mean per pack is the mean. In fp32 the "
             "importance weight is 1, inverted or not. One fault even ends higher: with the whole "
             "batch in each minibatch, a step learns from twice the samples. The reversed KL is "
-            "seen in its own metric, which reaches hundreds. What notices all of them is a test "
-            "against the formula: see [docs/tests.md](../../../docs/tests.md).",
+            "seen in its own metric, which reaches hundreds. Tests against the formulas notice all "
+            "of them: see [docs/tests.md](../../../docs/tests.md).",
     exercises=(
         "Take another fault of tests/faults.txt. Predict whether its curve shows it, and which "
         "metric of docs/metrics.md would.",

@@ -28,8 +28,8 @@ FINDING = lab.Finding(
     panels={WRONG: "reward/wrong_length", "reward of the samples": "reward/gsm8k",
             "tokens of a sample": "completion/length"},
     reading="The model is right in 5 % of these sums before the runs and in 6 to 7 % after them, "
-            "so it has hardly learned, and two thirds of the groups have no gradient because all "
-            "their answers are wrong. Wrong answers do not grow with either divisor: with 1/|o| "
+            "so it has hardly learned. Two thirds of the groups have no gradient, as their rewards "
+            "are equal. Wrong answers do not grow with either divisor: with 1/|o| "
             "they are shorter than with a constant in two of three seeds, and the same in one. The "
             "rule fails, and the task is too hard to decide the claim. In exact numbers the bias "
             "is there: see `sequence` in [the audit](../../../docs/audit.md).",

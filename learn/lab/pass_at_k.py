@@ -18,8 +18,8 @@ FINDING = lab.Finding(
     arms={"RL": "nano_rlvr.py"},
     flags=f"--steps 50 --eval_every 50 --eval_size 64 --eval_n {K}",
     measures={title: (lab.at(f"eval/{key}", step), lab.share)
-              for key, name in ((f"mean@{K}", "pass@1"), ("pass@8", "pass@8"),
-                                ("pass@32", "pass@32"), (f"pass@{K}", f"pass@{K}"))
+              for key, name in ((f"pass@{K}", f"pass@{K}"), ("pass@32", "pass@32"),
+                                ("pass@8", "pass@8"), (f"mean@{K}", "pass@1"))
               for step, title in ((0, f"{name} before"), (-1, name))},
     judge=judge,
     panels={"pass@1": f"eval/mean@{K}", "pass@8": "eval/pass@8", f"pass@{K}": f"eval/pass@{K}"},

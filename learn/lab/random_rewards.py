@@ -22,7 +22,8 @@ FINDING = lab.Finding(
     judge=judge,
     panels={"mean@4": "eval/mean@4", "entropy": "entropy",
             "tokens of a sample": "completion/length"},
-    reading="A coin does not help here. The claim is about a model whose frequent habit, to write "
+    reading="A coin does not help here: one of its six runs ends 3 points above its start, the "
+            "others end at it or below. The claim is about a model whose frequent habit, to write "
             "code, is mostly right. The frequent habit of the bundled model is to guess, which is "
             "mostly wrong, so a drift towards it cannot raise the accuracy. How far a run drifts "
             "depends on the seed: the greedy accuracy ends between 24 and 55 %. The two random "

@@ -11,8 +11,9 @@ and log p(o) is the sum of log p(token) over its tokens. So we sample, and follo
 
     loss = -(mean over all tokens of  reward * log p(token))
 
-which makes the tokens of right completions more probable (REINFORCE, Williams 1992). A number added
-to all rewards adds its mean of grad log p, which is 0, as the p(o) sum to 1. It adds noise.
+which makes the tokens of right completions more probable (REINFORCE, Williams 1992). The mean of
+grad log p is 0, because the p(o) sum to 1. So a number that is added to all rewards leaves the mean
+of the gradient as it is, but adds noise.
 
 Shapes: N completions, P tokens of the longest prompt, C of the longest completion, V vocabulary.
 """

@@ -15,7 +15,7 @@ moved far enough in the direction of its advantage (PPO, arXiv:1707.06347):
     advantage < 0:  stopped below 1 - CLIP, never above 1 + CLIP
 
 k3 = exp(d) - d - 1, with d = log p_ref - log p, estimates the KL divergence to the reference, the
-frozen model of the start (arXiv:2402.03300). It keeps what the model could do before.
+frozen model of the start (arXiv:2402.03300). In the loss, it holds the model near its start.
 
 Shapes: N completions, P tokens of the longest prompt, C of the longest completion, V vocabulary.
 """
