@@ -16,6 +16,7 @@ FINDING = lab.Finding(
          "(whole interval).",
     arms={algo: f"nano_rlvr.py --algo {algo} --resample 0" for algo in nr.ALGOS},
     flags="--minibatches 2",
+    seeds=(0, 1, 2, 3, 4),
     measures=lab.MEAN | lab.GREEDY | lab.TOKENS | {
         "entropy": (lab.late("entropy", 10), "{:.4f}".format),
         "seconds of a step": (lab.late("seconds/update"), "{:.2f}".format)},
