@@ -302,7 +302,7 @@ def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
         sequence  mean over sequences of the mean over tokens: 1 / (sequences |o_i|)  GRPO
         token     mean over all tokens: 1 / tokens                                    DAPO, eq. 12
         constant  sum over tokens, divided by a constant: 1 / (sequences max_tokens)  Dr. GRPO
-    The first favours short right completions and long wrong ones; the last has no length bias.
+    The first favours short right completions and long wrong ones. The others weigh tokens alike.
 
     >>> [token_weights([1, 3], aggregate, 8) for aggregate in ("sequence", "token", "constant")]
     [[0.5, 0.16666666666666666], [0.25, 0.25], [0.0625, 0.0625]]
@@ -447,7 +447,7 @@ def policy_loss(logp, old, ref, batch, cfg):
     objective, clipped = gated_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,), (R,)
     token_loss = -objective  # (R,)
     terms = {"ratio": ratio, "clipped": clipped, "mismatch": old - batch.vllm_logps,
-             "mismatch/k3": k3(batch.vllm_logps, old)}
+             "mismatch/k3": k3(batch.vllm_logps, old)}  # vLLM sampled: it is k3's policy
     if cfg.correction != "none":
         terms["correction"] = importance(terms["mismatch"], batch, cfg)  # (R,)
         token_loss = token_loss * terms["correction"]  # (R,)

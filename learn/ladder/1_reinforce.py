@@ -11,9 +11,10 @@ and log p(o) is the sum of log p(token) over its tokens. So we sample, and follo
 
     loss = -(mean over all tokens of  reward * log p(token))
 
-which makes the tokens of right completions more probable (REINFORCE, Williams 1992). The mean of
-grad log p is 0, because the p(o) sum to 1. So a number that is added to all rewards leaves the mean
-of the gradient as it is, but adds noise.
+which makes the tokens of right completions more probable (REINFORCE, Williams 1992). It divides by
+the number of tokens and not of samples, which changes the size of the step. The mean of grad log p
+is 0, because the p(o) sum to 1. So a number that is added to all rewards adds noise, but leaves the
+mean of the gradient nearly as it is (exactly, if the loss were divided by a constant).
 
 Shapes: N completions, P tokens of the longest prompt, C of the longest completion, V vocabulary.
 """

@@ -7,10 +7,11 @@ The model answers sums. A right answer has reward 1, a wrong one 0. The gradient
     loss = -(mean over all tokens of  advantage * log p(token))
     advantage = (reward - mean of its group) / (standard deviation of its group + 1e-4)
 
-makes the tokens of completions that are better than their group more probable, and the others less
-(GRPO, arXiv:2402.03300). A group has the completions to one question. Divided by the deviation,
-advantages have the same size for rewards of any scale. 1e-4 keeps a group of equal rewards, whose
-deviation is 0, at advantage 0.
+makes the tokens of completions that are better than their group more probable, and the others less.
+The advantage is GRPO's (arXiv:2402.03300). GRPO takes the mean of each completion first; the mean
+over all tokens is DAPO's (arXiv:2503.14476). A group has the completions to one question. Divided
+by the deviation, advantages have the same size for rewards of any scale. 1e-4 keeps a group of
+equal rewards, whose deviation is 0, at advantage 0.
 
 Shapes: N completions, P tokens of the longest prompt, C of the longest completion, V vocabulary.
 """

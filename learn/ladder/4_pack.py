@@ -90,7 +90,7 @@ def make_packs(sequences):
 def log_probs(model, pack):
     """log p of each token of the completions: (R,)."""
     logits = model(pack["ids"], attention_mask=pack["attention"], position_ids=pack["positions"],
-                   logits_to_keep=pack["predictors"]).logits[0]  # (R, V)
+                   logits_to_keep=pack["predictors"]).logits[0]  # (R, V) at R positions
     return logits.log_softmax(-1).gather(1, pack["targets"][:, None])[:, 0]  # (R,)
 
 

@@ -4,8 +4,8 @@
 
 vLLM has its own copy of the weights. It gets the trainer's weights after each update. If they did
 not arrive, vLLM would sample from old weights, without an error. So two checks can stop the run:
-checksums of the weights that vLLM shows (on a CPU 4 % of them), and the difference between the
-log-probs that vLLM and the trainer compute for the sampled tokens.
+checksums of the weights that vLLM shows (on a CPU 4 %; kernels reorder the others), and the gap
+between the log-probs that vLLM and the trainer compute for the sampled tokens.
 
 Shapes: of a pack, T tokens, R of them in completions. N completions, V vocabulary.
 """
@@ -32,7 +32,7 @@ LR = 1e-4
 
 def sample(llm, tokenizer, examples, greedy=False):
     """A completion to each of N questions. -> (N triples: prompt, completion, log-probs; texts)."""
-    from vllm import SamplingParams  # after start_vllm
+    from vllm import SamplingParams  # after start_vllm. logprobs=0: of the sampled tokens
     params = SamplingParams(temperature=0.0 if greedy else 1.0, max_tokens=MAX_TOKENS, logprobs=0)
     prompts = [{"prompt_token_ids": example["prompt_ids"]} for example in examples]
     sequences = []
@@ -111,7 +111,7 @@ def update(model, ref, optimizer, sequences, reward):
     minibatches = [make_packs([sequences[i] for i in rows]) for rows in parts]
     with torch.no_grad():
         for pack in sum(minibatches, []):
-            pack["old"] = log_probs(model, pack)  # (R,)
+            pack["old"] = log_probs(model, pack)  # (R,) not vLLM's: the ratio starts at 1
             pack["ref"] = log_probs(ref, pack)  # (R,)
             gap = (pack["old"] - pack["sampled"]).abs().max()
             assert gap < 0.01, f"vLLM and the trainer have different weights: gap {gap:.3f}"

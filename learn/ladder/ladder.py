@@ -121,7 +121,7 @@ def write_table(results):
                           for key in ("rate", "total", "sampling", "updating"))
         rows.append([f"`{name}`", len(runs), reward, cell([run["accuracy"] for run in runs]),
                      f"{rate:.0f}", *map("{:.1f}".format, seconds)])
-    head = ["step", "seeds", f"reward of the last {LAST} steps", "held-out accuracy", "samples/s",
+    head = ["step", "seeds", f"reward of the last {LAST} batches", "held-out accuracy", "samples/s",
             "seconds", "sampling", "updating"]
     mark = "<!-- table -->"
     before, _, after = PAGE.read_text().split(mark)
