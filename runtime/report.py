@@ -179,14 +179,14 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
      "If the part for the format alone rises, the model does not learn the task."),
     ("Samples of the evaluation", "mean@n: share that is right; pass@k: one or more of k are; "
      "maj@n: the most frequent answer is", r"eval/(mean|pass|maj)@\d+", SHARE,
-     "The greedy accuracy may be good at once and flat, while mean@n rises towards it."),
+     "These are sampled at --temperature, so they may be far below the greedy accuracy."),
     ("Accuracy by set", "greedy", "eval/.+/accuracy", SHARE, ""),
     ("Length", "mean tokens; short and long answers are mixed", "completion/length", FROM_ZERO,
      "It also rises if long answers only become more frequent. It often drops first: the model "
      "learns to end. If it keeps falling while the accuracy stays, a guess pays better than "
      "thinking. If truncated rises with it: --aggregate constant, or a larger --max_tokens."),
     ("Entropy", "nats, mean per token", "entropy", FROM_ZERO,
-     "Falling is normal: RL sharpens. At about 0 the samples of a group are equal: lower --lr, "
+     "Falling is normal: RL sharpens. At about 0, if group/flat rises too: lower --lr, "
      "more --kl_coef, other questions. If it explodes and text turns into noise: lower --lr."),
     ("KL to the starting model", "mean per token", "kl", {},
      "A slow rise without end is learning. A spike for a step or two is noise: one token that "
