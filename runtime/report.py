@@ -188,10 +188,10 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
     ("Entropy", "nats, mean per token", "entropy", FROM_ZERO,
      "Falling is normal: RL sharpens. At about 0, if group/flat rises too: lower --lr, "
      "more --kl_coef, other questions. If it explodes and text turns into noise: lower --lr."),
-    ("KL to the starting model", "mean per token", "kl", {},
+    ("KL to the starting model", "nats, mean per token", "kl", {},
      "A slow rise without end is learning. A spike for a step or two is noise: one token that "
      "became much less likely is enough. If it stays, lower --lr or raise --kl_coef."),
-    ("Shares", "flat: equal rewards in a group; truncated: cut off; clipped: without a gradient",
+    ("Shares", "flat: equal rewards; truncated: cut; no_verdict: no reward; clipped: no gradient",
      "group/flat|completion/truncated|reward/no_verdict|clipped", SHARE,
      "group/flat above a half is normal at the start of a hard task (take easier questions) and at "
      "the end of an easy one (take harder ones). clipped is 0 with one optimizer step per batch."),
@@ -200,7 +200,7 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
     ("Loss", "on a scale of its own", "loss", {},
      "About 0 from the first step on is normal, also while the accuracy rises: every ratio is 1, "
      "and the advantages of a group sum to 0. Its gradient is not 0. The loss says nothing."),
-    ("Mismatch", "|trainer's log-prob - vLLM's|", "mismatch/(mean_abs|max)", {"log": True},
+    ("Mismatch", "nats, |trainer's log-prob - vLLM's|", "mismatch/(mean_abs|max)", {"log": True},
      "mean_abs is normal at 0.02 to 0.03 in bf16 and below 1e-6 in fp32."),
     ("Seconds per step", "without evaluation, start and checkpoints",
      f"seconds/({'|'.join(STAGES)})", FROM_ZERO, "Other programs on the machine make it uneven."),

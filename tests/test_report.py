@@ -171,7 +171,8 @@ def test_the_color_of_a_token_has_the_sign_and_the_size_of_its_number(one, seen)
     for color in ("advantage", "change", "gap", "logp"):
         what = seen["" if color == "change" else f"color={color}"]  # the change comes first
         assert what["color"] == color
-        most = float(re.search(r"\+([\d.]+)", what["legend"])[1])
+        most = float(re.search(r"−([\d.]+) or less", what["legend"])[1])
+        assert ("or more" in what["legend"]) == (color != "logp")  # a log-prob is at most 0
         for card, r in zip(what["cards"], one[1][:SAMPLES]):
             numbers = r["per_token"].get(color, [r["advantage"]] * r["tokens"])
             assert [text for text, _, _ in card["spans"]] == r["per_token"]["text"]
