@@ -6,6 +6,7 @@ Why not a library for numbers: of the 166 marked answers in tests/adversarial.tx
 import contextlib
 import functools
 import logging
+import math
 import os
 import re
 import resource
@@ -139,10 +140,10 @@ def _compare(gold, answer):
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _peak_bytes()
-    equal = _math_verify()(gold, answer)
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]  # none in the fork server
-    near = limit != resource.RLIM_INFINITY and _peak_bytes() - before > (limit - before) / 2
-    if near and not equal:
+    left = math.inf if limit == resource.RLIM_INFINITY else limit - pool.data_bytes()
+    equal = _math_verify()(gold, answer)
+    if not equal and _peak_bytes() - before > left / 2:
         _math_verify.cache_clear()  # it may have cached a failed parse
         raise MemoryError("near the memory limit, where math-verify reports unequal")
     return equal

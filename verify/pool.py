@@ -288,15 +288,19 @@ def _keep(line):
     os._exit(code)
 
 
+def data_bytes():
+    """Bytes of this process that count for RLIMIT_DATA: also those that it has not touched yet."""
+    with open("/proc/self/status") as f:
+        return int(next(line for line in f if line.startswith("VmData")).split()[1]) * 1024
+
+
 def _work(fd, handle, memory):
     """A worker: run tasks from the socket until the pool closes it. Never returns."""
     try:
         os.setpgid(0, 0)
         _keep(fd)
         worker, conn = os.getpid(), Connection(fd)
-        with open("/proc/self/status") as f:
-            used = int(next(line for line in f if line.startswith("VmData")).split()[1]) * 1024
-        resource.setrlimit(resource.RLIMIT_DATA, (used + memory, used + memory))
+        resource.setrlimit(resource.RLIMIT_DATA, [data_bytes() + memory] * 2)
         while True:
             result = handle(conn.recv())
             if os.getpid() != worker:  # the function has forked, and has returned twice
