@@ -5,7 +5,7 @@
 
 An example is a dict with `question` (str), `answer` (str) and all other columns of its source; the
 reward functions receive every column. Nothing here keeps state: the examples are a function of
-(source, split, seed), and the batch of a step is a function of (examples, step, seed, rank).
+(source, split, seed), and a batch is a function of (examples, its number, seed, rank).
 """
 import csv
 import functools
@@ -22,12 +22,12 @@ from verify import verifier
 
 def arithmetic(rng):
     """A sum of 3 to 6 terms such as 14+2+9. Every running total is in 0..99."""
-    terms = [total] = [rng.randint(1, 20)]
+    total, terms = rng.randint(1, 20), 1
     question = str(total)
     for _ in range(rng.randint(2, 5)):
         x = rng.choice([x for x in range(-20, 21) if x and 0 <= total + x <= 99])
-        total, question, terms = total + x, question + f"{x:+d}", terms + [x]
-    return {"question": question, "answer": str(total), "terms": len(terms)}
+        total, question, terms = total + x, question + f"{x:+d}", terms + 1
+    return {"question": question, "answer": str(total), "terms": terms}
 
 
 def countdown(rng):
@@ -299,15 +299,15 @@ def epoch_order(length, seed, epoch):
     return random.Random(f"{seed}/{epoch}").sample(range(length), length)
 
 
-def batch_at(dataset, step, size, seed=0, rank=0, world=1):
-    """The examples of one rank at `step`: its part of a batch of `size` (size % world == 0).
+def batch_at(dataset, number, size, seed=0, rank=0, world=1):
+    """The examples of one rank in batch `number` of `size` examples (size % world == 0).
 
     Every epoch is a new permutation, and a batch may span two epochs, as the third one here.
-    >>> [batch_at("abcde", step, 2) for step in (0, 1, 2)]
+    >>> [batch_at("abcde", number, 2) for number in (0, 1, 2)]
     [['c', 'd'], ['e', 'b'], ['a', 'e']]
     """
     per_rank = size // world
-    first = step * size + rank * per_rank
+    first = number * size + rank * per_rank
     batch = []
     for position in range(first, first + per_rank):
         epoch, i = divmod(position, len(dataset))
@@ -369,8 +369,8 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
 
     taken = verifier.ADDED_COLUMNS | {"prompt_ids", "completions"}
     for name in sorted(taken & set().union(*train_set, *eval_set)):
-        notify(f"note: rewards do not see the column '{name}' of the data, but the trainer's")
-    held_out = {example["question"] for example in eval_set if cfg.steps}  # 0: evaluates only
+        notify(f"note: rewards get the trainer's column '{name}', not that of the data")
+    held_out = {example["question"] for example in eval_set if cfg.steps}  # --steps 0: no training
     new = [example for example in train_set if example["question"] not in held_out]
     if not new:
         raise ValueError(f"{source}: nothing is left to train on: all training questions are held "
@@ -391,6 +391,6 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
             raise ValueError(f"{count} {name} prompts fit into {limit} tokens, {at_least} needed")
         if left_out := len(examples) - count:
             notify(f"{left_out} of {len(examples)} {name} prompts left out: longer than {limit}")
-        for lost in {e.get("eval_set") for e in examples} - {e.get("eval_set") for e in kept[name]}:
+        if lost := {e.get("eval_set") for e in examples} - {e.get("eval_set") for e in kept[name]}:
             raise ValueError(f"--eval_data {lost}: none of its prompts fits into {limit} tokens")
     return kept["training"], kept["evaluation"]

@@ -12,7 +12,7 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): no critic is needed
     4. pack        sequences lie end to end, without padding; a pack stores each prompt once
     5. log-probs   log pi(token) of each completion token, without storing logits
-    6. loss        clipped policy gradient per token + kl_coef * k3 KL to the frozen starting model
+    6. loss        clipped policy gradient per token + kl_coef * k3 (KL to the starting model)
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
     8. sync        the new weights go into vLLM in place; checksums show that they arrived
 
@@ -81,15 +81,15 @@ class Config(flags.RunFlags):
     tau: float = 1.0  # soft gate: temperature for positive advantages; squared: penalty weight
     tau_neg: float = 1.05  # soft gate: temperature for negative advantages
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference
-    kl_in: Literal["loss", "reward"] = "loss"  # add k3 to the loss, or reward -= log(pi / ref)
-    # importance weight for the difference between vLLM's and the trainer's log-probs
+    kl_in: Literal["loss", "reward"] = "loss"  # loss += kl_coef k3; reward -= kl_coef log(pi/ref)
+    # importance weight: vLLM's log-probs differ from the trainer's, see importance
     correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     correction_cap: float = 2.0  # largest importance weight pi_trainer / pi_vllm
     drop_flat_groups: bool = False  # no update from groups in which all rewards are the same
     resample: int = 0  # draw further prompts, up to this many times, until G groups are left
     mask_truncated: bool = False  # truncated completions count in the group but get no gradient
-    overlong_buffer: float = 0.0  # last share of max_tokens, punished by "overlong"; 0 = off
-    epochs: int = 1  # passes over a rollout batch; 1 pass of 1 step: the ratio is 1, no clip acts
+    overlong_buffer: float = 0.0  # adds a penalty for this last share of max_tokens; 0 = adds none
+    epochs: int = 1  # passes over a rollout batch; 1 epoch of 1 minibatch: the ratio is 1, no clip
     minibatches: int = 1  # optimizer steps per pass
     # optimizer
     lr: float = 1e-6  # AdamW's learning rate
@@ -153,7 +153,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
         [list(sample.token_ids) for _, sample in samples], skip_special_tokens=True)
     rollouts = []
     for (prompt, sample), text in zip(samples, texts):
-        logps = sample.logprobs.logprobs  # of sampled tokens only (logprobs=0), at temperature
+        logps = sample.logprobs.logprobs  # a flat list: one per sampled token, with the temperature
         truncated = sample.finish_reason == "length"
         rollouts.append(Rollout(prompt, list(sample.token_ids), text, truncated, logps))
     return rollouts
@@ -171,11 +171,12 @@ def rollout_function(name):
 def score(rollouts, examples, verifier, step=0):
     """Fills reward, parts and steps of the rollouts of these examples. Returns counts of failures.
 
-    A reward function is f(completions, **columns) -> list with, per completion, a float, None or,
-    for process supervision, a list of (end, reward), one per step: `end` is the number of
-    characters up to its end. A completion is a text, with --template chat a list of one message.
-    Columns: those of the examples, None where an example lacks one; prompts (the questions),
-    completion_ids and step; sample_index, the number of a completion among those of its prompt.
+    parts: the value of each reward function. A reward function is f(completions, **columns) -> list
+    with, per completion, a float, None or, for process supervision, a list of (end, reward), one
+    per step of reasoning, which ends after `end` characters. A completion is a text, with
+    --template chat a list of one message. Columns: those of the examples, None where one lacks it;
+    prompts (the questions), completion_ids and step; sample_index, the number of a completion among
+    those of its prompt; and what Verifier adds.
     """
     n = len(rollouts) // len(examples)
     names = set().union(*examples) - {"prompt_ids", "completions"}
@@ -203,7 +204,7 @@ def collect_rollouts(run, step):
     cfg, share = run.cfg, run.cfg.prompts // dist.world_size()
     first = dist.rank() * share  # number of this rank's first prompt in a batch
     groups = {}  # number of the prompt in this step -> its group, if it can be trained
-    all_groups = []
+    sampled_groups = []
     for draw in range(1 + cfg.resample):
         batch_number = step * (1 + cfg.resample) + draw
         examples = data.batch_at(
@@ -220,18 +221,18 @@ def collect_rollouts(run, step):
         stats.add_counts(run.metrics, counts, "reward")
         for i in range(share):
             group = rollouts[i * cfg.samples:(i + 1) * cfg.samples]
-            all_groups.append(group)
+            sampled_groups.append(group)
             if not (cfg.drop_flat_groups and stats.is_flat(group)):
                 groups[draw * cfg.prompts + first + i] = group
-        kept = sorted(dist.all_gather(list(groups)))[:cfg.prompts]  # one list, of all ranks
+        kept = sorted(dist.all_gather(list(groups)))[:cfg.prompts]  # numbers, of all ranks
         if len(kept) == cfg.prompts:
             break
     run.metrics["draws"] = draw + 1
-    all_rewards = [r.reward for group in all_groups for r in group]
+    all_rewards = [r.reward for group in sampled_groups for r in group]
     guard.check_verdicts("reward", all_rewards, run.metrics, run.verifier)
     split = [[groups[number] for number in kept[i::cfg.minibatches] if number in groups]
              for i in range(cfg.minibatches)]
-    return split, all_groups
+    return split, sampled_groups
 
 
 # ------------------------------------------------------------------------------------ 3. advantage
@@ -241,7 +242,7 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
 
     baseline: subtract the mean of the group, of the others in the group (leave_one_out), of the
     batch, the number `running`, or nothing. scale: divide by the standard deviation of the group or
-    of the batch, by the group's mean (MaxRL; 0 where it is not positive), each plus eps, or by 1.
+    of the batch, by the group's mean (MaxRL; gives 0 where that is <= 0), each plus eps, or by 1.
 
     The deviation is the population's, sqrt(1/n sum (r - mean)^2); the paper does not say which. TRL
     and verl divide by n - 1: their advantages are ours times sqrt((n-1)/n), 6.5 % less at n = 8.
@@ -252,7 +253,7 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
     group_mean, group_std = stats.nan_mean_std(group_rewards, dim=1)  # (G, 1), (G, 1)
     batch_mean, batch_std = stats.nan_mean_std(group_rewards, dim=(0, 1))  # (1, 1), (1, 1)
     no_verdict = group_rewards.isnan()  # (G, n)
-    n = (~no_verdict).sum(1, keepdim=True)  # (G, 1)
+    n = (~no_verdict).sum(1, keepdim=True)  # (G, 1) completions with a verdict
     advantages = {
         "group": group_rewards - group_mean,
         # r - mean of the others, from r - mean of all
@@ -295,7 +296,7 @@ def assign_advantages(groups, cfg, running_mean):
 # ----------------------------------------------------------------------------------------- 4. pack
 
 def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
-    """(N,) completion lengths -> (N,) weight of each token: sum(weight * token loss) is a mean.
+    """Lengths of completions -> weight of each of their tokens; sum(weight * token loss) is a mean.
 
     `sequences` and `tokens` are counts over all ranks (default: of `lengths`). A masked sequence
     has length 0: it counts as a sequence, but its tokens get weight 0.
@@ -310,7 +311,7 @@ def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
     sequences = sequences or len(lengths)
     tokens = tokens or sum(lengths)
     weights = []
-    for n in lengths:
+    for n in lengths:  # tokens of one completion
         divisor = {"sequence": sequences * n, "token": tokens, "constant": sequences * max_tokens}
         weights.append(1 / divisor[aggregate] if n else 0.0)
     return weights
@@ -319,7 +320,7 @@ def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
 def assign_token_weights(rollouts, cfg):
     """Fills the weight of the rollouts of one optimizer step. Returns those with weight > 0.
 
-    The counts are over all ranks (collective), so the ranks' gradients must add up.
+    The counts are over all ranks, whose gradients are summed: see update. Collective.
     """
     judged = [r for r in rollouts if r.reward is not None]
     lengths = [0 if cfg.mask_truncated and r.truncated else r.length for r in judged]
@@ -331,7 +332,7 @@ def assign_token_weights(rollouts, cfg):
 
 
 def make_batches(groups, filler, cfg):
-    """Packs of one optimizer step. Ranks with fewer packs add `filler`, whose weight is 0."""
+    """A batch (see collate) per pack of an optimizer step. Ranks with fewer packs add `filler`."""
     trained = assign_token_weights([r for group in groups for r in group], cfg)
     trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
     packs = pack_evenly(trained, filler, cfg.pack_tokens)
@@ -343,7 +344,7 @@ def make_batches(groups, filler, cfg):
 class TokenLogps(torch.nn.Module):
     """A causal language model that returns log-probs of given tokens. DeepSpeed wraps this module.
 
-    forward(batch of collate) -> logp (R,), entropy (R,) in fp32.
+    forward(batch), as collate makes it -> logp (R,), entropy (R,) in fp32.
     """
 
     def __init__(self, model, temperature=1.0, chunk=memory.CHUNK):
@@ -357,13 +358,13 @@ class TokenLogps(torch.nn.Module):
             batch=batch)  # reaches packed_attention in runtime/batch.py
         hidden = output.last_hidden_state[0, batch.predictors]  # (R, H)
         head = self.model.get_output_embeddings().weight  # (V, H)
-        # log_softmax(hidden @ head.T / temperature) at the targets, and its entropy, in chunks of V
+        # log_softmax(hidden @ head.T / temperature) at the targets, and its entropy, by parts of V
         return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # 2 (R,)
 
 
 @torch.no_grad()
 def store_fixed_logps(policy, ref, batches, cfg):
-    """Stores the log-probs that the updates do not change: batch.ref, and batch.old if needed."""
+    """Stores what the updates do not change: batch.ref and, for several updates, batch.old."""
     if ref is not None and cfg.kl_in == "loss":
         with on_device(ref):
             for batch in batches:
@@ -399,7 +400,7 @@ def importance(mismatch, batch, cfg):
     if cfg.correction == "token_truncate":
         return weight.clamp(max=cap)  # (R,)
     if cfg.correction == "token_mask":
-        return torch.where(weight <= cap, weight, 0.0)  # (R,) not 0 * inf
+        return torch.where(weight <= cap, weight, 0.0)  # (R,) a mask times inf is NaN
     if cfg.correction == "sequence_mask":
         mean = sequence_mean(mismatch, batch).exp()  # (R,)
         return ((mean <= cap) & (mean >= 1 / cap)).to(mismatch)  # (R,)
@@ -408,7 +409,7 @@ def importance(mismatch, batch, cfg):
 
 def gated_objective(ratio, log_ratio, logp, advantage, cfg):
     """(R,) objective per token with a bounded ratio, (R,) whether the bound made its gradient 0."""
-    beyond = log_ratio.abs() > MAX_LOG_RATIO  # (R,) policy_loss has clamped the ratio there
+    beyond = log_ratio.abs() > MAX_LOG_RATIO  # (R,) policy_loss makes the ratio constant there
     if cfg.gate == "clip":  # PPO, arXiv:1707.06347
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
         # delta > 1 + clip_high, so it changes the minimum only for negative advantages
@@ -431,16 +432,16 @@ def gated_objective(ratio, log_ratio, logp, advantage, cfg):
 def policy_loss(logp, old, ref, batch, cfg):
     """Policy gradient with a bounded ratio, plus k3 KL. logp, old, ref: (R,).
 
-    old None: on-policy, old = logp. ref None: no KL. Returns (loss, terms). loss (): this pack's
-    share of the global mean. terms: values per token (R,), for the metrics.
+    old None: on-policy, old = logp. ref None: no KL. Returns (loss, terms). loss, a
+    scalar: this pack's share of the global mean. terms: values per token (R,), for the metrics.
     """
     if old is None:
         old = logp.detach()  # (R,)
     log_ratio = logp - old  # (R,) on-policy it is 0, but has a gradient
-    if cfg.ratio == "sequence":  # GSPO: geometric mean; so each token gets the mean advantage
+    if cfg.ratio == "sequence":  # GSPO: geometric mean of its tokens' ratios
         log_ratio = sequence_mean(log_ratio, batch)  # (R,)
     elif cfg.ratio == "product":  # RLOO: every token has the ratio of its whole sequence
-        log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (R,)
+        log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (B,) -> (R,)
     elif cfg.ratio != "token":
         raise ValueError(f"unknown ratio {cfg.ratio!r}")
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (R,) exp() could be inf
@@ -479,8 +480,8 @@ def make_reference(cfg, policy=None, stays_on_gpu=False):
 def update(policy, batches, cfg, policy_loss=policy_loss):
     """One optimizer step: a backward pass per pack, whose gradients add up, then AdamW. Collective.
 
-    batches: packs, as collate returns them. The CPU waits for the GPU after the last pack only.
-    Returns metrics over all ranks. Raises RunError before the step is taken: see guard.check_step.
+    The CPU waits for the GPU after the last pack only. Returns metrics over all ranks. Raises
+    RunError, before AdamW's step, if log-probs differ from vLLM's or the loss is infinite.
     """
     sums = []  # per pack: each metric summed over its tokens
     for batch in batches:
@@ -530,7 +531,7 @@ class Run:
         cfg, log, progress = self.cfg, self.log, self.checkpoints.progress
         for step in range(progress.step, cfg.steps + 1):
             self.metrics, self.answers, progress.step = {}, [], step
-            is_last = step == cfg.steps
+            is_last = step == cfg.steps  # of this loop: all training steps have been taken
             stop.check(self.checkpoints)
             if step % cfg.eval_every == 0 or is_last:
                 log.say(f"step {step}: evaluation of {len(self.eval_set)} examples ...")
@@ -565,18 +566,18 @@ def evaluate(llm, examples, verifier, cfg):
 
 def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advantages,
           policy_loss=policy_loss):
-    """The loop. To try another stage, or another loop of these stages: main(argv, train=yours)."""
+    """The loop. Yours, or a stage of yours: main(argv, train=partial(train, policy_loss=yours))."""
     cfg, llm, policy, ref = run.cfg, run.llm, run.policy, run.ref
     progress = run.checkpoints.progress
-    sync_weights(policy, llm)  # wakes vLLM; after --resume its weights are those of the start
+    sync_weights(policy, llm)  # wakes vLLM, which has the starting weights: --resume has others
     for step in run.steps():  # evaluates and saves before a step
-        split, all_groups = collect_rollouts(run, step)  # 1. 2. split: groups of each minibatch
+        split, sampled = collect_rollouts(run, step)  # 1. 2. split: groups of each minibatch
         groups = [group for part in split for group in part]
-        run.filler = min((r for group in all_groups for r in group), key=len)
+        run.filler = min((r for group in sampled for r in group), key=len)  # len: with prompt
         with timed(run.metrics, "sync"):
             llm.sleep()  # GPU memory: from vLLM to the trainer; sync_weights wakes it up
             trainer.place_frozen_weights(policy, dist.device())
-        shown = run.log.rollouts_with_tokens(step, all_groups)  # for the report; mostly none
+        shown = run.log.rollouts_with_tokens(step, sampled)  # for the report; mostly none
         with timed(run.metrics, "report"):
             before = trainer.token_logps(policy, shown, run.filler, cfg)
         with timed(run.metrics, "update"):
@@ -597,8 +598,8 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
             after = trainer.token_logps(policy, shown, run.filler, cfg)
         with timed(run.metrics, "sync"):
             sync_weights(policy, llm)  # 8.
-        run.metrics |= summary(cfg, groups, all_groups, run.metrics)
-        run.log.write(step, run.metrics, all_groups, run.answers, zip(shown, before, after))
+        run.metrics |= summary(cfg, groups, sampled, run.metrics)
+        run.log.write(step, run.metrics, sampled, run.answers, zip(shown, before, after))
 
 
 # ------------------------------------------------------------------------------------------- main
@@ -607,7 +608,7 @@ def main(argv=None, train=train, sampler=Sampler):
     """Runs the command line. train: your loop, which gets a Run. sampler: your Sampler class."""
     stop.keep_printing()
     with stop.on_signals():
-        with stop.with_one_line(ValueError, OSError, RuntimeError):
+        with stop.with_one_line(ValueError, OSError, RuntimeError):  # instead of a traceback
             cfg = parse_config(argv)
             rollout_function(cfg.rollout)  # a user's file is imported before anything expensive
             dist.init_process_group(cfg.timeout)
@@ -632,8 +633,7 @@ def main(argv=None, train=train, sampler=Sampler):
                 guard.rehearse(policy, ref, cfg)
             checkpoints.restore(policy)
             train(Run(cfg, train_set, eval_set, verifier, log, checkpoints, llm, policy, ref))
-        verifier.close()
-    # The process group is left to vLLM, which closes it at exit.
+        verifier.close()  # the process group is left to vLLM, which closes it at exit
 
 
 if __name__ == "__main__":

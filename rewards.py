@@ -3,10 +3,10 @@ r"""Rewards: what a completion is worth. Every reward is a function in TRL's con
     f(completions, **columns) -> list[float | None | list[(end, value)]]
 
 with one value per completion. None means "no verdict": the completion is left out, it does not
-count as 0. Completions are strings or TRL's lists of messages, columns are the dataset's other
-columns. So TRL's reward functions work here, and these functions work in TRL. A list holds a reward
-per step (not in TRL, see verify/verifier.py). REWARDS, at the end of this file, has their names;
-examples/README.md names more, such as a judge and instructions.
+count as 0. Completions are strings or TRL's lists of messages, columns are those of the data set
+and what Verifier adds. So TRL's reward functions work here, and these functions work in TRL. A list
+holds a reward per step (not in TRL, see verify/verifier.py). REWARDS, at the end of this file, has
+their names; examples/README.md names more, such as a judge and instructions.
 
 Your own reward is a file and a flag. `@each` turns a function of one text and its columns into
 TRL's convention:
@@ -18,7 +18,7 @@ TRL's convention:
     def brief(text, answer):
         return float(final_answer(text) == answer and len(text) < 400)
 
-gsm8k, math and countdown read the final answer like this: only the text after the last </think>
+gsm8k, math, countdown and steps read the final answer so: only the text after the last </think>
 counts. The answer is the last <answer>, \boxed{} or `####` in it; without these the last "answer is
 ...", "Answer: ..." or line "A: ..." (see _answer_sentence); for gsm8k alone, without any of these,
 the last number. Words after a marked answer change nothing. A second marked answer replaces the
@@ -81,7 +81,9 @@ ANSWER_MARK = re.compile(r"<answer>|\\f?boxed\s{0,3}\{|####[ \t]{0,9}(?=[-+âˆ’$â
 ANSWER_PHRASE = re.compile(  # "The answer is correct." states none; "A: north" may be an option
     r"(?im)(?:\banswer\W{0,4}(?:is\b|:|=)(?!\s{1,9}correct\b[^\d\\\n]*$)"
     r"|^[ \t]{0,9}A[ \t]?:(?=[\s:*]{0,9}[^\n]{0,99}[\d\\]))[\s:*]{0,9}")
+# between two boxes around a comma or "and": they are one answer
 AROUND_AND = re.compile(r"\\(?:text|mathrm|q?quad|[()\[\],;:! ])|[\s${}*~]")
+# numeric=True in final_answer
 LINE_WITH_NUMBER = re.compile(r"(?=[^\n]{0,99}[\d\\])(?:(?!</answer>)[^\n])*")
 FORMULA_OR_LETTER = re.compile(r"\$|\(?[A-Z]\b")
 SENTENCE = re.compile(r"""(?xm)
@@ -102,7 +104,7 @@ def after_thinking(text):
 
 
 def final_answer(text, numeric=False):
-    r"""The final answer by the rule above; "" if cut off or too long, None if not marked.
+    r"""The final answer by the rule at the top; "" if cut off or too long, None if not marked.
 
     numeric=True is gsm8k's rule for an answer that is not marked: only a line with a number counts,
     and it is returned to its end.
@@ -179,11 +181,11 @@ def gsm8k_reward(text, answer):
     return None if gold is None else float(final_number(text) == gold)
 
 
-gsm8k_reward.reads_gold = True
+gsm8k_reward.reads_gold = True  # such attributes: see Traits in verify/verifier.py
 
 
 def final_number(text):
-    """The number in the final answer as a Fraction, by gsm8k's rule above, or None."""
+    """The number in the final answer as a Fraction, by gsm8k's rule, or None."""
     said = final_answer(text, numeric=True)
     if said is None:
         return read_number(after_thinking(text)[-MAX_ANSWER:], only=False)
@@ -193,7 +195,7 @@ def final_number(text):
 @each
 def math_reward(text, answer):
     r"""1.0 if the final answer is mathematically equal to the gold LaTeX, else 0.0. None after the
-    time limit or if math-verify cannot read the gold answer and it is not made of letters only.
+    time limit, or if math-verify cannot read the gold answer; one of letters only can be read.
 
     Numbers and words are compared in verify/answer.py, everything else (sets, intervals, matrices,
     expressions) by math-verify with its rules: x=5 equals 5, decimals are compared to 6 places.
@@ -399,7 +401,7 @@ REWARDS = {  # name: function  # the columns it reads; what 1.0 means
     "format": format_reward,  # <think>...</think><answer>...</answer> and nothing else
     "code": code_reward,  # tests; the program passes every test, in a jail
     "overlong": overlong_reward,  # completion_ids, max_tokens; 0 if short, -1 at max_tokens
-    "random": random_reward,  # [prompts], [step]; heads of a coin: a control experiment
+    "random": random_reward,  # [prompts], [step], [sample_index]; heads of a coin: a control
 }
 KNOWN = {name: f"rewards:{function.__name__}" for name, function in REWARDS.items()}
 # only processes that can be killed import a user's file: Verifier gets names, not functions
