@@ -42,5 +42,5 @@ if __name__ == "__main__":
     for gib in (24, 40, 48, 80):
         plan("Qwen2.5-1.5B", gib)
     plan("Qwen2.5-7B", 24, lora_rank=32)
-    plan("Qwen2.5-7B", 24, host=512, gpus=2, zero_stage=3, tp=2, kl_coef=0.0)
+    plan("Qwen2.5-7B", 32, host=512, gpus=2, zero_stage=3, tp=2, kl_coef=0.0)
     plan("Qwen2.5-32B", 80, host=2048, gpus=8, zero_stage=3, tp=8, kl_coef=0.0)

@@ -11,6 +11,7 @@ is counted, which handles each sampled token: a CPU cannot decode meanwhile; a G
 what counts is how long it waits. A CPU reads its caches faster than its memory: the bound of a
 small model can be too high. bench/step.py compares real runs with this bound.
 """
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -131,7 +132,7 @@ def stages(cfg, shape, groups, device):
     groups: list of (prompt tokens, [tokens of each completion]). device: its size decides how many
     sequences vLLM can decode at once.
     """
-    b = memory.bytes_per_number(cfg)
+    b = getattr(torch, cfg.dtype).itemsize  # bytes of a number
     body, head = body_weights(shape), shape.vocab * shape.hidden
     completions = [c for _, lengths in groups for c in lengths]
     P, R = sum(p for p, _ in groups), sum(completions)  # tokens: prompts, completions
@@ -223,11 +224,10 @@ def geometric(n, mean, longest=3000):
 
 def planned(cfg, shape, device):
     """cfg with what runtime/memory.py chooses for a device; adapters where nothing else fits."""
+    place = memory.Device(True, device.size, device.size)
     for rank in (0, 32):
-        for c in memory.candidates(dataclasses.replace(cfg, lora_rank=rank), gpu=True):
-            needed = max(memory.step_bytes(c, shape, gpu=True)["total"])
-            if needed <= memory.USABLE * device.size:
-                return c
+        with contextlib.suppress(ValueError), contextlib.redirect_stdout(None):
+            return memory.plan(dataclasses.replace(cfg, lora_rank=rank), place, shape)[0]
 
 
 def paper(tokens):

@@ -71,8 +71,8 @@ def step(cfg):
 def plan(cfg):
     with flags.loading("config.json", cfg, "is it a folder, or a model of the hub?"):
         model = shape.ModelShape.of(cfg.model)
-    device, size, place = memory.Device.here(), cfg.memory_gb * GIB, "this machine"
-    if size > device.total * device.gpu:
+    device, size, place = None, cfg.memory_gb * GIB, "this machine"
+    if size > (torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 0):
         device, place = memory.Device(True, size, size), "a GPU that is not here"
     with contextlib.redirect_stdout(io.StringIO()) as text:
         memory.plan(cfg, device, model)

@@ -35,8 +35,8 @@ class Rollout:
     parts: dict[str, float | None] = field(default_factory=dict)  # value of each reward function
     steps: list[tuple[int, float]] = field(default_factory=list)  # (end, reward) per step, if any;
     # end: characters of the text and, after step_ends_in_tokens, tokens of the completion
+    kl: float = 0.0  # with --kl_in reward, by trainer.store_kl: sum of log pi - log ref
     # filled by 3, assign_advantages
-    kl: float = 0.0  # sum over its tokens of log pi - log ref, with --kl_in reward
     advantages: list[float] | None = None  # of each completion token; None = 0
     # filled by 4, assign_token_weights
     weight: float = 0.0  # of each of its tokens in the loss; 0 = not trained
@@ -65,9 +65,8 @@ def by_prompt(rollouts):
 def pack(rollouts, budget):
     """First-fit bin packing: lists of rollouts of at most `budget` tokens. A longer one goes alone.
 
-    The rollouts of a prompt come one after the other, because a pack runs a shared prompt once. The
-    largest group comes first, and in it the longest rollout. The budget counts the prompt of every
-    rollout: it is an upper bound.
+    The rollouts of a prompt are placed one after the other, the longest first: most of them share a
+    pack, which runs their prompt once. The budget counts the prompt of each of them.
     """
     packs, free = [], []  # free[i]: tokens left in packs[i]
     for group in sorted(by_prompt(rollouts), key=lambda group: sum(map(len, group)), reverse=True):
@@ -78,6 +77,7 @@ def pack(rollouts, budget):
                 free.append(budget)
             packs[i].append(r)
             free[i] -= len(r)
+    # neighbours of one length share a call of attend_in_groups
     return [sorted(members, key=len, reverse=True) for members in packs]
 
 
@@ -106,21 +106,16 @@ def divide(parts, cost):
 
 
 def balance(rollouts, model):
-    """Copies of the rollouts that this rank trains, which divide() chose by FLOPs. Collective.
-
-    Their weights must have been assigned. Every rank receives all rollouts, 30 bytes per token or
-    less. A single rank keeps its rollouts as they are.
-    """
+    """The rollouts that this rank trains, as divide() chose by FLOPs. Collective: every rank
+    receives all rollouts, with their weights, 30 bytes per token or less."""
     if dist.world_size() == 1:
         return rollouts
     return divide(dist.all_gather([rollouts]), ModelShape.of(model).forward_flops)[dist.rank()]
 
 
 def pack_evenly(rollouts, filler, budget):
-    """pack(), with as many packs on every rank: ranks with fewer add `filler`, with weight 0.
-
-    Collective, like the backward pass of each pack: all ranks must make the same number of them.
-    """
+    """pack(), with the same number of packs on every rank, because each backward pass is
+    collective: ranks with fewer add `filler`, with weight 0. Collective."""
     packs = pack(rollouts, budget)
     most = max(dist.all_gather([len(packs)]))
     return packs + [[dataclasses.replace(filler, weight=0.0)]] * (most - len(packs))
@@ -163,9 +158,9 @@ def collate(rollouts, device="cpu"):
         cu_seqlens_q.append(len(input_ids))
         cu_seqlens_k.append(len(kv_index))
         before = own[len(r.prompt) - 1:-1]  # the position before each completion token
-        for kept, values in ((predictors, before), (targets, r.completion),
-                             (vllm_logps, r.vllm_logps), (advantages, r.advantages)):
-            kept += itertools.compress(values, r.sampled)
+        for column, values in ((predictors, before), (targets, r.completion),
+                               (vllm_logps, r.vllm_logps), (advantages, r.advantages)):
+            column += itertools.compress(values, r.sampled)  # extends the list in place
         lengths.append(r.length)
         weights += [r.weight] * lengths[i]
         sequence_ids += [i] * lengths[i]
@@ -208,8 +203,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     what collate returns. There is no T x T mask: the cost is the sum over the sequences.
 
     Raises ValueError for a mask of the model's own, a sliding window shorter than a sequence,
-    attention sinks and soft caps. transformers can detect packed rows itself, but silently skips
-    that when a KV cache is on; here `batch` is required.
+    attention sinks and soft caps.
     """
     others = [attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")]
     window = kwargs.get("sliding_window") or batch.max_seqlen
@@ -227,9 +221,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
 
 def flash_attention(q, k, v, batch, scaling):
     """One kernel for all sequences; the last query of each sees its last key.
-
-    q (T, heads, d), k and v (K, kv heads, d) -> (T, heads, d).
-    """
+    q (T, heads, d), k and v (K, kv heads, d) -> (T, heads, d)."""
     from torch.nn.attention.varlen import varlen_attn  # late: the import takes a second
     return varlen_attn(
         q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen, batch.max_seqlen,
@@ -263,14 +255,13 @@ def attend_in_groups(q, k, v, batch, scaling):
 def step_ends_in_tokens(rollouts, tokenizer):
     """Turns the end of each step in r.steps from a number of characters into a number of tokens.
 
-    A step ends with the token that completes its last character, which may have several tokens. A
-    step that covers the whole text also covers the tokens without text after it, as the end of the
-    sequence.
+    A step ends with the token that completes its last character. A step that covers the whole text
+    also covers the tokens without text after it, such as EOS.
     """
     for r in (r for r in rollouts if r.steps):
         pieces = tokenizer.batch_decode([[x] for x in r.completion], skip_special_tokens=True)
         covered = list(itertools.accumulate(map(len, pieces)))  # characters
-        # no token has a part of a character, or a text that depends on the tokens before it
+        # True: no token has a part of a character, or a text that depends on the tokens before it
         is_exact = "".join(pieces) == r.text
 
         def is_complete(tokens, end):  # whether so many tokens give the first `end` characters
@@ -290,11 +281,8 @@ def step_ends_in_tokens(rollouts, tokenizer):
 
 
 def step_rewards(groups, cfg):
-    """(G, n*S): the rewards of the S steps of each rollout, of the groups of all ranks. Collective.
-
-    An outcome reward is one step; shorter lists are filled with NaN. r.kl is subtracted from the
-    last step.
-    """
+    """(G, n*S): the rewards of the S steps of all ranks' rollouts, NaN fills shorter lists. An
+    outcome reward is one step. r.kl is subtracted from the last step. Collective."""
     rows = []
     for r in (r for group in groups for r in group):
         values = [value for _, value in r.steps] or [math.nan if r.reward is None else r.reward]

@@ -16,7 +16,6 @@ import math
 import shutil
 import sys
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from runtime import __version__, dist, memory, trainer
@@ -36,12 +35,12 @@ class Progress:
 class Checkpoints:
     """Reads and writes the checkpoints of a run. Its methods are collective; rank 0 writes.
 
-    Raises ValueError if the disk has no room for a checkpoint, or if the run has checkpoints and
-    all are damaged."""
+    A resumed run continues from the newest whole one: the logs are cut back to its step. Raises
+    ValueError if all are damaged, if a log is, or if the disk has no room for a checkpoint."""
 
     def __init__(self, cfg, log):
         self.cfg, self.log, self.folder = cfg, log, log.folder
-        self.progress, self.newest = Progress(), None
+        self.progress, self.newest, self.state = Progress(), None, {"logs": {}}
         if dist.rank() == 0:
             for path in self.folder.glob("*.part"):  # of a run that was killed while it wrote
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -54,42 +53,32 @@ class Checkpoints:
             if cfg.resume:
                 self.newest = newest_whole(self.folder)
         self.newest = dist.all_gather([self.newest])[0]
+        if self.newest:
+            self.state = json.loads((self.newest / "trainer/state.json").read_text())
+            self.progress = Progress(**self.state["progress"])
+        log.cut_back(self.state["logs"])
 
     def restore(self, engine):
-        """Loads the newest checkpoint into policy and AdamW, and cuts the logs back to its step.
-
-        Raises RunError if it belongs to another model.
-        """
-        self.engine, logs = engine, {}
+        """Loads the newest checkpoint into policy and AdamW. Returns the progress of the run.
+        Raises OSError if it lacks a parameter."""
+        self.engine = engine
         if self.newest:
-            state = json.loads((self.newest / "trainer/state.json").read_text())
-            self.progress, logs = Progress(**state["progress"]), state["logs"]
             for name, p in trainer.trained_parameters(engine).items():
-                path = self.newest / f"trainer/{name}.safetensors"
-                tensors = load_file(path) if path.exists() else {"fp32": torch.empty(0)}
-                if tensors["fp32"].shape != getattr(p, "ds_shape", p.shape):
-                    raise RunError(f"{self.newest} is a checkpoint of another model than "
-                                   f"{self.cfg.model}: {name} differs")
+                tensors = load_file(self.newest / f"trainer/{name}.safetensors")
                 for kind in trainer.KINDS:
                     trainer.set_tensor(p, kind, tensors[kind].to(dist.device()))
             for s in trainer.adamw_states(engine):
                 # a tensor, or an int if AdamW is on the CPU
-                s["step"] = s["step"] * 0 + state["adamw_step"]
+                s["step"] = s["step"] * 0 + self.state["adamw_step"]
             dist.print_once(f"continues from {self.newest}")
         elif self.cfg.resume:
             dist.print_once(f"note: {self.folder} has no checkpoint: the run starts at step 0")
-        try:
-            self.log.cut_back(logs)
-        except ValueError as e:
-            raise RunError(f"{e}; mend it, or move it away: the run then starts a new one") from e
         return self.progress
 
     def save(self, final=False):
-        """Writes step-<progress.step>; deletes all but the newest --keep and the most accurate.
-
-        final: then copies it to final/. A checkpoint that is there is not written again. Raises
-        RunError if a weight is not finite or a write fails, as on a full disk.
-        """
+        """Writes step-<progress.step> unless it is there; deletes all but the newest --keep and the
+        most accurate. final: then copies it to final/. Raises RunError if a weight is not finite
+        or a write fails, as on a full disk."""
         folder = self.folder / f"step-{self.progress.step}"
         if self.progress.step == 0:
             return
@@ -113,9 +102,7 @@ class Checkpoints:
 
     def _write(self, folder, make, states=()):
         """Rank 0 calls make(part) and renames the folder `part`. Raises RunError if that fails.
-
-        states: a generator whose tensors all ranks gather while rank 0 writes.
-        """
+        states: a generator whose tensors all ranks gather while rank 0 writes."""
         part, problem = folder.with_name(folder.name + ".part"), ""
         try:
             if dist.rank() == 0:
@@ -192,14 +179,11 @@ def damage(folder):
 
 
 def newest_whole(folder):
-    """The newest undamaged checkpoint, None if there is none. Newer ones are renamed to .damaged.
-
-    Raises ValueError if all are damaged.
-    """
-    damaged, paths = [], on_disk(folder)
-    for path in reversed(paths.values()):
-        problem = damage(path)
-        if not problem:
+    """The newest whole checkpoint, None if there is none. Newer ones are renamed to .damaged.
+    Raises ValueError if all are damaged."""
+    damaged = []
+    for path in reversed(on_disk(folder).values()):
+        if not (problem := damage(path)):
             for newer in damaged:  # no longer one of the newest to keep
                 newer.rename(newer.with_name(newer.name + ".damaged"))
             return path

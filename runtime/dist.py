@@ -38,10 +38,8 @@ def device():
 
 
 def init_process_group(timeout=10.0):
-    """Joins torchrun's process group, or creates a group of one. DeepSpeed and vLLM reuse it.
-
-    A collective call raises an error if a rank does not answer for `timeout` minutes.
-    """
+    """Joins torchrun's process group, or creates a group of one. DeepSpeed and vLLM reuse it. A
+    collective call raises an error if a rank does not answer for `timeout` minutes."""
     if "RANK" not in os.environ:  # without these variables DeepSpeed looks for MPI
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))

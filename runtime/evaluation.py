@@ -64,12 +64,10 @@ def set_metrics(values):
 
 
 def mean_of_sets(sets):
-    """Metrics of several sets together: the mean of each, with equal weight per set, and the sum
-    of n.
+    """Metrics of several sets: the mean of each, with equal weight per set, and the sum of n.
 
     The interval of the mean accuracy comes from those of the sets, whose errors are independent
-    (MOVER, Zou & Donner 2008): low = accuracy - sqrt(sum (accuracy_i - low_i)^2) / number of sets;
-    high likewise. Of one set, the interval is its own.
+    (MOVER, Zou & Donner 2008): low = accuracy - sqrt(sum (accuracy_i - low_i)^2) / number of sets.
     """
     metrics = mean_of(sets)
     for side, sign in (("low", -1), ("high", 1)):
@@ -79,12 +77,11 @@ def mean_of_sets(sets):
 
 
 def summary(examples, indices, greedy, groups, cfg):
-    """Metrics eval/... over all ranks and, for eval.jsonl, a dict per example with its greedy
-    completion.
+    """Metrics eval/... over all ranks and, for eval.jsonl, a dict per example. Collective.
 
     examples: those of this rank; indices: their numbers; greedy: a scored rollout each; groups:
     the scored samples of each, with --eval_n, else []. With several sets there are also
-    eval/<set>/..., and eval/... has the means of the sets. Collective.
+    eval/<set>/..., and eval/... has the means of the sets.
     """
     values = [{"accuracy": is_right(r), "no_verdict": first_part(r) is None, "length": r.length,
                "truncated": r.truncated} for r in greedy]  # per example; no verdict is wrong

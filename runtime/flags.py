@@ -94,10 +94,7 @@ NEEDS = (
     ("kl_in", lambda cfg: cfg.kl_coef, "--kl_coef above 0"),
     ("correction_cap", lambda cfg: cfg.correction != "none", "a --correction"),
     ("vllm_memory", lambda cfg: torch.cuda.is_available(), "a GPU"),
-    ("max_grad_norm", lambda cfg: cfg.max_grad_norm, "a value above 0: gradients are not clipped"),
     ("warmup", lambda cfg: not cfg.warmup > cfg.steps > 0, "more --steps: --lr is not reached"),
-    ("rewards", lambda cfg: cfg.data or any(x[1] for x in rewards.parse_spec(cfg.rewards)),
-     "a weight other than 0"),
     # On-policy, pi/pi_old is 1: no bound is reached, and the slopes of the gates are equal there.
     # --ratio is not listed: it still sums or averages the correction and the rewards of steps.
     ("gate clip_low clip_high delta tau tau_neg", lambda cfg: cfg.epochs * cfg.minibatches > 1,
@@ -129,21 +126,25 @@ def parse(config, algos, models, argv, description):
     algo, model = chosen["algo"], chosen["model"]
     if algo not in algos:
         raise ValueError(f"--algo {algo}: choose one of {', '.join(algos)}")
-    row = model_row(model, models)  # of a trained model: what its run used
-    defaults = config(**row | chosen | (algos[algo] if algo != saved.get("algo") else {}))
+    row = {} if algo == saved.get("algo") else algos[algo]
+    defaults = config(**model_row(model, models) | chosen | row)
     cfg = check(tyro.cli(
         config, args=argv, default=defaults, description=description, use_underscores=True))
-    if not saved and cfg.template != row.get("template", cfg.template):
-        dist.print_once(f"note: --template {shorten(cfg.template, 200)}, but {model} was trained "
-                        f"with --template {shorten(row['template'], 200)}", file=sys.stderr)
     return check_resumed(cfg, saved) if saved else cfg
+
+
+def read_settings(path):
+    """What a run wrote about itself, a dict with "config". ValueError if the file is damaged."""
+    try:
+        about = json.loads(path.read_text())
+        return about | {"config": dict(about["config"])}
+    except (ValueError, TypeError, KeyError) as e:
+        raise ValueError(f"{path} is damaged ({type(e).__name__}: {e})") from e
 
 
 def check(cfg):
     """Returns the Config with its model, template, dtype, rewards and mismatch_bound filled in.
-
-    Raises ValueError for what cannot work. Prints a note for flags that have no effect.
-    """
+    Raises ValueError for what cannot work. Prints a note for flags that have no effect."""
     for names, low, high in RANGES:
         for name in names.split():
             if not low <= (x := getattr(cfg, name)) <= high:
@@ -195,11 +196,7 @@ def check(cfg):
 
 
 def find_model(name):
-    """--model -> folder, here or beside nano_rlvr.py, or hub id.
-
-    >>> find_model("Qwen2.5-Math-1.5B")
-    'Qwen/Qwen2.5-Math-1.5B'
-    """
+    """--model -> folder, here or beside nano_rlvr.py, or hub id with its organisation."""
     for folder in (Path(name), REPOSITORY / name):
         if folder.is_dir():
             return str(folder)
@@ -212,15 +209,11 @@ def find_model(name):
 def model_row(model, rows):
     """The defaults that suit a model: its row or, of the record in its folder, what a row names."""
     path = Path(find_model(model)) / RECORD
-    if not path.is_file():
-        by_path = {os.path.realpath(find_model(name)): row for name, row in rows.items()}
-        return by_path.get(os.path.realpath(find_model(model)), {})
-    try:
-        recorded = json.loads(path.read_text())["config"]
-        return {name: type(value)(recorded[name]) for row in rows.values()
-                for name, value in row.items() if name in recorded}
-    except (ValueError, TypeError, KeyError) as e:
-        raise ValueError(f"--model {model}: {path} is damaged ({type(e).__name__}: {e})") from e
+    if path.is_file():
+        names = set().union(*rows.values())
+        return {name: x for name, x in read_settings(path)["config"].items() if name in names}
+    by_path = {os.path.realpath(find_model(name)): row for name, row in rows.items()}
+    return by_path.get(os.path.realpath(find_model(model)), {})
 
 
 def saved_config(config, resume, out="", name="", **_):
@@ -234,43 +227,32 @@ def saved_config(config, resume, out="", name="", **_):
     folder = Path(out or config.out) / (resume or name)
     if resume and (Path(resume) / "config.json").exists():
         folder = Path(resume)
-    if not resume and not (folder / "config.json").exists():
+    if not (folder / "config.json").exists():
+        if resume:
+            raise ValueError(f"--resume {resume}: no folder of a run, and {folder} is none")
         dist.print_once(f"note: there is no run {folder} yet: it starts")
         return {}
-    if not (folder / "config.json").exists():
-        raise ValueError(f"--resume {resume}: no folder of a run, and {folder} is none")
     folder = folder.resolve()
     if name not in ("", folder.name):
         raise ValueError(f"--name {name} and --resume {resume} are two runs; leave --name out")
-    try:
-        about = json.loads((folder / "config.json").read_text())
-        anew = {"resume_force", *about.get("memory plan", ())}  # this device has its own plan
-        fields = vars(config()).keys() - anew  # without removed flags of older versions
-        saved = {name: x for name, x in about["config"].items() if name in fields}
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ValueError(f"{folder / 'config.json'} cannot be read ({e})") from None
+    about = read_settings(folder / "config.json")
+    anew = {"resume_force", *about.get("memory plan", ())}  # this device has its own plan
+    fields = vars(config()).keys() - anew  # without removed flags of older versions
+    saved = {name: x for name, x in about["config"].items() if name in fields}
     return saved | {"name": folder.name, "out": str(folder.parent), "resume": str(folder)}
 
 
 def check_resumed(cfg, saved):
-    """Raises ValueError, naming the flags, if a resumed run would give other results.
-
-    cfg: of this run. saved: of the run so far. Returns cfg with the folder of the run.
-    """
-    fields = saved.keys() - FREE
+    """Raises ValueError, naming the flags, if a run that goes on with cfg would give other results
+    than the run so far, `saved`. Returns cfg with the folder of the run."""
+    fields = saved.keys() - FREE - ROUNDING
     if Path(cfg.model).is_dir():
         fields.discard("model")  # by its weights: _check_inputs
     if cfg.lr_end == 1 and cfg.steps > saved["steps"]:
         fields.discard("steps")
-    changed = sorted(name for name in fields if getattr(cfg, name) != saved[name])
-    if rounding := [name for name in changed if name in ROUNDING]:
-        dist.print_once(
-            f"note: other {', '.join(rounding)}: from here the run is equal only up to rounding")
     texts = [f"--{name} {shorten(str(getattr(cfg, name)), 200)} "
-             f"(was {shorten(str(saved[name]), 200)})" for name in changed if name not in ROUNDING]
-    if "steps" in changed:
-        texts.append("--steps may only grow: "
-                     "the learning rate depends on --steps unless --lr_end is 1")
+             f"(was {shorten(str(saved[name]), 200)})"
+             for name in sorted(fields) if getattr(cfg, name) != saved[name]]
     if texts and not cfg.resume_force:
         raise ValueError(f"--resume {cfg.resume}: other results with {'; '.join(texts)}. "
                          "--resume_force continues nevertheless")
@@ -320,33 +302,24 @@ def load_tokenizer(cfg):
 
 
 def check_architecture(cfg, model):
-    """Raises ValueError for a model whose log-probs would be wrong.
-
-    packed_attention must be all that connects the tokens of a row: transformers states it for each
-    model, and guard.check_packing measures it later. vLLM says itself what it cannot do.
-    """
+    """Raises ValueError for a model whose log-probs would be wrong: only packed_attention may join
+    the tokens of a row. guard.check_packing measures it later."""
     config, lm_head = model.config.get_text_config(), model.get_output_embeddings()
     # without this list all layers have the window, if there is one
     layers = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     others = layers - {"full_attention", "sliding_attention"}
-    heads = getattr(config, "num_attention_heads", 1)  # Mamba has none
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
     longest = getattr(config, "max_position_embeddings", math.inf)
     if "sliding_attention" in layers:
         longest = min(longest, getattr(config, "sliding_window", None) or longest)
-    scales = [name for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale",
-                                "logits_scaling") if getattr(config, name, None) not in (None, 1.0)]
+    settings = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale",
+                "logits_scaling", "kv_lora_rank")  # scaled logits, compressed keys and values (MLA)
+    found = [name for name in settings if getattr(config, name, None) not in (None, 1.0)]
     for unsupported, what in (
         (others or model._is_stateful,
          f"its {', '.join(others) or 'recurrent'} layers mix the sequences that share a row"),
         (not model.is_backend_compatible(),
          "it has attention in its own code, which mixes the sequences that share a row"),
-        (getattr(config, "kv_lora_rank", None) or getattr(config, "v_head_dim", head) != head,
-         "its keys and values are compressed or of different sizes (MLA)"),
-        (heads % cfg.tp or key_heads % cfg.tp and cfg.tp % key_heads,
-         f"--tp {cfg.tp} does not divide its {heads} attention heads and {key_heads} key heads"),
-        (scales, f"it changes its logits by {' and '.join(scales)}"),
+        (found, f"its config.json sets {' and '.join(found)}"),
         (type(lm_head) is not torch.nn.Linear or lm_head.bias is not None,
          "its LM head has a bias, or is no plain matrix"),
         (cfg.max_prompt + cfg.max_tokens > longest,

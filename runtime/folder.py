@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -26,16 +25,6 @@ def to_json(about):
     return re.sub(r"(?<=://)[^/@\s\"]+@", "***@", json.dumps(about, indent=1))
 
 
-def is_writable(folder):
-    """Whether files can be written into a folder (a Path), which is made if it is not there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-        return True
-    except OSError:
-        return False
-
-
 def sync(path):
     """Returns when a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -46,17 +35,14 @@ def sync(path):
 def claim_folder(cfg, examples=()):
     """Takes the folder of the run, until this process ends. Returns cfg with its name. Collective.
 
-    A run without --name takes the first free name. Raises ValueError if another process runs in the
-    folder, if it holds a run that cfg does not resume, or if that run had other data.
+    Raises ValueError if another process runs in the folder, if it holds a run that cfg does not
+    resume, or if that run had other data.
     """
     start = time.strftime("%Y%m%d-%H%M%S")
-    name, problem = f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{start}", ""
-    names = [cfg.name] if cfg.name else [name, *(f"{name}-{n}" for n in range(1, 100))]
+    name, problem = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{start}", ""
     if dist.rank() == 0:
-        for name in names:
-            if not (problem := _lock(Path(cfg.out) / name, cfg.resume)):
-                break
-        problem = problem or _check_inputs(Path(cfg.out) / name / "inputs.sha256", cfg, examples)
+        folder = Path(cfg.out) / name
+        problem = _lock(folder, cfg.resume) or _check_inputs(folder, cfg, examples)
     name, problem = dist.all_gather([(name, problem)])[0]
     if problem:
         raise ValueError(problem)
@@ -80,12 +66,13 @@ def _lock(folder, resume):
     return ""
 
 
-def _check_inputs(path, cfg, examples):
+def _check_inputs(folder, cfg, examples):
     """Keeps a checksum of data and starting weights, or returns that a resumed run has others."""
     from transformers.utils import cached_file
+    path = folder / "inputs.sha256"
     checksum = hashlib.sha256(repr([sorted(e.items(), key=str) for e in examples]).encode())
-    folder = Path(cached_file(cfg.model, "config.json")).parent  # of a hub id: in the local cache
-    for file in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+    model = Path(cached_file(cfg.model, "config.json")).parent  # of a hub id: in the local cache
+    for file in [model / "config.json", *sorted(model.glob("*.safetensors"))]:
         with file.open("rb") as f:
             checksum.update(hashlib.file_digest(f, "sha256").digest())
     before = path.read_text(errors="replace") if path.exists() else ""

@@ -51,10 +51,8 @@ def check_verdicts(prefix, values, metrics, verifier):
 
 
 def count_skipped(in_a_row, step, history, groups, folder):
-    """How many optimizer steps in a row were skipped up to the end of this one; RunError after 3.
-
-    history: metrics of the step's updates. groups: its rollouts, which each rank writes to
-    <folder>/quarantine/ if one was skipped.
+    """How many optimizer steps in a row were skipped up to now; RunError after 3. history: metrics
+    of the step's updates. groups: its rollouts, written to <folder>/quarantine/ if one was skipped.
     """
     for metrics in history:
         in_a_row = in_a_row + 1 if metrics["skipped"] else 0
@@ -124,11 +122,9 @@ def largest_pack(cfg):
 
 
 def rehearse(policy, ref, cfg):
-    """Two steps on the largest pack at learning rate 0: too little memory shows before step 0.
-
-    Weights and optimizer are then as before. Twice, because the first step creates AdamW's moments
-    and the second needs memory beside them. Collective. Raises RunError: see check_packing.
-    """
+    """check_packing, then two steps on the largest pack at learning rate 0: too little memory shows
+    before step 0. Two, because the first creates AdamW's moments, which the second finds in memory.
+    Weights and optimizer are then as before. Raises RunError: see check_packing. Collective."""
     check_packing(policy, cfg)
     vocab = empty_model(cfg.model).config.get_text_config().vocab_size
     rollouts = [Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0)
@@ -150,13 +146,11 @@ def rehearse(policy, ref, cfg):
 
 def checked(rollout, spec):
     """The function of --rollout (its value: spec). It raises RunError, with the user's line, for an
-    exception in it and for a Rollout that does not fit."""
+    exception in it and for a Rollout that does not fit; ValueError for other arguments."""
     try:
-        inspect.signature(rollout).bind(*range(5))
-        inspect.signature(rollout).bind(*range(6), top_p=1.0)
+        inspect.signature(rollout).bind(*range(5), seeds=None, top_p=1.0)
     except TypeError as e:
-        raise ValueError(f"--rollout {spec}: {e}; it must take llm, prompts, n, temperature, "
-                         "max_tokens, seeds=None, **sampling") from None
+        raise ValueError(f"--rollout {spec}: {e}; it must take what rollout() takes") from None
 
     def sample(llm, prompts, n, *args, **sampling):
         try:
@@ -181,18 +175,15 @@ def checked(rollout, spec):
 
 def misfit(r, prompt, vocabulary):
     """What is wrong with a user's Rollout for a prompt (token ids), in words; "" if nothing."""
-    if not isinstance(r, Rollout):
-        return f"it is {shorten(repr(r), 60)}, not a Rollout"
-    if r.prompt != prompt:
-        return "it has another prompt; the Rollouts must be in the order of the prompts"
+    if not isinstance(r, Rollout) or r.prompt != prompt:
+        return "it is no Rollout, or has another prompt; they must be in the order of the prompts"
     lists = r.completion, r.vllm_logps, r.sampled
-    types = [type(x) for x in (r.text, r.truncated, *lists)]
-    if types != [str, bool, list, list, list] or len(set(map(len, lists))) > 1:
-        return ("its text must be a str, truncated a bool; completion, vllm_logps and sampled must "
-                "be lists of one length")
+    if len(set(map(len, lists))) > 1 or True not in r.sampled:
+        return "completion, vllm_logps, sampled must have one length, and a token must be sampled"
     for token, logp, sampled in zip(*lists):
-        if (type(token) is not int or not 0 <= token < vocabulary or type(sampled) is not bool
-                or not isinstance(logp, (int, float)) or not -math.inf < logp <= 1e-3):  # rounded
+        is_token = type(token) is int and 0 <= token < vocabulary
+        is_logp = isinstance(logp, (int, float)) and -math.inf < logp <= 1e-3  # rounded
+        if not (is_token and is_logp and isinstance(sampled, bool)):
             return (f"a token has id {token!r}, log-prob {logp!r}, sampled {sampled!r}; they must "
                     f"be an int below {vocabulary}, finite and at most 0, and a bool")
-    return "" if any(r.sampled) else "no token of it is sampled"
+    return ""

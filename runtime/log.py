@@ -18,29 +18,15 @@ import torch
 
 from runtime import __version__, dist, memory, report, stats
 from runtime.dist import RunError
-from runtime.folder import sync, to_json
+from runtime.folder import ROUNDING, sync, to_json
 from runtime.report import STAGES, stage_seconds
-from runtime.shape import ModelShape, peak_flops
+from runtime.shape import ModelShape, first_line, peak_flops
 
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")  # one JSON object per line
 # metrics on the screen's line per step, in this order
 SHOWN = {"reward/mean": "reward {:6.3f}", "reward/no_verdict": "no verdict {:4.0%}",
          "completion/length": "length {:6.1f}", "group/flat": "flat {:4.0%}", "kl": "kl {:.4f}",
          "entropy": "entropy {:.3f}", "tokens_per_second": "{:6.0f} tok/s"}
-
-
-def check_wandb(mode):
-    """Raises ValueError if wandb.init could not log in `mode`, the value of --wandb."""
-    if mode != "online":
-        return
-    import wandb
-    try:
-        problem = "" if wandb.login(prompt=False) else "no API key"
-    except wandb.errors.Error as e:
-        problem = str(e).splitlines()[0]
-    if problem:
-        raise ValueError(f"--wandb {mode}: {problem}: run `wandb login`, set WANDB_API_KEY, or use "
-                         "--wandb offline and `wandb sync` later")
 
 
 def provenance(*packages):
@@ -60,7 +46,7 @@ def provenance(*packages):
 
 class Log:
     """Writes config.json, the LOGS, report.html and curve.png to <out>/<name>/, and to the screen.
-    Every rank has one, but only rank 0 writes."""
+    Every rank has one, but only rank 0 writes. Raises ValueError if wandb cannot log in."""
 
     def __init__(self, cfg, tokenizer, plan=None):
         self.cfg, self.tokenizer, self.folder = cfg, tokenizer, Path(cfg.out) / cfg.name
@@ -69,15 +55,17 @@ class Log:
             return
         from tqdm import tqdm
         report.figure()  # a broken matplotlib: now, and not at the end of the run
-        check_wandb(cfg.wandb)
         self.folder.mkdir(parents=True, exist_ok=True)
         about = self._describe(plan or {})
         self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
         if cfg.wandb != "off":
             import wandb
-            self.wandb = wandb.init(
-                project="nano_rlvr", name=cfg.name, id=about["wandb_id"], resume="allow",
-                dir=str(self.folder), mode=cfg.wandb, config=about["config"])
+            try:
+                self.wandb = wandb.init(
+                    project="nano_rlvr", name=cfg.name, id=about["wandb_id"], resume="allow",
+                    dir=str(self.folder), mode=cfg.wandb, config=about["config"])
+            except wandb.errors.Error as e:  # no key, a wrong one, no network
+                raise ValueError(f"--wandb {cfg.wandb}: {first_line(e)}") from e
         self.say(f"{cfg.data or cfg.task}: {cfg.algo}, {cfg.steps} steps of {cfg.prompts} x "
                  f"{cfg.samples} samples; rewards {cfg.rewards} (accuracy: where the first is 1)")
 
@@ -91,10 +79,11 @@ class Log:
             before = json.loads(path.read_text())
             about |= before | {"config": about["config"], "memory plan": plan,
                                "resumed": [*before.get("resumed", []), start]}
-            for name in ("versions", "world", "device", "memory plan"):
-                if start[name] != before.get(name, {}):
-                    print(f"note: other {name} than before: "
-                          "from here the run is equal only up to rounding")
+            other = [x for x in ("versions", "world", "device") if start[x] != before.get(x)]
+            other += [x for x in ROUNDING if about["config"][x] != before["config"].get(x)]
+            if other:
+                print(f"note: other {', '.join(sorted(other))} than before: "
+                      "from here the run is equal only up to rounding")
         path.with_suffix(".part").write_text(to_json(about))
         path.with_suffix(".part").rename(path)
         return about
@@ -157,10 +146,7 @@ class Log:
         if "eval/accuracy" in metrics:
             for line in evaluation_text(metrics).splitlines():
                 self.bar.write(f"step {step:4d}  {line}")
-            try:
-                report.write([self.folder], self.folder / "report.html")
-            except OSError as e:
-                self.say(f"note: report.html is not written ({e}); the run goes on")
+            report.write([self.folder], self.folder / "report.html")
         if "lr" in metrics:  # the last line has only an evaluation
             shown = [text.format(metrics[name]) for name, text in SHOWN.items()
                      if name in metrics and (metrics[name] or name != "reward/no_verdict")]
@@ -243,10 +229,8 @@ def timed(metrics, stage):
 
 
 def summary(cfg, trained_groups, sampled_groups, metrics):
-    """Metrics of a step's completions and of their cost, over all ranks (a collective call).
-
-    Rewards and lengths are those of all sampled groups, the FLOPs in `mfu` of the trained rollouts.
-    """
+    """Metrics of a step's completions and their cost, over all ranks. Collective. Rewards and
+    lengths are those of all sampled groups, the FLOPs in `mfu` of the trained rollouts."""
     own = [(r.reward, r.length, r.truncated, r.parts) for group in sampled_groups for r in group]
     rewards, lengths, truncated, parts = zip(*dist.all_gather(own))
     judged = [x for x in rewards if x is not None] or [0.0]

@@ -10,14 +10,9 @@ from runtime.dist import RunError
 
 
 def load_model(cfg):
-    """The causal language model in cfg.dtype with packed attention, on the CPU.
-
-    With lora_rank its weights are frozen and adapters are added. Raises RunError for NaN or
-    infinite weights: they are looked for here, where they are read anyway.
-    """
+    """The causal language model in cfg.dtype with packed attention, on the CPU; with lora_rank its
+    weights are frozen and adapters are added. Raises RunError for NaN or infinite weights."""
     from transformers import AttentionInterface, AutoModelForCausalLM
-    from transformers.utils import logging
-    logging.disable_progress_bar()
     AttentionInterface.register("packed", packed_attention)
     model = AutoModelForCausalLM.from_pretrained(
         cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation="packed",
@@ -39,11 +34,8 @@ def load_model(cfg):
 
 @contextlib.contextmanager
 def on_device(model):
-    """Moves a module to the GPU: for this block or, if it has stays_on_gpu, for good.
-
-    For a block, its weights stay in host memory too, pinned: the GPU reads pinned memory several
-    times as fast.
-    """
+    """Moves a module to the GPU: for this block or, if it has stays_on_gpu, for good. In host
+    memory its weights are pinned: the GPU reads them several times as fast."""
     returning = [] if getattr(model, "stays_on_gpu", False) else list(model.parameters())
     for p in returning:
         if torch.cuda.is_available() and not p.is_pinned():
@@ -58,45 +50,34 @@ def on_device(model):
 # ---- low-rank adapters (LoRA, arXiv:2106.09685) with peft: r * (a + b) numbers per matrix (a, b)
 
 def add_adapters(model, rank):
-    """Freezes the model and adds adapters of this rank to every linear layer except the LM head.
-
-    Their product is scaled by 2 (alpha = 2 * rank) and is 0 at the start.
-    """
+    """Freezes the model and adds LoRA adapters of rank `rank` to all linear layers but the LM head.
+    Their product is scaled by 2 (alpha = 2 * rank) and is 0 at the start."""
     from peft import LoraConfig, inject_adapter_in_model
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     inject_adapter_in_model(config, model.requires_grad_(False))
 
 
-class WithoutAdapters:
+class WithoutAdapters(torch.nn.Module):
     """The reference of a LoRA run: the policy (a TokenLogps) with its adapters switched off."""
 
     def __init__(self, policy):
         from peft.tuners.tuners_utils import BaseTunerLayer
-        self.policy = policy
+        super().__init__()
+        self.policy = [policy]  # in a list: the policy's parameters are not those of this module
         self.layers = [module for module in policy.modules() if isinstance(module, BaseTunerLayer)]
 
-    def __call__(self, batch):
+    def forward(self, batch):
         for layer in self.layers:
             layer.enable_adapters(False)
-        logp, entropy = self.policy(batch)  # (R,), (R,)
+        logp, entropy = self.policy[0](batch)  # (R,), (R,)
         for layer in self.layers:
             layer.enable_adapters(True)
         return logp, entropy
 
-    def to(self, device):
-        """Does nothing: it always is where the policy is."""
-
-    def parameters(self):
-        """Empty: it has no parameters of its own."""
-        return ()
-
 
 def merge_adapter(model, name, tensor):
-    """Yields (name, tensor) of a state-dict entry as a checkpoint has it: renamed, adapter added.
-
-    Yields nothing for the adapter's own tensors. The sum is a new tensor: merging in place and
-    subtracting again would leave rounding errors in the frozen bf16 weights.
-    """
+    """Yields (name, tensor) of a state-dict entry as a checkpoint has it: as it is
+    without LoRA; else renamed, adapter added to a copy. Nothing for the adapter's own tensors."""
     layer, base_layer, suffix = name.partition(".base_layer")
     if base_layer and suffix == ".weight":
         delta = model.get_submodule(layer).get_delta_weight("default").detach()
@@ -118,7 +99,7 @@ def chunk_logits(hidden, weight, targets, temperature):
 
 
 def chunk_forward(hidden, weight, targets, temperature):
-    """-> log sum exp of a chunk's logits (R,), their entropy (R,), the target's or 0 (R, 1)."""
+    """-> of a chunk: log sum exp of logits (R,), entropy (R,), the target's logit or 0 (R, 1)."""
     logits, column, in_chunk = chunk_logits(hidden, weight, targets, temperature)
     logp = logits.log_softmax(-1)  # (R, C) as if this chunk were the whole vocabulary
     norm = logits.amax(-1) - logp.amax(-1)  # (R,) log sum exp(logits): logp = logits - norm
@@ -128,12 +109,10 @@ def chunk_forward(hidden, weight, targets, temperature):
 
 
 def chunk_backward(hidden, weight, targets, temperature, norm, grad, entropy, grad_entropy=None):
-    """-> gradient of hidden @ weight.T, one chunk (R, C). norm, entropy: (R, 1).
-
-    grad, grad_entropy: those of log-prob and entropy, divided by the temperature (R, 1).
-    """
+    """-> gradient of hidden @ weight.T for one chunk (R, C). grad, grad_entropy: those of log-prob
+    and entropy, divided by the temperature; like norm and entropy (R, 1)."""
     logits, column, in_chunk = chunk_logits(hidden, weight, targets, temperature)
-    logp, factor = logits.sub_(norm), grad  # (R, C), (R, 1) the gradient of a logit is -p * factor
+    logp, factor = logits.sub_(norm), grad  # (R, C), (R, 1) gradient: -p factor, the target + grad
     if grad_entropy is not None:
         factor = (logp + entropy).mul_(grad_entropy).add_(grad)  # (R, C)
     p = logp.exp_()  # (R, C)

@@ -71,10 +71,8 @@ def series(rows, key):
 # ---- rollouts
 
 def shown(step, rollouts, samples, steps):
-    """The rollouts of a step that the report shows, in groups of `samples`; [] in most steps.
-
-    They are those of every k-th of the run's `steps`, with the smallest k that gives at most LIMIT.
-    """
+    """The rollouts of a step that the report shows, in groups of `samples`: those of every k-th of
+    the run's `steps`, with the smallest k that gives at most LIMIT; [] in the other steps."""
     rollouts = rollouts[:max(1, LIMIT // samples) * samples]
     most = max(1, LIMIT // max(1, len(rollouts)))  # steps
     k = max(1, math.ceil(steps / most))

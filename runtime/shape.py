@@ -82,10 +82,8 @@ class ModelShape:
             qk_norms=any("q_norm" in name for name, _ in built.named_parameters()))
 
     def forward_flops(self, rollouts):
-        """FLOPs of one forward pass over the completions and, once each, their prompts.
-
-        A query has half of the sequence's keys on average; those of completions read the prompt.
-        """
+        """FLOPs of one forward pass over the completions and, once each, their prompts. A query has
+        half of the sequence's keys on average; those of completions read the prompt."""
         prompts = {tuple(r.prompt) for r in rollouts}
         completion_tokens = sum(len(r.completion) for r in rollouts)
         tokens = sum(map(len, prompts)) + completion_tokens

@@ -8,11 +8,8 @@ from runtime import dist
 
 
 def is_flat(group):
-    """Whether all rewards of a group are equal (of all its steps, if steps have rewards; None is
-    ignored).
-
-    With --baseline group or leave_one_out all its advantages are then 0, unless --kl_in is reward.
-    """
+    """True if all rewards of a group (of all its steps, if steps have rewards) are equal, None
+    ignored: with a baseline of the group every advantage is then 0, unless --kl_in is reward."""
     rewards = {reward for r in group for _, reward in r.steps or [(0, r.reward)]}
     return len(rewards - {None}) <= 1
 
@@ -32,8 +29,8 @@ def pass_at_k(n, correct, k):
 
 
 def majority_vote(answers):
-    """Index of the first of the most frequent answers. None is no answer and does not vote; ties
-    go to the answer seen first. Returns None when nobody gave an answer.
+    """Index of the most frequent answer, of several the one seen first. None does not vote. Returns
+    None if nobody gave an answer.
 
     >>> majority_vote([None, "4", "5", "5", None, None])
     2
@@ -43,13 +40,13 @@ def majority_vote(answers):
 
 
 def nan_mean_std(x, dim):
-    """Mean and population standard deviation of the entries that are not NaN, over `dim`, which is
-    kept with size 1.
+    """Mean and population standard deviation over `dim`, kept with size 1, of what is not NaN.
 
-    Both are 0 where all entries are NaN. Of equal entries, the mean is exactly their value and the
-    deviation exactly 0: the smallest entry is subtracted first, because the sum of n equal numbers
-    is rounded.
+    Both are 0 where all entries are NaN. Of equal entries the deviation is exactly 0: the smallest
+    entry is subtracted first, because the sum of n equal numbers is rounded.
     """
+    if not len(x):  # all groups were dropped, and amin() needs an entry
+        return x.sum(dim, keepdim=True), x.sum(dim, keepdim=True)
     known = ~x.isnan()
     count = known.sum(dim, keepdim=True).clamp(min=1)
     smallest = torch.where(known, x, torch.inf).amin(dim, keepdim=True)
@@ -61,9 +58,9 @@ def nan_mean_std(x, dim):
 
 
 def pack_sums(loss, terms, entropy, weight, cfg):
-    """Metrics of a pack, summed over its tokens: a dict of tensors (). Those of a filler are 0.
+    """Metrics of a pack, summed over its tokens (0 for a filler); loss; the largest mismatch.
 
-    terms: those of policy_loss, each (R,), as are entropy and weight.
+    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight; it changes.
     """
     mismatch = terms.pop("mismatch")  # (R,)
     terms |= {"entropy": entropy, "tokens": torch.ones_like(entropy),
@@ -80,12 +77,10 @@ def pack_sums(loss, terms, entropy, weight, cfg):
 
 
 def token_means(sums):
-    """Metrics of an optimizer step over all ranks, from sums over the tokens of each pack.
-    Collective.
+    """Metrics of an optimizer step over all ranks, from those of pack_sums. Collective.
 
-    sums: per pack a dict of tensors (), on any device; they are read in one transfer. Returns
-    means over the tokens, but the sum of `loss`, the maximum of `mismatch/max` and, as `tokens`,
-    their number.
+    sums: per pack a dict of tensors (), which are read in one transfer. Returns means over the
+    tokens, except for the sum of `loss`, the maximum of `mismatch/max`, and `tokens`, their number.
     """
     largest = torch.stack([pack["mismatch/max"] for pack in sums]).max()  # ()
     names = [name for name in sums[0] if name != "mismatch/max"]
@@ -98,12 +93,11 @@ def token_means(sums):
 
 
 def step_means(history):
-    """Metrics of a rollout batch from those of its optimizer steps, as update returns them.
+    """Metrics of a rollout batch from those of its optimizer steps; {} without steps.
 
-    Means over the tokens of all optimizer steps, but the maximum of `mismatch/max`, and means over
-    the steps of loss, grad_norm and skipped, which a step has once. `correction/ess` is the
-    effective sample size of the importance weights as a fraction of the tokens: 1 when all are
-    equal. {} without steps.
+    Means over the tokens of all steps, except for the maximum of `mismatch/max` and the means over
+    the steps of loss, grad_norm and skipped. `correction/ess`: effective sample size of the
+    importance weights as a fraction of the tokens, 1 if all are equal.
     """
     means = {}
     for name in history[0] if history else ():

@@ -5,7 +5,6 @@ the run before its next step. The same signal again, two seconds later or more, 
 """
 import contextlib
 import ctypes
-import errno
 import io
 import os
 import shlex
@@ -41,7 +40,6 @@ def _handle(number, frame):
 def on_signals():
     """Handles signals in this block. A rank also gets SIGTERM if its torchrun is killed."""
     global received
-    received = 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -92,10 +90,6 @@ def with_one_line(*kinds, cfg=None, folder=None):
                 where = f" (traceback: {path})"
         if cfg and memory.is_out_of_memory(e):
             line = f"nano_rlvr: {str(e).splitlines()[0]} To use less memory: {memory.smaller(cfg)}"
-        elif "Too many open files" in str(e):  # also from gloo
-            line = "nano_rlvr: too few open files are allowed: raise the limit, ulimit -n"
-        elif isinstance(e, OSError) and e.errno == errno.ENOSPC and not e.filename:  # a semaphore
-            line = "nano_rlvr: /dev/shm is full: make room there (docker run --shm-size)"
         elif is_lost_rank(e):
             line = "nano_rlvr: another rank has ended, or has not answered for --timeout minutes"
         elif isinstance(e, (RunError, *kinds)):

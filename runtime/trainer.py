@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: its start, learning rate and weights, and AdamW's state by parameter name."""
+"""DeepSpeed's engine: start, learning rate, weights, AdamW's state, log-probs of rollouts."""
 import functools
 import os
 
@@ -39,25 +39,19 @@ def adamw_states(engine):
     return engine.optimizer.optimizer.state.values()
 
 
-def lr_at(step, cfg):
-    """Linear decay from lr at step 0 to lr * lr_end at step `steps`, times a linear warm-up."""
-    warmup = min(1.0, (step + 1) / max(1, cfg.warmup))
-    return cfg.lr * warmup * (1 - (1 - cfg.lr_end) * step / max(1, cfg.steps))
-
-
 def set_lr(engine, step, cfg):
-    """Sets the learning rate of a step, and returns it."""
-    lr = lr_at(step, cfg)
+    """Sets the learning rate of a step, and returns it: linear decay from lr at step 0 to
+    lr * lr_end at step `steps`, times a linear warm-up."""
+    warmup = min(1.0, (step + 1) / max(1, cfg.warmup))
+    lr = cfg.lr * warmup * (1 - (1 - cfg.lr_end) * step / max(1, cfg.steps))
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
     return lr
 
 
 def named_weights(engine):
-    """Yields (name, tensor) of every weight under the checkpoint's names. Collective.
-
-    LoRA adapters are merged. ZeRO-3 shards are gathered one tensor at a time.
-    """
+    """Yields (name, tensor) of every weight under the checkpoint's names. LoRA adapters are merged,
+    ZeRO-3 shards gathered one tensor at a time. Collective."""
     import deepspeed
     # keep_vars: with ZeRO-3's attributes. named_parameters() would leave out a tied lm_head.weight.
     for name, tensor in engine.module.model.state_dict(keep_vars=True).items():
@@ -105,8 +99,7 @@ def set_tensor(p, kind, value):
 def place_frozen_weights(engine, device):
     """With --lora_rank and --offload optimizer, moves the frozen weights to `device`.
 
-    They are in host memory while vLLM, which has its own copy of them, generates. The first call
-    makes the copy in host memory, which stays: nothing changes it, so nothing is copied back. It is
+    While vLLM generates they are in host memory, in a copy that stays: nothing changes it. It is
     one tensor, because PyTorch rounds the size of each pinned tensor up to a power of two.
     """
     frozen = [p for p in engine.module.parameters() if not p.requires_grad]
@@ -124,10 +117,7 @@ def place_frozen_weights(engine, device):
 @torch.no_grad()
 def token_logps(model, rollouts, filler, cfg):
     """-> per rollout, a list with the log-prob of each sampled token under a model. Collective.
-
-    It makes its own packs, as some of these rollouts are not trained, or are trained on another
-    rank. filler: a rollout for ranks with fewer packs.
-    """
+    filler: a rollout for ranks with fewer packs."""
     found = {}  # id of the rollout -> its list
     for packed in pack_evenly(rollouts, filler, cfg.pack_tokens):
         batch = collate(packed, dist.device())
@@ -140,15 +130,15 @@ def token_logps(model, rollouts, filler, cfg):
 def store_kl(policy, ref, groups, filler, cfg):
     """--kl_in reward: fills r.kl, the sum of k1 = log pi - log ref over the sequence. Collective.
 
-    Both log-probs come from the trainer, so k1 is exactly 0 while the two models are equal. vLLM's
-    would add the difference of its kernels, up to 0.05 per token in bf16, and a group whose other
-    rewards are equal would be normalised by the deviation of this noise. Returns its mean.
+    Both log-probs come from the trainer, so k1 is exactly 0 while the two models are equal. With
+    vLLM's, a group of equal rewards would be normalised by the noise of its kernels. Returns the
+    mean of k1 as a metric.
     """
     rollouts = [r for group in groups for r in group]
     with on_device(ref):
         ref_logps = token_logps(ref, rollouts, filler, cfg)
     policy_logps = token_logps(policy, rollouts, filler, cfg)
-    for r, own, old in zip(rollouts, policy_logps, ref_logps):
-        r.kl = sum(a - b for a, b in zip(own, old))
+    for r, own, fixed in zip(rollouts, policy_logps, ref_logps):
+        r.kl = sum(a - b for a, b in zip(own, fixed))
     total, tokens = dist.all_sum(sum(r.kl for r in rollouts), sum(r.length for r in rollouts))
     return {"kl": total / tokens} if tokens else {}

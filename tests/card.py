@@ -2,11 +2,7 @@
 
 Inside simulated_card(), a tensor is on the card or on the host as on a machine with one GPU. Its
 storage carries the mark: views, `p.data = x` and saved tensors are where their storage is. The
-kernels of the CPU compute the values; they check dtypes and shapes as those of CUDA do. Streams,
-speed and memory limits of a GPU are not simulated.
-
-FakeTensorMode would find the same mixes, but without a GPU PyTorch refuses a backward pass through
-its tensors, and DeepSpeed reads values.
+kernels of the CPU compute the values. Streams, speed and limits of a GPU are not simulated.
 """
 import contextlib
 from types import SimpleNamespace
@@ -35,12 +31,6 @@ def device_of(tensor):
     return CARD if getattr(tensor.untyped_storage(), "on_card", False) else HOST
 
 
-def put(tensor, device):
-    """Marks the storage of a tensor."""
-    tensor.untyped_storage().on_card = device == CARD
-    return tensor
-
-
 def tensors_in(tree):
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
@@ -61,7 +51,7 @@ class Dispatch(TorchDispatchMode):
         out = func(*args, **kwargs)
         for x in tensors_in(out):
             if x.untyped_storage()._cdata not in known:
-                put(x, device)
+                x.untyped_storage().on_card = device == CARD
         return out
 
     def common_device(self, func, tensors, args):
@@ -78,11 +68,7 @@ class Dispatch(TorchDispatchMode):
 
 
 class Functions(TorchFunctionMode):
-    """Above autograd: devices that Python code reads or asks for."""
-
-    def __init__(self, dispatch):
-        super().__init__()
-        self.dispatch = dispatch
+    """Above autograd: devices that Python code reads or asks for. Its `dispatch`: a Dispatch."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -94,43 +80,39 @@ class Functions(TorchFunctionMode):
         else:
             out = func(*args, **kwargs | {"device": HOST})
             if isinstance(out, torch.Tensor):
-                put(out, CARD if torch.device(wanted).type == "cuda" else HOST)
+                out.untyped_storage().on_card = torch.device(wanted).type == "cuda"
         if pinned:
             out.untyped_storage().pinned = True
         return out
 
-    def move(self, x, device, **options):
+    def move(self, x, device, copy=False, **options):
         """x.to(device, **options): a copy if it is elsewhere."""
         if device_of(x) == device:
-            return x.to(**options)
-        self.dispatch.to = device
-        try:
-            options.pop("copy", None)
+            return x.to(copy=copy, **options)
+        with mock.patch.object(self.dispatch, "to", device):
             return aten._to_copy(x, **options)
-        finally:
-            self.dispatch.to = None
 
 
 def to(mode, x, *args, copy=False, **kwargs):
-    copy = {"copy": True} if copy else {}
     if other := tensors_in((args, kwargs)):
-        return mode.move(x, device_of(other[0]), dtype=other[0].dtype, **copy)
+        return mode.move(x, device_of(other[0]), copy, dtype=other[0].dtype)
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     if x.is_meta or device is not None and device.type == "meta":
         return x.to(*args, **kwargs)
     device = device_of(x) if device is None else CARD if device.type == "cuda" else HOST
-    return mode.move(x, device, dtype=dtype or x.dtype, **copy)
+    return mode.move(x, device, copy, dtype=dtype or x.dtype)
 
 
-def numpy(mode, x, *args, **kwargs):
-    if device_of(x) == CARD:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy")
-    return x.numpy(*args, **kwargs)
+def on_host(function):
+    """A method that a tensor on the card refuses."""
+    def call(mode, x, *_):
+        if device_of(x) == CARD:
+            raise TypeError(f"a tensor on the card has no {function.__name__}()")
+        return function(x)
+    return call
 
 
-def pin_memory(mode, x, *_):
-    if device_of(x) == CARD:
-        raise RuntimeError("cannot pin 'torch.cuda.Tensor' only dense CPU tensors can be pinned")
+def pin_memory(x):
     pinned = x.clone()
     pinned.untyped_storage().pinned = True
     return pinned
@@ -140,8 +122,8 @@ SPECIAL = {
     torch.Tensor.device.__get__: lambda mode, x, *_: device_of(x),
     torch.Tensor.is_cuda.__get__: lambda mode, x, *_: device_of(x) == CARD,
     torch.Tensor.is_pinned: lambda mode, x, *_: getattr(x.untyped_storage(), "pinned", False),
-    torch.Tensor.cpu: lambda mode, x, *_, **__: mode.move(x, HOST),
-    torch.Tensor.numpy: numpy, torch.Tensor.to: to, PIN_MEMORY: pin_memory,
+    torch.Tensor.cpu: lambda mode, x, *_, **__: mode.move(x, HOST), torch.Tensor.to: to,
+    torch.Tensor.numpy: on_host(torch.Tensor.numpy), PIN_MEMORY: on_host(pin_memory),
 }
 
 
@@ -154,7 +136,7 @@ def simulated_card():
         with functions:  # PyTorch has left the mode to call this; DeepSpeed's hooks need it
             return run_backward(*args, **kwargs)
 
-    with Dispatch() as dispatch, Functions(dispatch) as functions:
+    with Dispatch() as Functions.dispatch, Functions() as functions:
         # what is compared with the forward pass: not the device, which is read outside of the mode
         same = {"default": lambda x: (x.shape, x.dtype)}
         with (mock.patch.object(torch.autograd, "_engine_run_backward", backward),

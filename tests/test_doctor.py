@@ -77,7 +77,7 @@ def test_memory_gb_without_a_gpu_shows_the_plan_for_one_of_that_size(diagnose, t
     assert status == "ok" and text.startswith("for a GPU that is not here")
     assert ("1,543.7 M parameters in bfloat16 and 24.0 GiB: --offload optimizer --checkpointing on"
             in text)
-    assert "--vllm_memory 0." in text and "host memory: 4" in text
+    assert "--vllm_memory 0." in text and re.search(r"total .* 48\.\d\d$", text)
     status, text = diagnose("--model", str(tmp_path), "--memory_gb", "8")["plan"]
     assert status == "FAIL" and "this run may use 7.2" in text and "--max_tokens 1500" in text
 

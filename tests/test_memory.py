@@ -11,7 +11,6 @@ import torch
 import nano_rlvr as nr
 import runtime.flags
 import runtime.model
-import runtime.trainer
 from conftest import ROOT, fixed_rollouts, make_config
 from models import SIZES, make, shape_of
 from runtime import memory
@@ -25,12 +24,9 @@ def simulated_peak(size, checkpointing):
     """Peak bytes without the weights: forward and backward in bf16, each gradient freed at once."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
-    count, prompt = 4, 64
-    completion = TOKENS // count - prompt
-    batch = nr.collate([nr.Rollout([i] * prompt, [0] * completion, "", True, [0.0] * completion)
-                        for i in range(count)])
-    # fake tensors have no values
-    lengths = SimpleNamespace(tolist=lambda: [TOKENS // count] * count)
+    n = TOKENS // 4 - 64
+    batch = nr.collate([nr.Rollout([i] * 64, [0] * n, "", True, [0.0] * n) for i in range(4)])
+    lengths = SimpleNamespace(tolist=lambda: [TOKENS // 4] * 4)  # fake tensors have no values
     batch.cu_seqlens_q = batch.cu_seqlens_k = SimpleNamespace(diff=lambda: lengths)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = make(size, torch.bfloat16).train()
@@ -47,50 +43,32 @@ def simulated_peak(size, checkpointing):
         return peak["Total"] - sum(p.numel() for p in model.parameters()) * 2
 
 
-@pytest.mark.parametrize("name, checkpointing", [("1.5B", "off"), ("Qwen3", "on")])
-def test_planned_activations_are_those_of_the_code_within_a_fifth(name, checkpointing):
-    """Simulated with 2 and with 4 layers: each further one adds as much."""
+@pytest.mark.parametrize("name, checkpointing", [("1.5B", "off"), ("1.5B", "on"), ("Qwen3", "on")])
+def test_planned_activations_are_at_least_those_of_the_code_and_at_most_three_tenths_more(
+        name, checkpointing):
+    """Simulated with 2 and with 4 layers: each further one adds as much. A tied head's gradient,
+    which waits for the embedding's, is planned among the buffers."""
     cfg = nr.Config(dtype="bfloat16", pack_tokens=TOKENS, checkpointing=checkpointing,
                     max_prompt=64, max_tokens=64)
-    parts = memory.step_bytes(cfg, shape_of(name), gpu=False)
-    ours = parts["activations kept"].update + parts["a layer or the head"].update
+    shape = shape_of(name)
+    planned = memory.step_bytes(cfg, shape, gpu=False)["activations"][1]
+    planned += 2 * shape.vocab * shape.hidden
     two, four = (simulated_peak(SIZES[name] | {"num_hidden_layers": n}, checkpointing)
                  for n in (2, 4))
-    measured = four + (shape_of(name).layers - 4) * (four - two) / 2
-    assert 0.95 * measured < ours < 1.2 * measured, (ours / GIB, measured / GIB)
+    measured = four + (shape.layers - 4) * (four - two) / 2
+    assert measured < planned < 1.3 * measured, (planned / GIB, measured / GIB)
 
 
 def test_planned_state_is_what_two_ranks_hold_before_the_step(monkeypatch):
-    """Measured by `python bench/ranks.py reduce`; DeepSpeed does not shard tensors below 1e5."""
+    """Measured by bench/ranks.py. The plan of stage 1 has the gradients of bf16 with fp32, too."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    rows = json.loads((ROOT / "bench/results/ranks_reduce.json").read_text())
-    assert len(rows) == 6
-    for name, row in rows.items():
+    for name, row in json.loads((ROOT / "bench/results/ranks_reduce.json").read_text()).items():
         dtype, stage = name.split()
         cfg = nr.Config(dtype=dtype, zero_stage=int(stage))
         parts = memory.step_bytes(cfg, shape_of("1.5B"), gpu=False)
-        state = (parts[part].update for part in ("weights", "fp32 weights and AdamW", "gradients"))
-        ours = sum(state) / shape_of("1.5B").parameters
-        assert 0.9 * row["held"] < ours < 1.05 * row["held"], name
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_planned_copies_of_a_checkpoint_are_those_of_merged_adapters_or_an_fp32_tensor(dtype):
-    from torch.distributed._tools.mem_tracker import MemTracker
-    size, shape, measured = SIZES["7B"] | dict(num_hidden_layers=1), shape_of("7B"), 0
-    with torch.device("meta"):
-        model = make(size, getattr(torch, dtype))
-    runtime.model.add_adapters(model, 4)
-    for name, p in model.named_parameters():
-        w = p.detach()
-        with MemTracker() as tracker:
-            list(runtime.model.merge_adapter(model, name, w))
-        totals = [x["Total"] for x in tracker.get_tracker_snapshot("peak").values()]
-        measured = max(measured, sum(totals))
-    lora, whole = (memory.step_bytes(nr.Config(dtype=dtype, lora_rank=rank), shape, gpu=True)
-                   ["a checkpoint's copies"] for rank in (4, 0))
-    assert 0.99 * measured < lora.generate < 1.01 * measured
-    assert whole == (4 * shape.vocab * shape.hidden, 0, 0)
+        state = parts["weights"][0] + parts["optimizer"][1] + parts["gradients"][1]
+        ours = state / shape_of("1.5B").parameters
+        assert 0.9 * row["held"] < ours < (1.2 if stage == "1" else 1.05) * row["held"], name
 
 
 def card(gib, size="1.5B", host=64, **changes):
@@ -98,15 +76,14 @@ def card(gib, size="1.5B", host=64, **changes):
     shape, device = shape_of(size), memory.Device(True, gib * GIB, gib * GIB, host * GIB)
     cfg, _ = memory.plan(nr.Config(dtype="bfloat16", **changes), device, shape)
     parts, vllm = memory.step_bytes(cfg, shape, gpu=True), cfg.vllm_memory * gib * GIB
-    generate, *others = parts["total"]
-    assert max(generate - parts["vLLM"].generate + vllm, *others) <= 0.905 * gib * GIB
-    cache = vllm - memory.vllm_weights(cfg, shape) - memory.VLLM_ACTIVATIONS
-    assert cache > memory.sequence_bytes(cfg, shape)
+    generate, update, _ = parts["total"]
+    least = parts["vLLM, at least"][0]
+    assert vllm >= least and max(generate - least + vllm, update) <= 0.905 * gib * GIB
     return cfg
 
 
 def test_zero_3_and_shared_engines_are_planned_where_one_gpu_cannot_hold_the_model(monkeypatch):
-    for size, ranks, gib, host in (("32B", 8, 80, 1024), ("7B", 2, 24, 256)):
+    for size, ranks, gib, host in (("32B", 8, 80, 1024), ("7B", 2, 32, 256)):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         flags = dict(zero_stage=3, tp=ranks, kl_coef=0)
@@ -117,32 +94,16 @@ def test_zero_3_and_shared_engines_are_planned_where_one_gpu_cannot_hold_the_mod
             card(gib, size, host, **flags | {name: x})
 
 
-def test_what_vllm_takes_by_hand():
-    """Its cache is divided by the ranks of an engine, but not below one of the 4 key heads. Its
-    sampler keeps 32 bits per running sequence and token, and 1 bit for the prompt."""
-    shape = shape_of("7B")
-    for tp, parts in ((1, 1), (2, 2), (4, 4), (8, 4)):
-        of_rank = memory.sequence_bytes(nr.Config(dtype="bfloat16", tp=tp), shape)
-        assert of_rank * parts == 4024 * 2 * 2 * 28 * 4 * 128
-    few = dict(prompts=8, eval_size=16)
-    for flags, running in (({}, 513), (dict(prompts=1024), 1024), (few, 65),
-                           (few | dict(eval_n=5), 81), (few | dict(eval_size=200), 201)):
-        cfg = nr.Config(dtype="bfloat16", **flags)
-        assert memory.most_sequences(cfg) == running
-        counts = memory.vllm_weights(cfg, shape) - 2 * shape.parameters
-        assert counts == running * shape.vocab * (4 + 1 / 8)
-
-
 def test_planned_host_memory_holds_pinned_tensors_rounded_up_to_powers_of_two():
-    """Those of the sleeping vLLM (weights, and how often each of 513 sequences has each token), of
-    the reference unless it stays on the GPU, and of the frozen weights of adapters with offload."""
+    """Weights of vLLM and its counts of tokens per sequence; then reference or frozen weights."""
     shape = shape_of("1.5B")
-    host = lambda **x: memory.host_bytes(nr.Config(dtype="bfloat16", **x), shape)  # noqa: E731
+    host = lambda **x: memory.step_bytes(  # noqa: E731
+        nr.Config(dtype="bfloat16", **x), shape, gpu=True)["total"][2]
     with torch.device("meta"):
         sizes = [2 * p.numel() for p in make(SIZES["1.5B"]).parameters()]
     pinned = [2 ** math.ceil(math.log2(size)) for size in [*sizes, 4 * 513 * shape.vocab]]
     vllm = host(checkpointing="off")
-    assert sum(pinned) < vllm < 4.1 * shape.parameters + 9 * 513 * shape.vocab
+    assert sum(pinned) < vllm == 4 * shape.parameters + 2 * GIB
     assert host() - vllm == 4 * shape.parameters and host(kl_coef=0.0) == vllm
     assert host(offload="optimizer") == host() + 24 * shape.parameters
     lora = dict(lora_rank=32)
@@ -154,12 +115,10 @@ def test_what_the_user_gives_is_kept_and_what_cannot_fit_is_refused_in_one_line(
     given = dict(pack_tokens=5000, checkpointing="on", offload="none", vllm_memory=0.3)
     cfg = card(80, **given)
     assert {name: getattr(cfg, name) for name in given} == given
-    for gib, changes, says in (
-            (12, {}, "needs about .* GiB at --max_tokens 3000.*--lora_rank 32"),
-            (24, dict(host=16), "needs about .* GiB of host memory, 16 are free"),
-            (24, dict(vllm_memory=0.1), "--vllm_memory 0.1 has no room for a KV .* least 0.2")):
+    for gib, host, says in ((12, 64, "needs about .* GiB at --max_tokens 3000.*--lora_rank 32"),
+                            (24, 16, "needs about .* GiB of host memory, 16 are free")):
         with pytest.raises(ValueError, match=says) as e:
-            card(gib, **changes)
+            card(gib, host=host)
         assert "\n" not in str(e.value)
     assert all(card(gib).pack_tokens >= 8192 for gib in (24, 40, 80))  # README's table
     assert card(12, lora_rank=16) and card(24, "7B", lora_rank=32)  # adapters
@@ -198,32 +157,24 @@ def test_each_flag_of_the_advice_makes_the_plan_smaller(monkeypatch):
         monkeypatch.setenv(name, "2")
     cfg = nr.Config(pack_tokens=8192, checkpointing="off", offload="none", dtype="bfloat16",
                     zero_stage=1, vllm_memory=0.5)
-
-    def total(**changes):
-        changed = dataclasses.replace(cfg, **changes)
-        return sum(memory.step_bytes(changed, shape_of("1.5B"), gpu=True)["total"])
-
+    total = lambda **changes: sum(memory.step_bytes(  # noqa: E731
+        dataclasses.replace(cfg, **changes), shape_of("1.5B"), gpu=True)["total"][:2])
     flags = dict(flag.split() for flag in memory.smaller(cfg).removeprefix("--").split(" --"))
     assert float(flags.pop("vllm_memory")) == 0.4 and len(flags) == 8
     for name, x in flags.items():
         assert total(**{name: type(getattr(cfg, name))(x)}) < total(), name
-    done = dict(pack_tokens=4024, checkpointing="on", vllm_memory=0, lora_rank=8)
-    assert memory.smaller(dataclasses.replace(cfg, **done)) == "--max_tokens 1500"
-
-
-def test_which_errors_are_out_of_memory():
-    with pytest.raises(RuntimeError) as e:
-        torch.empty(2**60, dtype=torch.uint8)
-    assert memory.is_out_of_memory(e.value)
-    for words, full in (("ALLOC_FAILED when calling", True), ("EXECUTION_FAILED", False)):
-        assert memory.is_out_of_memory(RuntimeError(f"CUDA error: CUBLAS_STATUS_{words}")) is full
 
 
 def test_out_of_memory_ends_a_run_in_one_line_with_the_flags_to_change(tmp_path):
     def full(cfg):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling\nMore lines.")
     flags = ["--steps", "1", "--pack_tokens", "4096", "--checkpointing", "off"]
     with pytest.raises(SystemExit) as e:
         nr.main([*flags, "--out", str(tmp_path)], sampler=full)
-    assert "--checkpointing on --pack_tokens 1632 --max_tokens 48 --lora_rank 32" in str(e.value)
+    for flag in ("--checkpointing on", "--max_tokens 48", "--pack_tokens 1632", "--lora_rank 32"):
+        assert flag in str(e.value)
     assert "\n" not in str(e.value)
+    with pytest.raises(RuntimeError) as e:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert memory.is_out_of_memory(e.value)
+    assert not memory.is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"))

@@ -30,7 +30,6 @@ from runtime import dist, evaluation, folder, log, memory, trainer
 from runtime.checkpoint import Checkpoints, Progress
 
 TINY = str(ROOT / "models/tiny")
-KV_CACHE = runtime.shape.ModelShape.of(TINY).kv_cache  # numbers per token
 SAME_MODEL = str(ROOT / "tests/../models/tiny")  # another text for the same folder
 
 
@@ -349,10 +348,7 @@ WIRES = {
                                                       template="none")),
     "max_tokens": ((90, 110), lambda cfg: [
         training("max_tokens")(cfg), evaluated(cfg)[0]["max_tokens"], setting("max_tokens")(cfg),
-        llm_args(cfg)["max_model_len"] - 64,
-        # of 33 sequences in float32, as the plan counts them, without the 64 tokens of a prompt
-        llm_args(cfg, gpu=True)["kv_cache_memory_bytes"] / 33 / 4 / KV_CACHE - 64],
-        ([90] * 5, [110] * 5), dict(vllm_memory=0.5)),
+        llm_args(cfg)["max_model_len"] - 64], ([90] * 4, [110] * 4)),
     # algorithm
     "kl_in": (("loss", "reward"), lambda cfg: (reads_reference(cfg), len(at("kl")(cfg))),
               ((True, 0), (False, 1)), ONE_STEP | dict(kl_coef=0.1)),
