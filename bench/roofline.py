@@ -222,8 +222,11 @@ def geometric(n, mean, longest=3000):
 
 
 def planned(cfg, shape, device):
-    """cfg with what runtime/memory.py chooses for a device; adapters where nothing else fits."""
-    for rank in (0, 32):
+    """cfg with what runtime/memory.py chooses for a device; adapters where nothing else fits.
+
+    None if nothing fits at all.
+    """
+    for rank in (cfg.lora_rank, 32):
         for c in memory.candidates(dataclasses.replace(cfg, lora_rank=rank), gpu=True):
             needed = max(memory.step_bytes(c, shape, gpu=True)["total"])
             if needed <= memory.USABLE * device.size:

@@ -1,6 +1,5 @@
 """Checks of a run: rehearsal before step 0, verdicts, optimizer steps, a user's rollouts."""
 import dataclasses
-import inspect
 import json
 import math
 import random
@@ -151,13 +150,6 @@ def rehearse(policy, ref, cfg):
 def checked(rollout, spec):
     """The function of --rollout (its value: spec). It raises RunError, with the user's line, for an
     exception in it and for a Rollout that does not fit."""
-    try:
-        inspect.signature(rollout).bind(*range(5))
-        inspect.signature(rollout).bind(*range(6), top_p=1.0)
-    except TypeError as e:
-        raise ValueError(f"--rollout {spec}: {e}; it must take llm, prompts, n, temperature, "
-                         "max_tokens, seeds=None, **sampling") from None
-
     def sample(llm, prompts, n, *args, **sampling):
         try:
             rollouts = rollout(llm, [list(prompt) for prompt in prompts], n, *args, **sampling)
@@ -181,18 +173,14 @@ def checked(rollout, spec):
 
 def misfit(r, prompt, vocabulary):
     """What is wrong with a user's Rollout for a prompt (token ids), in words; "" if nothing."""
-    if not isinstance(r, Rollout):
-        return f"it is {shorten(repr(r), 60)}, not a Rollout"
-    if r.prompt != prompt:
-        return "it has another prompt; the Rollouts must be in the order of the prompts"
+    if not isinstance(r, Rollout) or r.prompt != prompt:
+        return "it is no Rollout, or has another prompt; they must be in the order of the prompts"
     lists = r.completion, r.vllm_logps, r.sampled
-    types = [type(x) for x in (r.text, r.truncated, *lists)]
-    if types != [str, bool, list, list, list] or len(set(map(len, lists))) > 1:
-        return ("its text must be a str, truncated a bool; completion, vllm_logps and sampled must "
-                "be lists of one length")
+    if len(set(map(len, lists))) > 1 or True not in r.sampled:
+        return "completion, vllm_logps, sampled must have one length, and a token must be sampled"
     for token, logp, sampled in zip(*lists):
-        if (type(token) is not int or not 0 <= token < vocabulary or type(sampled) is not bool
-                or not isinstance(logp, (int, float)) or not -math.inf < logp <= 1e-3):  # rounded
+        if token not in range(vocabulary) or sampled not in (True, False) \
+                or not -math.inf < logp <= 1e-3:  # rounded
             return (f"a token has id {token!r}, log-prob {logp!r}, sampled {sampled!r}; they must "
                     f"be an int below {vocabulary}, finite and at most 0, and a bool")
-    return "" if any(r.sampled) else "no token of it is sampled"
+    return ""
