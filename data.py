@@ -392,5 +392,5 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
         if left_out := len(examples) - count:
             notify(f"{left_out} of {len(examples)} {name} prompts left out: longer than {limit}")
         if lost := {e.get("eval_set") for e in examples} - {e.get("eval_set") for e in kept[name]}:
-            raise ValueError(f"--eval_data {lost}: none of its prompts fits into {limit} tokens")
+            raise ValueError(f"--eval_data {min(lost)}: no prompt of it fits into {limit} tokens")
     return kept["training"], kept["evaluation"]

@@ -223,9 +223,10 @@ def geometric(n, mean, longest=3000):
 
 
 def planned(cfg, shape, device):
-    """cfg with what runtime/memory.py chooses for a device; adapters where nothing else fits."""
+    """cfg with what runtime/memory.py chooses for a device; adapters where nothing else fits, None
+    if nothing does."""
     place = memory.Device(True, device.size, device.size)
-    for rank in (0, 32):
+    for rank in (cfg.lora_rank, 32):
         with contextlib.suppress(ValueError), contextlib.redirect_stdout(None):
             return memory.plan(dataclasses.replace(cfg, lora_rank=rank), place, shape)[0]
 

@@ -7,6 +7,7 @@ A check returns what it found and a text about what limits a run, which is empty
 does. It raises an error if the run would fail.
 """
 import contextlib
+import dataclasses
 import io
 import os
 import platform
@@ -19,10 +20,11 @@ from importlib import metadata
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "bench")]
 import torch  # noqa: E402
 
 import nano_rlvr as nr  # noqa: E402
+import roofline  # noqa: E402
 from runtime import flags, memory, shape  # noqa: E402
 from runtime.memory import GIB  # noqa: E402
 
@@ -79,6 +81,24 @@ def plan(cfg):
     return f"for {place}\n{text.getvalue()}", ""
 
 
+def hours(cfg):
+    """The least hours on four GPUs, from their data sheets, for answers of up to 700 tokens."""
+    cfg = dataclasses.replace(cfg, dtype="bfloat16")
+    model, found = shape.ModelShape.of(cfg.model), []
+    n, mean = cfg.prompts * cfg.samples, min(700, cfg.max_tokens // 2)
+    lengths = roofline.geometric(n, mean, cfg.max_tokens)
+    groups = [(100, lengths[i::cfg.prompts]) for i in range(cfg.prompts)]
+    for gpu in roofline.DEVICES:
+        if planned := roofline.planned(cfg, model, gpu):
+            stages = roofline.bounds(planned, model, groups, gpu).values()
+            seconds = cfg.steps * sum(sum(parts.values()) for parts in stages)
+            adapters = f" with --lora_rank {planned.lora_rank}"
+            found.append(f"{seconds / 3600:.2g} on {gpu.name}"
+                         + adapters * (planned.lora_rank != cfg.lora_rank))
+    return (f"on paper, {cfg.steps} steps of {n} answers of {mean} tokens take at least (hours): "
+            f"{', '.join(found)}; multiply by the price of an hour"), ""
+
+
 def disk(cfg):
     out = Path(cfg.out).absolute()
     folder = next(path for path in (out, *out.parents) if path.exists())
@@ -90,7 +110,7 @@ def disk(cfg):
     return found, ""
 
 
-def main(argv, checks=(versions, device, host, step, plan, disk)):
+def main(argv, checks=(versions, device, host, step, plan, hours, disk)):
     """Prints all checks. Returns 1 if one failed, else 0. Raises ValueError for bad flags."""
     cfg = nr.parse_config(argv)
     if cfg.memory_gb and not torch.cuda.is_available():  # a plan for a GPU, whose default is bf16

@@ -33,9 +33,8 @@ from runtime.log import Log  # noqa: E402
 
 # environment of child processes: without the process group that this process has joined, and with
 # one thread: with several, two runs may add in another order
-GROUP_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-ENV = {name: value for name, value in os.environ.items() if name not in GROUP_VARIABLES}
-ENV["OMP_NUM_THREADS"] = "1"
+ENV = {name: value for name, value in os.environ.items() if name not in (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")} | {"OMP_NUM_THREADS": "1"}
 TORCHRUN = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node".split()]
 SHARED = ROOT.parent / "shared" / "data"  # GSM8K, MATH-500 ... as jsonl, on machines that have them
 
@@ -160,8 +159,6 @@ def naive_logps(model, rollout, temperature=1.0):
     return logp.gather(1, ids[0, start:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-# ---- processes
-
 # writes what a run leaves: an evaluation per step, better with each seed; --fail 1 fails, --fail 2
 # is better by 0.1
 FAKE_RUN = """
@@ -187,18 +184,13 @@ def descendants(pids):
                         for child in psutil.Process(pid).children(recursive=True)}
 
 
-def is_running(pid):
-    """Whether a process runs: it is there, and no zombie."""
-    try:
-        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def gone(pids):
-    """Whether these processes end."""
+    """Whether these processes end: none is there in a minute, but for zombies."""
+    pids = set(map(int, pids))
     for _ in range(600):
-        if not any(map(is_running, pids)):
+        running = {process.pid for process in psutil.process_iter(["status"])
+                   if process.info["status"] != psutil.STATUS_ZOMBIE}
+        if not pids & running:
             return True
         time.sleep(0.1)
     return False

@@ -8,19 +8,15 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from runtime.batch import packed_attention
 from runtime.shape import ModelShape
 
+FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads", "vocab_size")
+UNTIED = {"tie_word_embeddings": False}
 SIZES = {
-    "1.5B": dict(  # Qwen2.5-1.5B
-        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-        num_key_value_heads=2, vocab_size=151936),
-    "Qwen3": dict(  # Qwen3-0.6B: queries and keys have norms and are twice as wide as the model
-        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, vocab_size=151936, model_type="qwen3"),
-    "7B": dict(  # Qwen2.5-7B
-        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-        num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False),
-    "32B": dict(  # Qwen2.5-32B
-        hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40,
-        num_key_value_heads=8, vocab_size=152064, tie_word_embeddings=False),
+    "1.5B": dict(zip(FIELDS, (1536, 8960, 28, 12, 2, 151936))),  # Qwen2.5-1.5B
+    "Qwen3": dict(zip(FIELDS, (1024, 3072, 28, 16, 8, 151936)),  # Qwen3-0.6B: queries and keys
+                  head_dim=128, model_type="qwen3"),  # have norms, twice as wide as the model
+    "7B": dict(zip(FIELDS, (3584, 18944, 28, 28, 4, 152064))) | UNTIED,  # Qwen2.5-7B
+    "32B": dict(zip(FIELDS, (5120, 27648, 64, 40, 8, 152064))) | UNTIED,  # Qwen2.5-32B
 }
 
 

@@ -9,31 +9,31 @@
 The planted faults are in faults.txt: kinds of mistakes that were made or are easily made. A mutant
 changes an operator, a number, a comparison or a condition. A copy of the repository with the change
 is tested in a forked child (torch, TRL and vLLM are imported once, here). It runs the tests that
-reach the changed lines, the quickest files first, up to --seconds of them; coverage.db and
-durations.xml in .pytest_cache tell which they are. Prints a line per change and the diff of those
-that no test noticed: a gap, or the same program (say why). Exits with 1 if a planted fault is not
-noticed, or if a test fails without a change.
+reach the changed lines, the quickest files first, up to --seconds of them: see .pytest_cache.
+Prints a line per change and the diff of those that no test noticed: a gap, or the same program (say
+why). Exits with 1 if a planted fault is not noticed, or if a test fails without a change.
 """
 import argparse
 import contextlib
 import difflib
+import importlib
 import itertools
 import os
 import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-import xml.etree.ElementTree
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-MEASURED = ROOT / ".pytest_cache"  # what the run of the suite has left
 PRODUCT = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/*.py", "runtime/*.html", "verify/*.py",
            "examples/*.py")  # where faults are planted
 DRAWN = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/batch.py", "runtime/evaluation.py",
@@ -42,11 +42,8 @@ LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "wandb", "exercis
 
 
 def planted():
-    """(description, file, its text with the fault) of each fault in faults.txt.
-
-    A fault there is a line "# description", lines "- text" and lines "+ replacement". The text must
-    occur once in all PRODUCT files or, after a line "@ file", in that file.
-    """
+    """(description, file, its text with the fault) of each fault: "# description", lines "- text",
+    "+ replacement". The text must occur once in PRODUCT or, after "@ file", in that file."""
     texts = {str(path.relative_to(ROOT)): path.read_text()
              for pattern in PRODUCT for path in ROOT.glob(pattern)}
     for block in (ROOT / "tests/faults.txt").read_text().rstrip("\n").split("\n\n"):
@@ -83,8 +80,7 @@ def mutants(seed):
 
 
 def difference(file, changed):
-    """Lines of a diff, and numbers of the lines of the file that differ or after which some are
-    new."""
+    """Lines of a diff, numbers of the lines that differ or after which some are new."""
     before = (ROOT / file).read_text().splitlines()
     diff = list(difflib.unified_diff(before, changed.splitlines(), lineterm="", n=0))[2:]
     numbers = set()
@@ -98,38 +94,38 @@ class Coverage:
 
     def __init__(self):
         import coverage
-        self.data = coverage.CoverageData(str(MEASURED / "coverage.db"))
+        self.data = coverage.CoverageData(str(ROOT / ".pytest_cache/coverage.db"))
         self.data.read()
-        self.seconds = {}  # test -> seconds, of those that passed, in the order of their files
-        for case in xml.etree.ElementTree.parse(MEASURED / "durations.xml").iter("testcase"):
-            if all(case.find(outcome) is None for outcome in ("failure", "error", "skipped")):
-                path = case.get("classname").replace(".", "/") + ".py"
-                self.seconds[f"{path}::{case.get('name')}"] = float(case.get("time"))
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", ROOT / "tests"]
+        listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
+        there = set(listed.splitlines())
+        self.seconds = {}  # test -> seconds, of those that passed and are still there
+        for case in ElementTree.parse(ROOT / ".pytest_cache/durations.xml").iter("testcase"):
+            test = f"{case.get('classname').replace('.', '/')}.py::{case.get('name')}"
+            if test in there and not len(case):  # it has no failure, error or skipped inside
+                self.seconds[test] = float(case.get("time"))
 
     def tests(self, file, lines, most):
         """Tests that reach one of the lines, by file, the quickest file first: `most` seconds."""
-        contexts = self.data.contexts_by_lineno(str(ROOT / file))
         by_line = {line: {context.split("|")[0] for context in found} & self.seconds.keys()
-                   for line, found in contexts.items()}
+                   for line, found in self.data.contexts_by_lineno(str(ROOT / file)).items()}
         found = set().union(*(by_line.get(line, ()) for line in lines))
-        for line in sorted(by_line):
-            if not found and line > min(lines):  # it runs at import: the next line of a test
-                found = by_line[line]
-        if not found:  # a page
-            found = {test for test in self.seconds if f"test_{Path(file).stem}.py" in test}
+        if not found:  # it runs at import: the next line of a test
+            later = (by_line[line] for line in sorted(by_line) if line > min(lines))
+            found = next(filter(None, later), found)
         of_files = Counter()  # file -> seconds of its tests
         for test in found:
             of_files[test.split("::")[0]] += self.seconds[test]
-        ordered = [test for test in self.seconds if test in found]
-        ordered.sort(key=lambda test: of_files[test.split("::")[0]])
+        ordered = sorted((test for test in self.seconds if test in found),
+                         key=lambda test: of_files[test.split("::")[0]])
         totals = itertools.accumulate(map(self.seconds.get, ordered))
         return [test for test, total in zip(ordered, totals)
                 if test == ordered[0] or total <= most]
 
 
 def copy(folder, shown=()):
-    """Copies the repository into a folder, without what runs leave in it. shown: the files of the
-    copy that git sees, those that a student changes."""
+    """Copies the repository, without what runs leave in it. shown: the files that git sees there,
+    those that a student changes."""
     shutil.copytree(ROOT, folder, ignore=LEFT_OUT, dirs_exist_ok=True)
     if shown:
         lines = ["*", "!*/", *(f"!/{file}" for file in (".gitignore", *shown))]
@@ -140,38 +136,29 @@ def import_libraries():
     """Once for all forked children."""
     os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork
     sys.dont_write_bytecode = True
-    import datasets  # noqa: F401
-    import deepspeed  # noqa: F401
-    import hypothesis  # noqa: F401
-    import pytest  # noqa: F401
-    import tyro  # noqa: F401
-    from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
-    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: F401
-    from vllm import SamplingParams  # noqa: F401
-
-
-def run_tests(folder, tests, core):
-    """Runs these tests of a copy on one core, up to the first that fails, and ends the process."""
-    os.setsid()
-    os.sched_setaffinity(0, {core})
-    log = open(folder / "log", "w")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    os.chdir(folder)
-    libraries = [p for p in sys.path if not p.startswith(str(ROOT)) or "site-packages" in p]
-    sys.path[:] = [str(folder / "tests"), str(folder), *libraries]
-    import pytest
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov", *tests])
-    sys.stdout.flush()
-    os._exit(code)
+    for name in ("datasets", "deepspeed", "hypothesis", "pytest", "tyro", "vllm.sampling_params",
+                 "transformers.models.qwen2.modeling_qwen2", "trl.trainer.grpo_trainer",
+                 "trl.trainer.rloo_trainer"):
+        importlib.import_module(name)
 
 
 def first_failure(folder, tests, core, limit):
-    """The first test that fails in a copy, "" if all pass. In a forked child; limit: seconds,
-    after which it is killed: "pytest ended with -9"."""
+    """The first test that fails in a copy, "" if all pass. In a forked child, on one core; after
+    `limit` seconds it is killed: "pytest ended with -9"."""
     child = os.fork()
     if not child:
-        run_tests(folder, tests, core)
+        os.setsid()
+        os.sched_setaffinity(0, {core})
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(folder)
+        libraries = [p for p in sys.path if not p.startswith(str(ROOT)) or "site-packages" in p]
+        sys.path[:] = [str(folder / "tests"), str(folder), *libraries]
+        import pytest
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov", *tests])
+        sys.stdout.flush()
+        os._exit(code)
     timer = threading.Timer(limit, os.killpg, (child, signal.SIGKILL))
     timer.start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -186,8 +173,7 @@ def first_failure(folder, tests, core, limit):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--random", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
@@ -213,9 +199,8 @@ def main():
         free.append(core)
         return name
 
-    diffs, lines = zip(*(difference(file, changed) for _, file, changed in changes))
-    chosen = [coverage.tests(change[1], numbers, args.seconds)
-              for change, numbers in zip(changes, lines)]
+    chosen = [coverage.tests(file, difference(file, changed)[1], args.seconds)
+              for _, file, changed in changes]
     every = [test for test in coverage.seconds if any(test in tests for tests in chosen)]
     if not args.words and (name := run("data.py", (ROOT / "data.py").read_text(), every)):
         sys.exit(f"without any change: {name}")
@@ -224,11 +209,11 @@ def main():
         names = threads.map(lambda change, tests: run(*change[1:], tests) if tests else "",
                             changes, chosen)
         print("| change | caught by |\n|---|---|")
-        for (what, *_), diff, tests, name in zip(changes, diffs, chosen, names):
+        for (what, *change), tests, name in zip(changes, chosen, names):
             by = f"`{name}`" if name else f"**nothing** of {len(tests)}"
             print(f"| {what} | {by} |", flush=True)
             if not name:
-                missed.append("\n".join([what, *diff]))
+                missed.append("\n".join([what, *difference(*change)[0]]))
     print("", *missed, sep="\n\n")
     print(f"\n{len(changes) - len(missed)} of {len(changes)} caught, {time.time() - begin:.0f} s")
     sys.exit(bool(missed) and not args.random)

@@ -1,8 +1,6 @@
-"""Run by test_ranks.py on 3 ranks, then on 1: updates on fixed rollouts, in float64.
+"""Run by test_ranks.py on 3 ranks, then called there: updates on fixed rollouts, in float64.
 
-    rank_worker.py FOLDER
-
-Rank 0 saves {setting: (weights, metrics of the last step)} to FOLDER/<number of ranks>.
+    rank_worker.py FOLDER      rank 0 saves to FOLDER/found what main() returns
 """
 import functools
 import math
@@ -21,7 +19,6 @@ SETTINGS = {  # differences from Config
     "process rewards, all on rank 0, balanced": dict(zero_stage=2, aggregate="token"),
     "one group left, untied": dict(
         zero_stage=3, drop_flat_groups=True, correction="token_mask", correction_cap=3.0),
-    "one group left, balanced": dict(zero_stage=2, drop_flat_groups=True),
 }
 FOLDER = Path(sys.argv[-1])
 
@@ -66,9 +63,6 @@ def result(policy, batches, steps, cfg):
 def train(name, tokenizer, steps=2, **changes):
     cfg = config(name, **changes)
     policy = nr.make_policy(cfg)
-    for p in policy.module.parameters():
-        sharded = hasattr(p, "ds_status") and p.ds_status.name == "NOT_AVAILABLE"
-        assert sharded == (cfg.zero_stage == 3)
     return result(policy, batches_of(name, cfg, tokenizer), steps, cfg)
 
 
@@ -98,10 +92,11 @@ def shard_small_weights(set_attribute=setattr):
     set_attribute(deepspeed, "initialize", without_threshold)
 
 
-if __name__ == "__main__":
-    shard_small_weights()
-    nr.TokenLogps = functools.partial(nr.TokenLogps, chunk=100)  # three chunks of the vocabulary
-    dist.init_process_group()
+def main(set_attribute=setattr):
+    """-> {setting: (weights, metrics of the last step)}"""
+    shard_small_weights(set_attribute)
+    in_three_chunks = functools.partial(nr.TokenLogps, chunk=100)  # of the vocabulary
+    set_attribute(nr, "TokenLogps", in_three_chunks)
     with float64():
         tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/tiny")
         found = {name: train(name, tokenizer, **SETTINGS[name]) for name in SETTINGS}
@@ -110,6 +105,11 @@ if __name__ == "__main__":
         else:
             found["two steps"] = train("", tokenizer, steps=2)
             found["three steps"] = train("", tokenizer, steps=3)
-        found["continued"] = train_one_more_step(tokenizer)
+        return found | {"continued": train_one_more_step(tokenizer)}
+
+
+if __name__ == "__main__":
+    dist.init_process_group()
+    found = main()
     if dist.rank() == 0:
-        torch.save(found, FOLDER / str(dist.world_size()))
+        torch.save(found, FOLDER / "found")

@@ -1,7 +1,4 @@
-"""Bad inputs, and a part of the line that each must give.
-
-Each is given to the first function of main() that must refuse it; some go through main() itself.
-"""
+"""Bad inputs, and a part of the line that each must give."""
 import contextlib
 import json
 import os
@@ -29,62 +26,43 @@ FLAGS = [  # a command line, a part of the line
     ("--prompts 6 --minibatches 4", "--minibatches 4 must divide the 6 prompts"),
     ("--tp 2", "--tp 2: must divide the number of ranks, 1"),
     ("--task chess", "--task chess: choose one of arithmetic"),
-    ("--algo=", "--algo : choose one of grpo"),
     ("--template nowhere.txt", "--template nowhere.txt: not one of chat, none"),
     ("--rewards gsm9k", "unknown reward 'gsm9k'"),
-    *((f"--name {name}", "must be the plain name of a folder") for name in ("a/b", "..", "a\nb")),
-    ("--out a\0b", "created in --out 'a\\x00b'"),
+    ("--name ..", "must be the plain name of a folder"),
     ("--name mine --resume {dir}/run", "are two runs; leave --name out"),
     ("--resume", "--resume needs the folder of a run, or --name"),
-    ("--resume {dir}/run", "run/config.json cannot be read"),
+    ("--resume {dir}/run", "run/config.json is damaged"),
 ]
 MAIN = [  # a command line, a part of the line: later checks, by main() itself
     ("--rollout nowhere.py:f", "rollout file 'nowhere.py' does not exist"),
-    ("--eval_data arithmetic,nowhere.py:make", "data file 'nowhere.py' does not exist"),
     ("--name mine", "holds a run; choose another --name"),
     ("--out {dir}/a.jsonl/x", "Not a directory"),
-    ("--name " + "x" * 300, "File name too long"),
     ("--memory_gb 0.001", "this run may use 0.0"),
     ("--max_prompt 3", "0 training prompts fit"),
     ("--task aime24", "--task aime24 has no training examples"),
     ("--data {dir}", "{dir}: no such file, no task"),
-    ("--eval_data {dir}/a.jsonl,", "no such file, no task (arithmetic"),
-    ("--data {dir}/a.jsonl --answer_key gold", "a.jsonl:1: no 'gold'"),
     ("--data {dir}/a.jsonl --eval_data {dir}/a.jsonl", "nothing is left to train on"),
     ("--rewards os:getcwd", "--rewards getcwd: it is no reward function"),
     ("--rewards code", "reward code: it reads the column 'tests', which arithmetic does"),
     ("--model Qwen2.5-Math-99B", "--model Qwen/Qwen2.5-Math-99B: its config.json cannot"),
-    ("--model {dir}", "its config.json cannot be loaded"),
 ]
-UNREADABLE = "cannot be read (UnicodeDecodeError"
-THIRD = "def make(*_): return [{'question': '1', 'answer': answer} for answer in ('2', '2', '')]"
+THIRD = "def make(*_): return [{'question': '1', 'answer': answer} for answer in '22 ']"
 DATA = [  # name, content of the file, a part of the line
-    ("syntax.py:make", "def make(", "syntax.py:make: SyntaxError: '(' was never closed"),
     ("fails.py:make", "def make(*_):\n    yield {}\n    raise OSError('a\\nb')",
      "fails.py:make: OSError: a b (line 3)"),
-    ("exits.py:make", "def make(*_): raise SystemExit(3)", "exits.py:make: SystemExit: 3 (line 1)"),
     ("third.py:make", THIRD, "third.py:make, row 3: 'answer' is empty; --answer_key names"),
-    ("keys.py:make", "def make(*_): return [{1: 2}]", "or a column whose name is not text"),
     ("set.py:make", "def make(*_): return [{'question': '1', 'answer': {1}}]",
      "set.py:make: TypeError: Object of type set is not JSON"),
     ("blank.jsonl", "\n \n\n", "blank.jsonl: no examples in it"),
-    ("null.jsonl", '{"question": null, "answer": 1}', "null.jsonl:1: 'question' is empty"),
     ("number.jsonl", '{"question": 3, "answer": 1}', "number.jsonl:1: 'question' must be text"),
     ("list.jsonl", '{"question": "1+1", "answer": [2]}', "list.jsonl:1: 'answer' must be text or"),
+    ("half.jsonl", '{"question": "\\ud83d", "answer": 1}', "half.jsonl:1: 'utf-8' codec"),
     ("array.jsonl", LINES + "\n[1, 2]", "array.jsonl:41: a row must be an object"),
     ("names.jsonl", '{"ask": "1", "gold": 2}', "names.jsonl:1: no 'question' (it has ask, gold)"),
-    *((f"twice.{kind}", text, "'answer' is there twice") for kind, text in (
-        ("jsonl", '{"question": "1+1", "answer": "2", "answer": "3"}'),
-        ("csv", "question,answer,answer\n1+1,2,3\n"))),
+    ("twice.csv", "question,answer,answer\n1+1,2,3\n", "'answer' is there twice"),
     ("broken.jsonl", LINES + '\n{"question": ', "broken.jsonl:41: cannot be read (JSON"),
-    ("deep.jsonl", "[" * 100_000, "deep.jsonl:1: cannot be read (RecursionError: maximum"),
-    ("half.jsonl", '{"question": "\\ud83d", "answer": 1}', "half.jsonl:1: 'utf-8' codec"),
-    ("utf16.jsonl", LINES.encode("utf-16"), "utf16.jsonl:2: " + UNREADABLE),
     ("object.json", json.dumps(ROWS[0]), "object.json: not a jsonl, csv or parquet file, nor"),
     ("wide.csv", "question,answer\n1+1,2,3\n", "wide.csv, row 1: more fields than"),
-    ("short.csv", "question,answer\n1+1,2\n1+2\n", "short.csv, row 2: 'answer' is empty;"),
-    ("quote.csv", 'question,answer\n1+1,2\n"1+2,3\n', "quote.csv: cannot be read (Error: "),
-    ("junk.parquet", b"PAR1 junk PAR1", "junk.parquet: cannot be read (ArrowInvalid"),
 ]
 
 
@@ -118,21 +96,14 @@ MODELS = [  # id, fault of a copy of the bundled model, a part of the line
     ("weights truncated", lambda f: os.truncate(f / "model.safetensors", 100_000), READ),
     ("only a .bin", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), READ),
     ("a tensor missing", weights(lambda t: t.pop(UP)), FIT + ": 1 tensors are missing"),
-    ("a tensor too many", weights(lambda t: t.update(extra=t[UP].clone())), "one is extra"),
     ("an infinite weight", weights(lambda t: t[UP].view(-1)[3:4].fill_(float("inf"))),
      "infinite values, first in " + UP),
-    ("an unknown model type", config(model_type="qwen99"), BUILD),
     ("code of its own", config(auto_map={"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M"},
                                model_type="own"), "code of its own needs --trust_remote_code"),
-    ("a sliding window", config(sliding_window=64, use_sliding_window=True, max_window_layers=0,
-                                layer_types=["sliding_attention"] * 4), "sliding window are 64"),
     ("few positions", config(max_position_embeddings=95), "or its sliding window are 95"),
-    ("tokenizer.json broken", content("tokenizer.json", "{"), TOKENIZER),
     ("no tokenizer.json", lambda f: (f / "tokenizer.json").unlink(), "(ValueError: it has no"),
     ("no chat template", lambda f: (f / CHAT).unlink(), "chat_template is not set"),
-    ("a broken template", content(CHAT, "{% for m in %}"), "chat template fails"),
     ("no question", content(CHAT, "Hello"), "leaves the question out"),
-    ("a damaged record", content(runtime.flags.RECORD, "{}"), runtime.flags.RECORD + " is damaged"),
 ]
 
 

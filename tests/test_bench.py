@@ -7,7 +7,6 @@ import sys
 import pytest
 
 import common
-import curves
 import nano_rlvr as nr
 import random_model
 import seeds
@@ -34,8 +33,8 @@ def test_benches_of_one_process(bench, llm):
     bench("habits").main(["--eval_size", "64"])
     bench("plan").plan("Qwen2.5-1.5B", 24)
     bench("ranks").main(["paper"])
-    device = bench("roofline").measure_device()
-    assert min(device[1:5]) > 0 and 0 < bench("roofline").measure_python(llm, 16, 2) < 0.1
+    assert min(bench("roofline").measure_device()[1:5]) > 0
+    bench("roofline").measure_python(llm, 16, 2)
     bench("verifiers").measure("name", "gsm8k", ["#### 1"] * 4, {"answer": ["1", "2"] * 2}, pools=1)
 
 
@@ -68,8 +67,6 @@ def test_benches_whose_runs_are_given(bench, monkeypatch, tmp_path):
     assert subprocess.run(["bash", "-n", common.ROOT / "bench/gpu.sh"]).returncode == 0
 
 
-# ---- seeds and curves
-
 def test_runs_are_made_once_and_reported_with_their_interval(tmp_path):
     (tmp_path / "fake.py").write_text(FAKE_RUN)
     argv = ["--out", str(tmp_path), "--seeds", "3", "--setting", "a=--fail 0", "--", sys.executable,
@@ -78,40 +75,8 @@ def test_runs_are_made_once_and_reported_with_their_interval(tmp_path):
     seeds.main(argv)  # starts none: mkdir() would fail
     wanted = "| a | 50.0% | 70.0% (45.2%–94.8%) | 10.0 | 10.0 |"  # 4.303 * 0.1 / sqrt(3)
     assert wanted in (tmp_path / "seeds.md").read_text()
-    assert (tmp_path / "seeds.png").stat().st_size > 10_000
-    runs = json.loads((tmp_path / "seeds.json").read_text())["runs"]
-    assert [len(run["evaluations"]) for run in runs] == [3, 3, 3]
-    with pytest.raises(ValueError, match="--seeds 2 or more"):
-        seeds.main(["--seeds", "1"])
     with pytest.raises(ValueError, match="choose another --out"):
         seeds.main([*argv, "--lr", "1"])
     argv[5] = "b=--fail 1"
     with pytest.raises(ValueError, match="b-0 failed; look at .*b-0.log"):
         seeds.main(argv)
-
-
-def test_a_band_ends_where_no_value_can_be(tmp_path, monkeypatch):
-    """The intervals of these two seeds reach far below 0 and above 1."""
-    runs = [[{"step": 0, "clipped": 0.2, "eval/accuracy": 0.9, "completion/length": 5.0,
-              "kl": -0.1}],
-            [{"step": 0, "clipped": 0.0, "eval/accuracy": 1.0, "completion/length": 9.0,
-              "kl": 0.1}]]
-    fig = seeds.figure()
-    monkeypatch.setattr(seeds, "figure", lambda **_: fig)
-    keys = list(runs[0][0])[1:]
-    seeds.draw({"a": runs}, dict(zip(keys, keys)), tmp_path / "bands.png")
-    ends = []
-    for axis in fig.axes:
-        y = axis.collections[0].get_paths()[0].vertices[:, 1]
-        ends.append((y.min().round(2), y.max().round(2)))
-    half = 12.706 * 0.1  # t of two seeds, times s / sqrt(2)
-    assert ends[0] == (0, 1) and ends[1][1] == 1 and ends[1][0] < 0.95
-    assert ends[2][0] == 0 and ends[2][1] > 20 and ends[3] == (-round(half, 2), round(half, 2))
-    assert fig.axes[0].get_ylim()[0] == 0
-
-
-def test_each_row_of_the_ablation_adds_flags_that_end_in_the_preset():
-    flags = [command[2:] for command in curves.dapo()[1].values()]
-    assert all(new[:len(old)] == old and len(new) > len(old) for old, new in zip(flags, flags[1:]))
-    last = nr.parse_config(flags[-1])
-    assert all(getattr(last, name) == value for name, value in nr.ALGOS["dapo"].items())

@@ -6,16 +6,12 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import typing
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import nano_rlvr as nr
-import runtime.dist
 import runtime.flags
 import runtime.memory
 import runtime.sampler
@@ -42,7 +38,7 @@ def test_every_numeric_flag_has_one_range_with_its_default_and_no_value_beyond_i
 
 def test_an_unknown_flag_a_missing_value_and_a_word_of_another_type_are_wrong_usage():
     typed = [f"--{name}=x" for name, hint in HINTS.items() if hint is not str]
-    for argv in (*typed, "--learning_rate 1", "--steps", "--model", "train"):
+    for argv in (*typed, "--learning_rate 1", "--steps", "train"):
         with pytest.raises(SystemExit) as e:
             nr.parse_config(argv.split())
         assert e.value.code == 2, argv
@@ -64,19 +60,14 @@ def test_needs_names_flags_that_exist_and_for_each_gate_the_flags_that_act_on_it
     *((f"--minibatches 2 --algo {algo}", "") for algo in nr.ALGOS),
     # one that has no effect, one that has
     ("--question_key q", "question_key"), ("--question_key q --data f.jsonl", ""),
-    ("--answer_key a", "answer_key"), ("--answer_key a --eval_data f.jsonl", ""),
     ("--minibatches 2 --delta 2 --gate soft", "delta"), ("--epochs 2 --delta 2", ""),
-    ("--minibatches 2 --clip_low 0.1 --gate detach", "clip_low"),
     ("--minibatches 2 --clip_high 0.1 --gate soft", "clip_high"),
     ("--minibatches 2 --tau 2", "tau"), ("--minibatches 2 --tau 2 --gate soft", ""),
-    ("--minibatches 2 --tau_neg 2 --gate squared", "tau_neg"),
     ("--kl_in reward --kl_coef 0", "kl_in"), ("--vllm_memory 0.5", "vllm_memory"),
     ("--correction_cap 3 --correction none", "correction_cap"), ("--correction_cap 3", ""),
-    ("--max_grad_norm 0", "max_grad_norm"), ("--warmup 9 --steps 8", "warmup"),
-    ("--warmup 9 --steps 9", ""), ("--rewards gsm8k:0", "rewards"), ("--rewards gsm8k", ""),
+    ("--warmup 9 --steps 8", "warmup"),
     # on-policy
-    ("--algo rloo", ""), ("--algo dapo", "clip_high"), ("--algo cispo", "gate clip_high"),
-    ("--algo sapo --tau_neg 3", "gate tau_neg"), ("--algo kimi --tau 9", "gate tau"),
+    ("--algo cispo", "gate clip_high"), ("--algo sapo --tau_neg 3", "gate tau_neg"),
     ("--delta 3 --clip_low 0 --clip_high 0", "clip_low clip_high delta"),
 ])
 def test_flags_without_an_effect_are_in_a_note_and_change_no_gradient(
@@ -99,40 +90,22 @@ def test_flags_without_an_effect_are_in_a_note_and_change_no_gradient(
     assert gradients[0].any()
 
 
-def test_a_note_says_what_is_divided_by_the_deviation_of_equal_rewards(capsys):
-    for argv, noted in (("--baseline none", True), ("--baseline none --scale batch", False),
-                        ("--baseline leave_one_out", False)):
-        nr.parse_config(argv.split())
-        assert ("divided by 1e-4" in capsys.readouterr().err) == noted
-
-
-def test_a_trained_model_continues_with_the_settings_of_its_run(tmp_path, capsys):
+def test_a_trained_model_continues_with_the_settings_of_its_run(tmp_path):
     (trained := tmp_path / "final").mkdir()
     config = dict(task="countdown", template="r1", lr=3e-5, kl_coef=0.25, epochs=7, old_flag=1)
     (trained / runtime.flags.RECORD).write_text(json.dumps({"config": config}))
-    argv = ["--model", str(trained)]
-    cfg = nr.parse_config(argv)
+    cfg = nr.parse_config(argv := ["--model", str(trained)])
     assert (cfg.task, cfg.template, cfg.lr, cfg.kl_coef) == ("countdown", "r1", 3e-5, 0.25)
-    assert cfg.epochs == 1 and cfg.max_tokens == nr.Config.max_tokens  # not in MODELS
-    assert "was trained with" not in capsys.readouterr().err
+    assert cfg.epochs == 1  # it is not in MODELS
     assert nr.parse_config([*argv, "--algo", "dapo"]).kl_coef == 0  # the preset comes later
-    cfg = nr.parse_config([*argv, "--lr", "1e-5", "--template", "none"])
-    assert (cfg.lr, cfg.template) == (1e-5, "none")
-    note = f"note: --template none, but {trained} was trained with --template r1"
-    assert note in capsys.readouterr().err.splitlines()
+    assert nr.parse_config([*argv, "--template", "none"]).template == "none"
 
 
-@pytest.mark.parametrize("changes, kv_cache, error, says", [
-    (dict(max_model_len=5000), "1", runtime.dist.RunError, "than the derived max_model_len"),
-    ({}, "5000", torch.OutOfMemoryError, "less than requested memory for kv"),
-])
-def test_vllm_gives_its_own_reason_and_only_memory_is_out_of_memory(
-        changes, kv_cache, error, says, group, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", kv_cache)
-    args = dict(seed=0, model=str(ROOT / "models/tiny"), dtype="float32", max_num_seqs=8,
-                max_model_len=128, cuda_args={})
-    with pytest.raises(error, match=says):
-        runtime.sampler.start_vllm(**args | changes)
+def test_too_little_memory_for_vllm_is_out_of_memory_with_vllms_own_reason(group, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "5000")
+    with pytest.raises(torch.OutOfMemoryError, match="less than requested memory for kv"):
+        runtime.sampler.start_vllm(seed=0, model=str(ROOT / "models/tiny"), dtype="float32",
+                                   max_num_seqs=8, max_model_len=128, cuda_args={})
 
 
 def test_without_the_hub_its_libraries_are_told_at_once_that_they_are_offline(monkeypatch):
@@ -140,24 +113,14 @@ def test_without_the_hub_its_libraries_are_told_at_once_that_they_are_offline(mo
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    ask = runtime.shape.hub_answers.__wrapped__  # without its cache
-    with monkeypatch.context() as patch:
-        session = SimpleNamespace(head=lambda url, timeout: "404")
-        patch.setattr("huggingface_hub.get_session", lambda: session)
-        assert ask() and not constants.HF_HUB_OFFLINE
-    assert not ask() and constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
+    assert not runtime.shape.hub_answers.__wrapped__()  # without its cache
+    assert constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
 
 
 def test_a_batch_that_ranks_cannot_share_evenly_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="^--prompts 32 cannot be shared evenly by 3 ranks$"):
         nr.parse_config([])
-
-
-def test_the_bound_on_the_mismatch_follows_the_dtype():
-    for argv, bound in (("--dtype float32", 1e-3), ("--dtype bfloat16", 0.15),
-                        ("--dtype bfloat16 --mismatch_bound 0.3", 0.3)):
-        assert nr.parse_config(argv.split()).mismatch_bound == bound
 
 
 def test_help_has_every_flag_with_its_comment_and_the_values_of_the_preset(capsys):
@@ -169,29 +132,19 @@ def test_help_has_every_flag_with_its_comment_and_the_values_of_the_preset(capsy
              for name in HINTS}
     assert min(len(comment) for comment, _ in found.values()) > 10
     assert (found["scale"][1], found["aggregate"][1]) == ("none", "constant")
-    assert "AdamW's learning rate" in found["lr"][0]
 
 
-def test_a_flag_overrides_its_preset_and_a_preset_the_model():
+def test_defaults_follow_the_preset_the_model_and_the_dtype_and_a_flag_overrides_them():
     for argv, name, value in (
             ("--algo=dr_grpo", "kl_coef", 0), ("--algo dr_grpo --kl_coef 0.5", "kl_coef", 0.5),
-            ("", "task", "arithmetic"), (f"--model {ROOT}/models/tiny", "task", "arithmetic"),
-            ("--model Qwen2.5-Math-1.5B", "task", "gsm8k")):
+            (f"--model {ROOT}/models/tiny", "task", "arithmetic"),
+            ("--model Qwen2.5-Math-1.5B", "task", "gsm8k"),
+            ("--dtype float32", "mismatch_bound", 1e-3),
+            ("--dtype bfloat16", "mismatch_bound", 0.15)):
         assert getattr(nr.parse_config(argv.split()), name) == value, argv
 
 
-def test_bare_names_resolve_to_their_organisation_and_a_local_folder_wins(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "Qwen2.5-Math-1.5B").mkdir()
-    for name, found in (("Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
-                        ("someone/else", "someone/else"),
-                        ("Qwen2.5-Math-1.5B", "Qwen2.5-Math-1.5B"),
-                        ("models/tiny", str(ROOT / "models/tiny"))):  # from any folder
-        assert runtime.flags.find_model(name) == found
-
-
 def test_importing_the_script_loads_no_slow_library_and_shares_the_cores():
-    """LOCAL_WORLD_SIZE: processes of this machine."""
     slow = "vllm", "deepspeed", "transformers", "wandb", "datasets", "torch._dynamo"
     code = (f"import sys, os, nano_rlvr; print([m for m in {slow} if m in sys.modules]);"
             "print(nano_rlvr.dist.CORES, os.environ['PYTORCH_CUDA_ALLOC_CONF'])")
@@ -200,36 +153,22 @@ def test_importing_the_script_loads_no_slow_library_and_shares_the_cores():
     assert shown.splitlines() == ["[]", "1 expandable_segments:True"]
 
 
-# ---- the machine, simulated
-
-
 def test_pytorch_for_cuda_without_a_usable_gpu_is_no_run_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ValueError, match="driver 580 .*requirements-cpu"):
         nr.parse_config([])
 
 
-@pytest.mark.parametrize("capability, dtype, refused", [
-    ((7, 5), "auto", True), ((7, 0), "bfloat16", True), ((7, 5), "float32", False),
-    ((8, 0), "auto", False)])
-def test_a_gpu_without_bfloat16_is_told_to_use_float32(monkeypatch, capability, dtype, refused):
+def test_a_gpu_without_bfloat16_is_told_to_use_float32(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    with pytest.raises(ValueError, match="use --dtype float32") if refused else nullcontext():
-        nr.parse_config(["--dtype", dtype])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ValueError, match="use --dtype float32"):
+        nr.parse_config([])
+    nr.parse_config(["--dtype", "float32"])
 
 
-def test_a_machine_that_cannot_compile_is_refused_and_a_lock_is_named(
-        monkeypatch, tmp_path, capsys):
-    (tmp_path / "deepspeed_shm_comm").mkdir()
-    (lock := tmp_path / "deepspeed_shm_comm/lock").touch()  # of a killed compilation
+def test_a_machine_that_cannot_compile_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    nr.parse_config([])
-    assert f"will wait for {lock} to be removed: delete it" in capsys.readouterr().err
     monkeypatch.setenv("CC", "missing-cc")
     with pytest.raises(ValueError, match="without missing-cc .*apt-get install"):
-        nr.parse_config([])
-    monkeypatch.delenv("CC")
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    with pytest.raises(ValueError, match="without .*Python.h .*python3-dev"):
         nr.parse_config([])

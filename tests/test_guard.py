@@ -7,20 +7,14 @@ import torch
 
 import nano_rlvr as nr
 from conftest import fixed_rollouts, judged, make_checkpoints, make_config
-from runtime import dist, guard
 from runtime.dist import RunError
 from runtime.trainer import named_weights
-
-# ---- overflow
 
 
 def test_token_mask_is_0_where_the_importance_ratio_overflows():
     cfg = make_config(correction="token_mask")
     weights = nr.importance(torch.tensor([100.0, math.inf, 0.0, -math.inf]), None, cfg)
     assert weights.tolist() == [0.0, 0.0, 1.0, 0.0]
-
-
-# ---- steps that DeepSpeed skips
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
@@ -37,9 +31,6 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_reported_and_moves_no_weig
         handle.remove()
 
 
-# ---- batches without a verdict
-
-
 EXAMPLES = [{"question": str(i), "answer": str(i), "prompt_ids": [i]} for i in range(4)]
 
 
@@ -50,11 +41,8 @@ def judge(group, monkeypatch, tokenizer):
         tokenizer, groups=len(prompts), n=n))
 
     def judge(*values, timeouts=0.0, crashes=()):
-        def verify(texts, **columns):
-            parts = {"first": list(values), "second": [0.5] * len(texts)}
-            return list(values), parts, {"reward/timeouts": timeouts,
-                                         "reward/crashes": float(len(crashes))}
-        verify.weights_of = lambda spec=None: {"first": 1.0, "second": 1.0}
+        counts = {"reward/timeouts": timeouts, "reward/crashes": float(len(crashes))}
+        verify = judged(lambda texts, columns: list(values), **counts)
         verify.crashes = dict(enumerate(crashes))
         return verify
     return judge
@@ -67,32 +55,23 @@ def test_a_step_without_any_verdict_ends_the_run_with_the_counts_and_the_first_c
             llm=SimpleNamespace(get_tokenizer=lambda: None), metrics={"eval/crashes": 99}), 0)
 
     collect(judge(*[None] * 7, 0.0))
-    with pytest.raises(RunError) as e:
+    says = r"none of 8 .*\(3 timeouts, 2 crashes, .*\); first crash: mine: KeyError: 'gold'"
+    with pytest.raises(RunError, match=says):
         collect(judge(*[None] * 8, timeouts=3, crashes=["mine: KeyError: 'gold'", "other: x"]))
-    assert str(e.value).startswith(
-        "reward: none of 8 completions got a verdict (3 timeouts, 2 crashes, the others None); "
-        "first crash: mine: KeyError: 'gold'. Check the reward function")
 
 
 def test_an_evaluation_reports_the_share_without_a_verdict_and_ends_the_run_if_that_is_all(judge):
     cfg = make_config()
     metrics, _ = nr.evaluate(None, EXAMPLES, judge(1.0, None, 0.0, 1.0, timeouts=1), cfg)
     assert metrics["eval/accuracy"] == 0.5 and metrics["eval/no_verdict"] == 0.25  # counts as wrong
-    assert (metrics["eval/timeouts"], metrics["eval/crashes"], metrics["eval/n"]) == (1, 0, 4)
     with pytest.raises(RunError, match="^eval: none of 4 .*4 timeouts, 0 crashes, the others None"):
         nr.evaluate(None, EXAMPLES, judge(*[None] * 4, timeouts=4), cfg)
-
-
-def test_the_verdicts_of_all_ranks_count(monkeypatch):
-    monkeypatch.setattr(dist, "all_sum", lambda total, verdicts: [2 * total, verdicts + 1])
-    guard.check_verdicts("reward", [None, None], {}, None)  # the other rank has one
 
 
 def test_every_row_keeps_its_columns_whatever_row_is_first(tokenizer):
     rows = [dict(question="a"), dict(question="b", rubric="r"),
             dict(question="c", tests=[1], completions="x")]
     seen = {}
-
     verify = judged(lambda texts, columns: seen.update(columns) or [1.0] * len(texts))
     examples = [row | {"prompt_ids": [1]} for row in rows]
     nr.score(fixed_rollouts(tokenizer, groups=3, n=2), examples, verify, step=7)
@@ -100,9 +79,6 @@ def test_every_row_keeps_its_columns_whatever_row_is_first(tokenizer):
     assert seen == {"question": list("aabbcc"), "prompts": list("aabbcc"), "step": 7,
                     "sample_index": [0, 1] * 3, "rubric": [None, None, "r", "r", None, None],
                     "tests": [None] * 4 + [[1]] * 2}
-
-
-# ---- weights
 
 
 def test_weights_that_are_not_finite_are_named_before_anything_is_saved(group, tmp_path):

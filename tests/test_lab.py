@@ -4,9 +4,7 @@ import runpy
 import sys
 from pathlib import Path
 
-import faulty_rewards
 import pytest
-import tasks
 
 import lab
 import nano_rlvr as nr
@@ -17,8 +15,7 @@ FINDINGS = lab.findings()
 
 
 def parsed(commands, monkeypatch):
-    """Runs the script of each command up to its call of main, and parses the flags that it hands
-    on. -> their Configs."""
+    """The Configs of the flags that the script of each command hands on to main."""
     handed_on = []
     monkeypatch.setattr(nr, "main", lambda argv, *_, **__: handed_on.append(argv))
     monkeypatch.chdir(ROOT)
@@ -39,42 +36,10 @@ def test_the_arms_are_valid_commands_that_differ_and_take_equal_samples(name, mo
     assert len({cfg.steps * cfg.prompts * cfg.samples for cfg in configs}) == 1
 
 
-def test_the_stages_of_r1_are_valid_commands_in_an_order_that_makes_what_they_read(monkeypatch):
+def test_the_stages_of_r1_are_valid_commands(monkeypatch):
     files = {name: Path(f"{name}.jsonl") for name in ("demos", "mix", "sums", "strings")}
     commands = r1.commands(7, Path("out"), files)
-    configs = dict(zip(commands, parsed(commands.values(), monkeypatch), strict=True))
-    made = {"out/base", "out/student", *map(str, files.values())}
-    for arm, command in commands.items():
-        read = [word.removesuffix("/final").removesuffix("/eval.jsonl")
-                for words in command[2:] for word in words.split(",")
-                if word.startswith("out/") or word.endswith(".jsonl")]
-        assert read and set(read) <= made, arm
-        made.add(f"out/{arm}-7")
-    trained = [cfg.steps * cfg.prompts * cfg.samples for arm, cfg in configs.items()
-               if arm in ("off-policy", "on-policy", "small-RL")]
-    assert len(set(trained)) == 1
-
-
-def test_the_rewards_of_the_lab_judge_texts_and_messages():
-    texts = [f"<think>1</think><answer>{x}</answer>" for x in (7, 12, 13)] + ["7"]
-    messages = [[{"role": "assistant", "content": text}] for text in texts]
-    columns = dict(answer=["7"] * 4, prompts=["2+5"] * 4, sample_index=[0, 1, 2, 3], step=9)
-    for given in (texts, messages):
-        assert faulty_rewards.leaky(given, **columns) == [1.0, 1.0, 0.0, 0.0]
-        lengths = [None, *map(float, map(len, texts[1:]))]
-        assert tasks.wrong_length(given, answer=["7"] * 4) == lengths
-    columns = dict(answer="7", prompts="2+5", sample_index=list(range(2000)), step=9)
-    noisy = faulty_rewards.noisy_20(texts[:1] * 2000, **columns)
-    assert set(noisy) == {0.0, 1.0}
-    within(abs(sum(noisy) / 2000 - 0.8), 0.045)  # 5 standard deviations
-    assert faulty_rewards.noisy_20(texts[:1] * 2000, **columns) == noisy
-
-
-def test_long_sums_are_right_and_longer_than_those_the_bundled_model_saw():
-    for row in tasks.long_sums("test", 200, 0):
-        terms = [int(x) for x in row["question"].replace("-", "+-").split("+")]
-        assert 7 <= len(terms) <= 9 and sum(terms) == int(row["answer"])
-        assert all(0 <= sum(terms[:i]) <= 99 for i in range(1, len(terms)))
+    assert len(parsed(commands.values(), monkeypatch)) == len(commands)
 
 
 def test_a_finding_compares_its_arms_seed_by_seed(tmp_path, monkeypatch):
@@ -89,18 +54,16 @@ def test_a_finding_compares_its_arms_seed_by_seed(tmp_path, monkeypatch):
                           measures, lambda values: lab.above(values, "b", "a", "after"),
                           {"accuracy": "eval/accuracy"})
     lab.run(finding, "finding", results=tmp_path)
-    result = json.loads((tmp_path / "finding.json").read_text())
-    values = result["values"]
-    assert result["agrees"] and values["a"]["after"] == [0.6, 0.7, 0.8]
+    values = json.loads((tmp_path / "finding.json").read_text())["values"]
+    assert values["a"]["after"] == [0.6, 0.7, 0.8]
     within(max(abs(x - 0.1) for x in lab.gap(values, "b", "a", "after")), 1e-12)
-    mean, low, high = lab.gain(values, "a", "after")  # 0.1, 0.2, 0.3
-    within(max(abs(mean - 0.2), abs(high - mean - 4.303 * 0.1 / 3**0.5)), 1e-12)
+    within(max(abs(x - y) for x, y in zip(lab.gain(values, "a", "after"), (
+        0.2, 0.2 - 4.303 * 0.1 / 3**0.5, 0.2 + 4.303 * 0.1 / 3**0.5))), 1e-12)
     assert not lab.above(values, "a", "b", "after")
     assert lab.near(values, "a", "b", "after", 0.11)
     assert not lab.near(values, "a", "b", "after", 0.09)
     text = (tmp_path / "finding.md").read_text()
-    assert "| b | 80.0% (55.2% to 100.0%) | 60.0% |" in text and "**agrees**" in text
-    assert (tmp_path / "finding.png").stat().st_size > 10_000
+    assert "| b | 80.0% (55.2% to 100.0%) |" in text and "**agrees**" in text
 
 
 def test_the_results_are_those_of_the_files_and_the_table_shows_them():

@@ -18,22 +18,23 @@ ENV = ENV | {"PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(group, tmp_path_factory):
     """{ranks: {setting: (weights, metrics)}} of rank_worker.py, and the weights at the start.
 
     The models are the bundled one cut to one layer, once with a head of its own.
     """
-    folder, found = tmp_path_factory.mktemp("ranks"), {}
+    folder = tmp_path_factory.mktemp("ranks")
     model = runtime.model.load_model(make_config())
     model.model.layers, model.config.layer_types = model.model.layers[:1], ["full_attention"]
     model.config.num_hidden_layers = 1
     model.save_pretrained(folder / "tied")
     save_untied(model, folder / "untied")
     (folder / "run").mkdir()
-    for ranks in (3, 1):
-        launcher = [sys.executable] if ranks == 1 else [*TORCHRUN, str(ranks)]
-        subprocess.run([*launcher, ROOT / "tests/rank_worker.py", folder], check=True, env=ENV)
-        found[ranks] = torch.load(folder / str(ranks))
+    command = [*TORCHRUN, "3", ROOT / "tests/rank_worker.py", folder]
+    subprocess.run(command, check=True, env=ENV)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_worker, "FOLDER", folder)
+        found = {1: rank_worker.main(patch.setattr), 3: torch.load(folder / "found")}
     return found, model.state_dict()
 
 
@@ -86,58 +87,40 @@ PROGRAM = """if True:
 """
 
 
-def end_of_two_ranks(folder, failure, timeout=10):
-    """What two ranks print if the second one executes `failure`; timeout: minutes."""
-    command = [*TORCHRUN, "2", "--no-python", sys.executable, "-c", PROGRAM]
-    done = subprocess.run([*command, folder, str(timeout), failure], env=ENV, cwd=ROOT, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
-    assert done.returncode == 1
-    return done.stdout
-
-
-def test_a_rank_that_fails_ends_all_ranks_and_its_error_comes_first(tmp_path):
-    """The other rank waits for it in a collective call, but not for the 10 minutes of --timeout."""
-    output = end_of_two_ranks(tmp_path, "raise RunError('of rank 1')")
-    said = f"nano_rlvr: of rank 1 (traceback: {tmp_path}/errors/rank-1.txt)"
-    assert said in output.partition("another rank has ended")[0], output[-3000:]
-    assert "rank      : 1" in output
-    traceback = (tmp_path / "errors/rank-1.txt").read_text()
-    assert traceback.startswith("Traceback") and "RunError: of rank 1" in traceback
-
-
-def test_a_rank_that_does_not_answer_ends_the_others_with_one_line(tmp_path):
+@pytest.mark.parametrize("failure, timeout, said", [  # of the second rank, minutes
+    ("raise RunError('of rank 1')", 10, "nano_rlvr: of rank 1 (traceback: {}/errors/rank-1.txt)"),
+    ("while not stop.received: time.sleep(0.1)", 0.05, "no answer in the group of a library")])
+def test_a_rank_that_fails_or_does_not_answer_ends_all_ranks_and_its_error_comes_first(
+        tmp_path, failure, timeout, said):
     """Also in groups that libraries make: DeepSpeed reduces gradients in a copy of the group of all
     ranks, for which PyTorch's own limit is 30 minutes."""
-    hangs = "while not stop.received: time.sleep(0.1)"
-    output = end_of_two_ranks(tmp_path, hangs, timeout=0.05)
-    assert "no answer in the group of a library" in output
-    line = "another rank has ended, or has not answered for --timeout minutes (traceback: "
-    assert output.count(f"nano_rlvr: {line}{tmp_path}/errors/rank-0.txt)") == 1, output
-    assert "all_gather" in (tmp_path / "errors/rank-0.txt").read_text()
+    command = [*TORCHRUN, "2", "--no-python", sys.executable, "-c", PROGRAM]
+    done = subprocess.run([*command, tmp_path, str(timeout), failure], env=ENV, cwd=ROOT, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+    assert done.returncode == 1
+    first, *others = done.stdout.split("nano_rlvr: another rank has ended, or has not answered")
+    assert said.format(tmp_path) in first and len(others) == 1, done.stdout
 
 
 # ---- which rank trains a rollout
-
-
-def sequences(lengths):
-    """Rollouts of prompts of (prompt tokens, [completion tokens, ...])."""
-    return [Rollout([i] * prompt, [0] * n, f"{i}.{j}", False, [0.0] * n)
-            for i, (prompt, completions) in enumerate(lengths) for j, n in enumerate(completions)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_division_keeps_all_rollouts_and_balances_where_single_sequences_allow_it(ranks):
     """The bound of largest first: the ranks' mean, prompts repeated, plus the longest sequence."""
     cost, rng = ModelShape.of(make_config().model).forward_flops, random.Random(ranks)
-    reached = 0
+    divide, reached = runtime.batch.divide, 0
+    assert divide([[], []], cost) == [[], []]
     for _ in range(50):
-        rollouts = sequences([
-            (rng.randint(1, 100), [min(3000, 1 + int(rng.lognormvariate(4, 1))) for _ in range(4)])
-            for _ in range(ranks * rng.randint(1, 8))])
+        rollouts = []
+        for i in range(ranks * rng.randint(1, 8)):
+            prompt = [i] * rng.randint(1, 100)
+            for j in range(4):
+                n = min(3000, 1 + int(rng.lognormvariate(4, 1)))
+                rollouts.append(Rollout(prompt, [0] * n, f"{i}.{j}", False, [0.0] * n))
         cuts = sorted(rng.randint(0, len(rollouts)) for _ in range(ranks - 1))
         parts = [rollouts[a:b] for a, b in itertools.pairwise([0, *cuts, len(rollouts)])]
-        divided = runtime.batch.divide(parts, cost)
-        assert len(divided) == ranks
+        divided = divide(parts, cost)
         assert sorted(r.text for part in divided for r in part) == sorted(r.text for r in rollouts)
         for part in divided:  # completions of a prompt are neighbours: pack() looks for them there
             prompts = [prompt for prompt, _ in itertools.groupby(r.prompt for r in part)]
@@ -148,12 +131,3 @@ def test_a_division_keeps_all_rollouts_and_balances_where_single_sequences_allow
         assert most <= max(runtime.batch.TOLERANCE * mean, sum(single) / ranks + max(single))
         reached += most <= runtime.batch.TOLERANCE * mean
     assert reached >= 25
-
-
-def test_a_division_splits_a_prompt_only_where_whole_ones_do_not_fit():
-    cost, divide = ModelShape.of(make_config().model).forward_flops, runtime.batch.divide
-    a, b, c, d = (sequences([(1, [])] * i + [(9, [50, 50])]) for i in range(4))
-    divided = divide([a + b + c + d, []], cost)
-    assert [len({r.prompt[0] for r in part}) for part in divided] == [2, 2]
-    assert [len(part) for part in divide([a, []], cost)] == [1, 1]  # one prompt for two ranks
-    assert divide([[], []], cost) == [[], []]

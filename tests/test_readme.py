@@ -8,7 +8,6 @@ import pytest
 import data
 import nano_rlvr as nr
 from conftest import ROOT
-from runtime import __version__
 
 FOLDERS = ("", "docs", "learn", "learn/lab", "learn/ladder", "examples")
 PAGES = {path: path.read_text() for folder in FOLDERS
@@ -16,15 +15,13 @@ PAGES = {path: path.read_text() for folder in FOLDERS
 
 
 def test_the_tree_in_the_readme_names_every_file_and_folder():
-    files = [f"{folder}{path.name}" for folder in ("", "runtime/")
-             for path in (ROOT / folder).glob("[a-z]*.py")]
-    folders = [f"{path.name}/" for path in ROOT.iterdir()
-               if path.is_dir() and path.name not in ("runs", "exercises")
-               and path.name[0] not in "._"]
-    for path in (ROOT / "README.md", ROOT / "README.zh-CN.md"):
-        tree = re.search(r"<pre>\n(nano_rlvr.py .*?)</pre>", PAGES[path], re.S)[1]
-        for name in ["runtime/", *files, *folders]:
-            assert name.removeprefix("runtime/") in tree, (path.name, name)
+    files = [path.name for folder in ("", "runtime") for path in (ROOT / folder).glob("[a-z]*.py")]
+    folders = [f"{path.name}/" for path in ROOT.iterdir() if path.is_dir()
+               and path.name not in ("runs", "exercises") and path.name[0] not in "._"]
+    for page in ("README.md", "README.zh-CN.md"):
+        tree = re.search(r"<pre>\n(nano_rlvr.py .*?)</pre>", PAGES[ROOT / page], re.S)[1]
+        for name in files + folders:
+            assert name in tree, (page, name)
 
 
 def test_every_link_leads_to_a_file_a_heading_or_a_function():
@@ -85,12 +82,8 @@ COMMANDS = sorted({tuple(words) for text in PAGES.values() for words in commands
 def test_every_command_in_the_pages_has_known_flags_and_legal_values(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [word for word in words if word not in ("...", "…")]
-    if "--template" in words:
-        i = words.index("--template") + 1
-        if words[i].startswith("$"):  # the variable of a loop
-            words[i] = "r1"
-        if words[i] not in data.TEMPLATES:  # a file of the user
-            (tmp_path / words[i]).write_text("{question}")
+    if "--template" in words:  # may be a file of the user, or the variable of a loop
+        (tmp_path / words[words.index("--template") + 1]).write_text("{question}")
     if "--resume" in words:  # needs a run
         del words[words.index("--resume"):words.index("--resume") + 2]
     if "--tp" in words:  # needs as many ranks
@@ -99,19 +92,13 @@ def test_every_command_in_the_pages_has_known_flags_and_legal_values(words, tmp_
 
 
 @pytest.mark.parametrize("page, function, texts", [
-    ("README.md", "brief",
-     ["<answer>7</answer>", "<answer>8</answer>", "<answer>7</answer>" + 400 * "!"]),
-    ("docs/recipe_cs336.md", "r1_zero",
-     ["3+4=7 </think> <answer> 7 </answer>", "so 8 </think> <answer>8</answer>", "It is 7"])])
+    ("README.md", "brief", ["<answer>7</answer>", "<answer>8</answer>"]),
+    ("docs/recipe_cs336.md", "r1_zero", ["3+4=7 </think> <answer> 7 </answer>", "It is 7"])])
 def test_a_reward_in_the_pages_runs_and_only_the_first_text_is_right(
         page, function, texts, tmp_path):
     code = re.search(r"```python\n(.*?)```", PAGES[ROOT / page], re.S)[1]
     (tmp_path / "mine.py").write_text(code)
     with nr.rewards.Verifier(f"{tmp_path}/mine.py:{function}") as verifier:
-        assert verifier(texts, answer=["7"] * 3)[0] == [1.0, 0.0, 0.0]
+        assert verifier(texts, answer=["7"] * 2)[0] == [1.0, 0.0]
     if "rollout" in code:
         assert nr.rewards.load(f"{tmp_path}/mine.py", "rollout_to_answer", kind="rollout")
-
-
-def test_the_changelog_begins_with_the_version():
-    assert re.search(r"^## (.*)$", PAGES[ROOT / "CHANGELOG.md"], re.M)[1] == __version__

@@ -2,21 +2,19 @@
 import base64
 import gzip
 import html
+import itertools
 import json
 import math
 import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import nano_rlvr as nr
 from bench import screenshots
-from conftest import EPS, ROOT, fixed_rollouts, make_config, within, write_rows
-from runtime import log, report, trainer
+from conftest import EPS, fixed_rollouts, make_config, within, write_rows
+from runtime import report, trainer
 from runtime.log import Log
 
 in_chromium = pytest.mark.skipif(not screenshots.CHROMIUM,
@@ -29,31 +27,27 @@ METRICS = (  # of a step
 # added to a copy of a report: it goes through states of the page and leaves what it sees
 VISITOR = """<script>
 const all = (name, node = document) => [...node.querySelectorAll(name)];
-function point(svg, event, share) {  // at this share of the chart's steps
+function point(svg, event) {  // at 0.6 of the chart's steps
   const box = svg.getBoundingClientRect();  // of which drawChart leaves 46 + 12 pixels free
-  const clientX = box.left + 46 + share * (box.width - 58);
+  const clientX = box.left + 46 + 0.6 * (box.width - 58);
   svg.dispatchEvent(new PointerEvent(event, {clientX, clientY: box.top + 20}));
 }
 addEventListener("load", async () => {
   while (!runs) await new Promise(done => setTimeout(done, 10));
-  const seen = [], [answers, , coloring] = document.forms;
+  const seen = [];
   for (const address of STATES) {
-    if (address.startsWith("click")) point(charts[1].svg, "click", Number(address.slice(5)));
+    if (address === "click") point(charts[1].svg, "click");
     else location.hash = address;
     await new Promise(done => setTimeout(done, 50));
-    for (const {svg} of charts) point(svg, "pointermove", 0.6);
+    for (const {svg} of charts) point(svg, "pointermove");
     seen.push({
       count: $("count").textContent, prompt: $("prompt").textContent, title: document.title,
-      rows: $("rows").children.length, scripts: document.scripts.length, nodes: all("*").length,
+      rows: $("rows").children.length, scripts: document.scripts.length,
       legend: $("legend").textContent, question: $("question").textContent,
-      verdict: $("verdict").textContent,
-      color: coloring.elements.color.value, menu: answers.elements.change.textContent,
-      wide: document.documentElement.scrollWidth - innerWidth,
-      hidden: ["problems", "rollouts"].filter(id => $(id).hidden),
+      verdict: $("verdict").textContent, wide: document.documentElement.scrollWidth - innerWidth,
       colors: ["color", "backgroundColor"].map(name => getComputedStyle(document.body)[name]),
       charts: all("figure").map(figure => ({
         title: all("b", figure)[0].textContent, tip: all(".tip", figure)[0].innerText,
-        box: all(".plot", figure)[0].getBoundingClientRect(),
         hint: all("details", figure)[0]?.textContent, marks: all(".chosen", figure).length})),
       cards: [...$("group").children].map(card => ({
         box: card.getBoundingClientRect(), match: card.classList.contains("match"),
@@ -69,34 +63,33 @@ onmessage = ({data}) => { document.getElementById("seen").textContent = JSON.str
 </script>"""
 
 
-def write_run(folder, per_token=True, length=5, steps=STEPS, groups=GROUPS, samples=SAMPLES,
-              **config):
+def write_run(folder, length=5, seed=0):
     """A run folder with random numbers; every other completion has SCRIPT. Returns its rollouts."""
-    rng = random.Random(config.get("seed", 0))
-    folder.mkdir(parents=True)
-    config = {"seed": 0, "steps": steps, "samples": samples, "name": folder.name} | config
+    rng = random.Random(seed)
+    folder.mkdir()
+    config = {"seed": seed, "steps": STEPS, "samples": SAMPLES, "name": folder.name}
     (folder / "config.json").write_text(json.dumps(
         {"config": config, "command": f"nano_rlvr.py {SCRIPT}", "commit": "c", "device": "d"}))
     metrics, rollouts, answers = [], [], []
-    for step in range(steps + 1):
-        metrics.append({"step": step, "eval/accuracy": 0.5 + 0.4 * step / steps, "eval/low": 0.4,
+    for step in range(STEPS + 1):
+        metrics.append({"step": step, "eval/accuracy": 0.5 + 0.4 * step / STEPS, "eval/low": 0.4,
                         "eval/high": 0.95})
-        if step < steps:
+        if step < STEPS:
             metrics[-1] |= dict.fromkeys(METRICS, 0.5) | {"reward/mean": rng.random()}
         answers += [{"step": step, "question": f"{i}? {SCRIPT}", "answer": str(i), "finish": "stop",
                      "right": step > i, "completion": f"{i} {SCRIPT}"} for i in range(2)]
-        for i in range(groups * samples if step < steps else 0):
+        for i in range(GROUPS * SAMPLES if step < STEPS else 0):
             x = [round(rng.uniform(-1, 1), 2) for _ in range(length)]
             texts = [f"{number} " for number in x[:-1]] + [SCRIPT if i % 2 else "<|end|>"]
             numbers = {"text": texts, "logp": [-abs(number) for number in x], "change": x,
                        "gap": x[::-1]}
             numbers["logp"][1] = numbers["change"][1] = numbers["gap"][1] = None  # of a tool
             reward = [0.0, 1.0, None, 0.5][i % 4]
-            rollouts.append({"step": step, "prompt": f"prompt {i // samples} {SCRIPT}",
+            rollouts.append({"step": step, "prompt": f"prompt {i // SAMPLES} {SCRIPT}",
                              "completion": "".join(texts), "reward": reward,
                              "parts": {"a": reward, "b": 1.0}, "advantage": 2 * (reward or 0) - 1,
                              "tokens": len(texts), "finish": "length" if i % 3 == 2 else "stop",
-                             **({"per_token": numbers} if per_token else {})})
+                             "per_token": numbers})
     write_rows(folder / "metrics.jsonl", metrics)
     write_rows(folder / "rollouts.jsonl", rollouts)
     write_rows(folder / "eval.jsonl", answers)
@@ -127,13 +120,11 @@ STATES = {  # what can stand behind # in the address -> which rollouts the page 
     "": lambda r: True,
     "finish=length": lambda r: r["finish"] == "length",
     "min=0.5": lambda r: r["reward"] is not None and r["reward"] >= 0.5,
-    "max=0&finish=stop": lambda r: r["reward"] == 0 and r["finish"] == "stop",
     "step=2&min=0.5&max=0.5": lambda r: r["step"] == 2 and r["reward"] == 0.5,
     "step=4&group=4:1": lambda r: r["step"] == 4,
     "find=PROMPT%202&step=1": lambda r: r["step"] == 1 and r["prompt"].startswith("prompt 2"),
-    "find=%3C%7Cend": lambda r: r["completion"].endswith("<|end|>"),
     "color=advantage": lambda r: True, "color=gap": lambda r: True, "color=logp": lambda r: True,
-    "click0.6": lambda r: r["step"] == 3}  # a click there on the chart of the reward, steps 0 to 5
+    "click": lambda r: r["step"] == 3}  # on the chart of the reward, at 0.6 of the steps 0 to 5
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +144,8 @@ def test_a_filter_shows_the_rollouts_that_it_names_and_a_script_in_a_text_stays_
         assert any(card["text"].endswith(SCRIPT) for card in what["cards"])
         assert SCRIPT in what["prompt"]
         assert what["question"].count(SCRIPT) == 3  # the question, its first and last answer
+    cards = seen["min=0.5"]["cards"]  # a filter marks its rollouts in the group
+    assert [card["match"] for card in cards] == [False, True, False, True]
 
 
 @in_chromium
@@ -162,15 +155,12 @@ def test_the_whole_group_of_a_prompt_is_side_by_side(one, seen):
     assert [card["text"] for card in what["cards"]] == [r["completion"] for r in group]
     assert len({card["box"]["top"] for card in what["cards"]}) == 1  # in one row
     assert len({card["box"]["left"] for card in what["cards"]}) == SAMPLES
-    cards = seen["min=0.5"]["cards"]  # a filter marks its rollouts in the group
-    assert [card["match"] for card in cards] == [False, True, False, True]
 
 
 @in_chromium
 def test_the_color_of_a_token_has_the_sign_and_the_size_of_its_number(one, seen):
     for color in ("advantage", "change", "gap", "logp"):
         what = seen["" if color == "change" else f"color={color}"]  # the change comes first
-        assert what["color"] == color
         most = float(re.search(r"−([\d.]+) or less", what["legend"])[1])
         assert ("or more" in what["legend"]) == (color != "logp")  # a log-prob is at most 0
         for card, r in zip(what["cards"], one[1][:SAMPLES]):
@@ -187,67 +177,29 @@ def test_the_color_of_a_token_has_the_sign_and_the_size_of_its_number(one, seen)
 def test_a_chart_has_values_on_hover_and_its_hint_and_marks_the_step_of_a_click(seen):
     charts = {chart["title"]: chart for chart in seen[""]["charts"]}
     assert list(charts) == [title for title, *_ in report.CHARTS if title != "Accuracy by set"]
-    area = {title: x["box"]["width"] * x["box"]["height"] for title, x in charts.items()}
-    assert sorted(area, key=area.get)[-1] == "Held-out accuracy"
     assert charts["Held-out accuracy"]["tip"] == "step 4\n● eval/accuracy 0.767 (0.4 to 0.95)"
     assert charts["Reward parts"]["tip"] == "step 3\n● reward/a 0.5\n● reward/b 0.5"
     for title, _, _, _, hint in report.CHARTS:
         assert not hint or charts[title]["hint"] == "Is this normal?" + hint
-    assert {chart["marks"] for chart in charts.values()} == {0}
-    assert {chart["marks"] for chart in seen["click0.6"]["charts"]} == {1}
-    assert seen[""]["menu"].startswith("wrong → right (2)right → wrong (0)right both times (0)")
-    assert "40.0% to 95.0%) → 90.0% (" in seen[""]["verdict"]
+        assert set(re.findall(r"--(\w+)", hint)) <= nr.Config.__dataclass_fields__.keys()
+    assert {chart["marks"] for chart in seen["click"]["charts"]} == {1}
     assert "over 2 questions. 2 went wrong → right, 0 right → wrong." in seen[""]["verdict"]
     assert "10% of the completions are cut off" in seen[""]["verdict"]  # half of them
-    assert "chance could make this change" in seen[""]["verdict"]  # 2 of 2
-    assert "step 0" in seen[""]["question"] and "step 6" in seen[""]["question"]
-
-
-def test_each_metric_of_is_this_normal_has_a_hint_whose_flags_exist():
-    table = (ROOT / "docs/metrics.md").read_text().partition("## Is this normal?")[2]
-    cells = " ".join(re.findall(r"^\|(.*?)\|", table.partition("\n## ")[0], re.M))
-    metrics = {"completion/length", "entropy", *re.findall(r"`([\w/]+)`", cells)}
-    assert len(metrics) > 10
-    for metric in metrics:
-        [hint] = [hint for *_, pattern, _, hint in report.CHARTS if re.fullmatch(pattern, metric)]
-        assert hint and set(re.findall(r"--(\w+)", hint)) <= nr.Config.__dataclass_fields__.keys()
 
 
 @in_chromium
-def test_many_long_rollouts_are_a_small_page_in_every_state(tmp_path):
-    write_run(tmp_path / "long", length=410, steps=12, groups=1, samples=16)
+def test_a_phone_scrolls_in_one_direction_is_dark_and_draws_400_tokens_of_a_long_text(
+        seen, tmp_path):
+    write_run(tmp_path / "long", length=410)
     report.write([tmp_path / "long"], tmp_path / "report.html")
-    for what in visit(tmp_path / "report.html", ["", "group=9:0&color=change", "min=1&page=5"]):
-        assert " of 192 rollouts" in what["count"] and what["rows"] == 12
-        assert len(what["cards"]) == 16
-        assert all(len(card["spans"]) == 400 for card in what["cards"])
-        assert what["nodes"] < 16 * 400 + 3000
-
-
-@in_chromium
-def test_a_phone_scrolls_in_one_direction_and_a_dark_page_is_dark(one, seen):
-    [dark] = visit(one[0], [""], width=390, dark=True)
+    [dark] = visit(tmp_path / "report.html", [""], width=390, dark=True)
     assert dark["wide"] <= 0
     assert len({card["box"]["top"] for card in dark["cards"]}) == 1  # still side by side
+    assert [len(card["spans"]) for card in dark["cards"]] == [400] * SAMPLES
     text, page, dark_text, dark_page = (
         sum(map(int, re.findall(r"\d+", color)[:3])) / 765
         for color in seen[""]["colors"] + dark["colors"])
     assert text < 0.25 < 0.75 < page and dark_page < 0.25 < 0.75 < dark_text
-
-
-@in_chromium
-def test_a_run_without_numbers_per_token_and_an_evaluation_alone_are_shown(tmp_path):
-    write_run(tmp_path / "old", per_token=False)
-    report.write([tmp_path / "old"], tmp_path / "report.html")
-    plain, changed = visit(tmp_path / "report.html", ["color=advantage", ""])
-    assert plain["cards"][0]["spans"][0][1] == "neg" and plain["count"].startswith("72 of 72")
-    assert "no such numbers" in changed["legend"] and changed["cards"][0]["spans"][0][1] == ""
-    write_rows(tmp_path / "old/metrics.jsonl", [
-        {"step": 0, "eval/accuracy": 0.5, "eval/low": 0.4, "eval/high": 0.6}])
-    for name in ("rollouts.jsonl", "eval.jsonl"):
-        (tmp_path / "old" / name).unlink()
-    report.write([tmp_path / "old"], tmp_path / "report.html")
-    assert visit(tmp_path / "report.html", [""])[0]["hidden"] == ["problems", "rollouts"]
 
 
 def test_the_page_refers_to_nothing_in_a_network_and_carries_no_text_of_a_model_as_html(one):
@@ -259,10 +211,9 @@ def test_the_page_refers_to_nothing_in_a_network_and_carries_no_text_of_a_model_
 
 
 def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(tmp_path):
-    names = [str(tmp_path / f"run-{seed}") for seed in range(2)]
-    for seed, name in enumerate(names):
-        write_run(Path(name), seed=seed)
-    report.main([*names, "--out", str(tmp_path / "all.html")])
+    for seed in range(2):
+        write_run(tmp_path / f"run-{seed}", seed=seed)
+    report.main([f"{tmp_path}/run-0", f"{tmp_path}/run-1", "--out", f"{tmp_path}/all.html"])
     page = (tmp_path / "all.html").read_text()
     flags = re.findall(r"<tr><td>(\w*)<td>", page[page.index("Settings</summary>"):])
     assert flags == ["", "seed", "steps", "samples"]
@@ -271,47 +222,23 @@ def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(tmp_pat
         lines = [(line["color"], line["dash"]) for line in chart["lines"]]
         assert lines == [(i, j) for i in range(2) for j in range(len(chart["metrics"]))]
         assert {line["name"].split()[0] for line in chart["lines"]} == {"run-0", "run-1"}
-    program = ("import sys; from runtime import report; report.main(sys.argv[1:]); "
-               "assert 'matplotlib.pyplot' not in sys.modules")  # a notebook has its own backend
-    png = ["--out", tmp_path / "all.png"]
-    subprocess.run([sys.executable, "-c", program, *names, *png], cwd=ROOT, check=True)
-    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit):
-        report.main(names)  # where to?
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "rollouts.jsonl", "eval.jsonl"])
 def test_a_damaged_file_of_a_run_is_one_line_and_no_traceback(tmp_path, name):
-    write_run(tmp_path / "run", steps=2)
-    says = f"report: {tmp_path}/run: damaged, or not the folder of a run"
-    for line in (b"no json", b"null", b"[]", b"\xff", b'{"step": "x"}', b"[" * 9**5):
+    write_run(tmp_path / "run")
+    for line in (b"no json", b"[]", b"\xff", b'{"step": "x"}', b"[" * 9**5):
         (tmp_path / "run" / name).write_bytes(line + b'\n{"step": 1}\n')
-        with pytest.raises(SystemExit) as e:
+        with pytest.raises(SystemExit, match=r"\Areport: .*/run: damaged, or not .*\Z"):
             report.main([str(tmp_path / "run")])
-        assert e.value.code.startswith(says) and "\n" not in e.value.code
-        if name == "metrics.jsonl":
-            with pytest.raises(ValueError, match="^.*/metrics.jsonl:1: no line of JSON with"):
-                report.read(tmp_path / "run")
 
 
 def test_a_last_line_that_is_cut_off_is_skipped_with_a_note(tmp_path, capsys):
     path, whole = tmp_path / "metrics.jsonl", b'{"step": 0, "reward/mean": 0.5}\n'
-    for cut in (b'{"step": 1, "rew', b'{"step": 1, "name": "\xc3', b"{"):
+    for cut in (b'{"step": 1, "rew', b'{"step": 1, "name": "\xc3'):
         path.write_bytes(whole + cut)
         assert report.read(tmp_path) == [json.loads(whole)]
         assert capsys.readouterr().err == f"note: {path}:2 is cut off: skipped\n"
-    path.write_bytes(2 * whole)
-    assert report.read(tmp_path) == 2 * [json.loads(whole)] and not capsys.readouterr().err
-    assert report.read(tmp_path, "eval.jsonl") == []
-
-
-def test_a_run_may_have_a_name_that_html_matplotlib_or_the_page_reads_otherwise(tmp_path):
-    write_run(tmp_path / "@@DATA@@", steps=1)
-    report.main([str(tmp_path / "@@DATA@@")])
-    page = (tmp_path / "@@DATA@@/report.html").read_text()
-    assert "<h1>@@DATA@@</h1>" in page and re.search('PACKED = "[A-Za-z0-9+/=]+"', page)
-    write_run(tmp_path / r"$\frac$", steps=1)
-    report.main([str(tmp_path / r"$\frac$"), "--out", str(tmp_path / "curve.png")])
 
 
 def test_the_report_has_whole_groups_of_at_most_2000_rollouts_in_every_kth_step():
@@ -331,33 +258,34 @@ def test_the_report_has_whole_groups_of_at_most_2000_rollouts_in_every_kth_step(
 @pytest.mark.numeric
 def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
         group, tokenizer, tmp_path):
-    cfg = make_config(steps=2, samples=4, keep_rollouts=8, lr=1e-3, out=str(tmp_path),
-                      correction="none", mismatch_bound=1e9, kl_coef=0.0)
+    cfg = make_config(keep_rollouts=8, lr=1e-3, out=str(tmp_path), correction="none",
+                      mismatch_bound=1e9, kl_coef=0.0)
     rollouts = fixed_rollouts(tokenizer)
-    rollouts[1].sampled[:] = [True, *[False] * (len(rollouts[1].completion) - 1)]
+    rollouts[1].sampled[1:] = [False] * (len(rollouts[1].completion) - 1)
     groups = [rollouts[i:i + 4] for i in range(0, 16, 4)]
     policy, written = nr.make_policy(cfg), Log(cfg, tokenizer)
-
-    def alone(r):
-        with torch.no_grad():
-            return policy(nr.collate([r]))[0].tolist()
-
     shown = written.rollouts_with_tokens(0, groups)
-    before, old = trainer.token_logps(policy, shown, rollouts[0], cfg), list(map(alone, shown))
+
+    def logps():
+        with torch.no_grad():
+            alone = [policy(nr.collate([r]))[0].tolist() for r in shown]
+        return trainer.token_logps(policy, shown, rollouts[0], cfg), alone
+
+    before, old = logps()
     nr.update(policy, [nr.collate(rollouts)], cfg)
-    after, new = trainer.token_logps(policy, shown, rollouts[0], cfg), list(map(alone, shown))
+    after, new = logps()
     written.write(0, {}, groups, token_logps=zip(shown, before, after))
     rows = report.read(written.folder, "rollouts.jsonl")
-    assert len(rows) == len(shown) == 8  # those that are kept; the other 8 have no numbers
+    assert len(rows) == len(shown) == 8  # those that are kept
     for row, r, x, y in zip(rows, rollouts, old, new):
-        lists, positions = row["per_token"], [i for i, ours in enumerate(r.sampled) if ours]
-        assert {len(values) for values in lists.values()} == {len(r.completion)}
-        vllm = [r.vllm_logps[i] for i in positions]
+        vllm = itertools.compress(r.vllm_logps, r.sampled)
         for name, wanted in (("logp", x), ("change", [b - a for a, b in zip(x, y)]),
                              ("gap", [a - b for a, b in zip(x, vllm)])):
-            assert lists[name].count(None) == r.sampled.count(False)
-            for i, number in zip(positions, wanted):  # two digits, five decimals; other packs
-                within(abs(lists[name][i] - number), 0.05 * abs(number) + 1e-5 + 1000 * EPS)
+            numbers = row["per_token"][name]
+            assert [number is not None for number in numbers] == r.sampled
+            for number, exact in zip(itertools.compress(numbers, r.sampled), wanted, strict=True):
+                # two digits, five decimals; other packs
+                within(abs(number - exact), 0.05 * abs(exact) + 1e-5 + 1000 * EPS)
     assert max(abs(x) for row in rows for x in row["per_token"]["change"] if x) > 0.01
 
 
@@ -367,8 +295,6 @@ def test_the_texts_of_the_tokens_are_the_text_also_where_a_character_has_several
     pieces = report.texts(ids, tokenizer)
     assert "".join(pieces) == text and len(pieces) == len(ids) > len(text) - len("<think></think>")
     assert pieces[0] == "<think>" and "" in pieces and "漢" in pieces
-    broken = tokenizer("漢", add_special_tokens=False)["input_ids"][:1] * 9  # no character
-    assert len(report.texts(broken, tokenizer)) == 9
 
 
 def test_the_screen_has_a_line_per_step_and_says_where_to_look_next(
@@ -379,49 +305,23 @@ def test_the_screen_has_a_line_per_step_and_says_where_to_look_next(
            "seconds/update": 1.5, "mfu": 0.1, "tokens": 1500, "memory/update": 2.0}
     run.write(7, row)
     assert lines.pop() == "step    7  reward  0.500  length   99.5  1.5 s"
-    assert not (page := run.folder / "report.html").exists()
     found = dict.fromkeys(["accuracy", "low", "high", "n", "length", "no_verdict"], 0.5)
     run.write(8, row | {"reward/no_verdict": 1.0} | {f"eval/{x}": y for x, y in found.items()})
     assert "no verdict 100%" in lines.pop() and "accuracy 50.0%" in lines.pop()
-    assert "<td>8 of 2<td>" in page.read_text()  # an evaluation writes the report
-    before = page.stat()
-    run.say("loading the model into vLLM ...")
-    assert re.fullmatch(r" +\d+\.\d s  loading the model into vLLM \.\.\.", lines.pop())
+    before = (page := run.folder / "report.html").stat()  # an evaluation writes the report
     run.close()
-    [line] = lines
-    assert line.startswith("2 steps: ") and "update 3 s (100%)" in line
-    assert line.endswith("; 1000 tokens/s, 10.0% MFU of the update, peak memory 2.00 GiB")
+    says = "update 3 s .*; 1000 tokens/s, 10.0% MFU of the update, peak memory 2.00 GiB"
+    assert re.search(says, lines.pop())
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"next: open {run.folder}/report.html; the model: --model {run.folder}/final"
-    after = page.stat()  # another file, not the same one filled again: a reader has a whole page
-    assert after.st_size == before.st_size > 10_000 and after.st_ino != before.st_ino
-    assert (run.folder / "curve.png").exists() and not list(run.folder.glob("*.part"))
+    assert last == f"next: open {page}; the model: --model {run.folder}/final"
+    # another file, not the same one filled again: a reader has a whole page
+    assert page.stat().st_ino != before.st_ino and (run.folder / "curve.png").exists()
 
 
-def test_a_run_whose_rewards_are_equal_says_once_since_when_and_again_after_a_gradient(
-        tokenizer, tmp_path, monkeypatch):
-    group = [nr.Rollout([1], [2, 3], "", False, [0.0, 0.0], reward=1.0, advantages=[1.0, 1.0])]
-    run, lines = Log(make_config(out=str(tmp_path), name="run"), tokenizer), []
-    monkeypatch.setattr(run.bar, "write", lines.append)
-    for step, flat in enumerate([0.9] + [1.0] * 8 + [0.0] + [1.0] * 5):
-        run.write(step, {"lr": 1.0, "group/flat": flat, "seconds/update": 1.0})
-    said = [line.split(" since ")[1].split(":")[0] for line in lines if "no gradient" in line]
-    assert said == ["step 1", "step 10"]
-    lines.clear()
-    for step in range(20, 30):  # a baseline that is not the group's mean: a gradient
-        run.write(step, {"lr": 1.0, "group/flat": float(step > 20), "seconds/update": 1.0}, [group])
-    assert not [line for line in lines if "no gradient" in line]
-
-
-@pytest.mark.parametrize("mode, key, says", [
-    ("online", "", "no API key: run `wandb login`"), ("online", "sentinel", "must have 40"),
-    ("offline", "", None), ("off", "", None)])
-def test_wandb_without_a_key_is_refused_where_it_is_needed(monkeypatch, tmp_path, mode, key, says):
+def test_wandb_online_with_a_wrong_key_is_refused_and_the_key_is_not_shown(
+        group, monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_API_KEY", key) if key else monkeypatch.delenv("WANDB_API_KEY", False)
-    if not says:
-        return log.check_wandb(mode)
-    with pytest.raises(ValueError, match=f"^--wandb online: .*{says}") as e:
-        log.check_wandb(mode)
-    assert "sentinel" not in str(e.value)
+    monkeypatch.setenv("WANDB_API_KEY", "sentinel")
+    with pytest.raises(ValueError, match="^--wandb online: (?!.*sentinel).*must have 40"):
+        Log(make_config(out=str(tmp_path), name="run", wandb="online"), None)

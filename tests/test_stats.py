@@ -1,60 +1,59 @@
-"""Averages over the tokens of a step, votes of an evaluation, and metrics of a step's rewards."""
+"""Numbers of a step and of an evaluation by hand: votes, credit, means, lengths, plan, report."""
+import base64
 import dataclasses
+import gzip
+import json
 import math
-from statistics import fmean
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import processors
 
+import data
 import nano_rlvr as nr
-from conftest import close, make_config
-from runtime import evaluation, log, stats
+from conftest import close, judged, make_config, write_rows
+from runtime import evaluation, guard, log, memory, report, shape, stats
+from runtime.batch import step_ends_in_tokens
+from runtime.dist import RunError
+
+pytestmark = pytest.mark.usefixtures("in_float64")
+SECONDS = {"seconds/rollout": 1.0, "seconds/update": 2.0}
 
 
-def completion(text="", truncated=False, **fields):
-    return nr.Rollout([0], [0], text, truncated, [0.0], **fields)
+def completion(text="", tokens=1, truncated=False, **fields):
+    return nr.Rollout([0], [1] * tokens, text, truncated, [-0.5] * tokens, **fields)
 
-
-# ---- votes and pass@k
 
 @pytest.mark.exercise_13
 @pytest.mark.parametrize("answers, index", [
-    (["4", "5", "5"], 1),
     (["4", "5", "5", "4"], 0),  # a tie: the answer seen first
     ([None, None, None, "7", "8", "8"], 4),  # None is no vote, however often it occurs
     ([None, None], None)])
-def test_the_most_frequent_answer_wins_the_first_seen_wins_a_tie_and_none_does_not_vote(
-        answers, index):
+def test_the_most_frequent_answer_wins_and_none_does_not_vote(answers, index):
     assert stats.majority_vote(answers) == index
 
 
 def votes(*texts, truncated=False):
-    return {evaluation.vote_of(completion(text, truncated)) for text in texts}
+    return {evaluation.vote_of(completion(text, truncated=truncated)) for text in texts}
 
 
-@pytest.mark.parametrize("texts", [
-    ("<answer>72</answer>", "<answer>72", r"\boxed{72.0}", "The answer is $72$.", r"\boxed{\$72}",
-     "#### 72", r"\boxed{\(72\)}", r"\boxed{72\%}"),
-    (r"\boxed{1,000}", r"\boxed{1000}", r"\boxed{1{,}000}", r"\boxed{1\,000}"),
-    (r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{\dfrac12}", r"\boxed{$.5$}"),
-    (r"\boxed{(1, 2)}", r"\boxed{$(1,2)$}")])
-def test_equal_answers_in_another_form_are_one_vote(texts):
-    assert len(votes(*texts)) == 1 and None not in votes(*texts)
-
-
-def test_different_answers_are_different_votes():
-    answers = ["72", "-72", "72.5", "1,2", "2,1", "12", "(1,2)", "[1,2]", "72x", "7/2", "2/7",
-               "x=72", "72^2", "A", "f(72)", r"\sqrt{72}", "1/0", "2/0"]
+def test_equal_answers_in_another_form_are_one_vote_and_different_ones_are_not():
+    for texts in (("<answer>72</answer>", r"\boxed{72.0}", "The answer is $72$.", r"\boxed{\$72}",
+                   "#### 72", r"\boxed{\(72\)}", r"\boxed{72\%}"),
+                  (r"\boxed{1,000}", r"\boxed{1000}", r"\boxed{1{,}000}", r"\boxed{1\,000}"),
+                  (r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"\boxed{\dfrac12}", r"\boxed{$.5$}"),
+                  (r"\boxed{(1, 2)}", r"\boxed{$(1,2)$}")):
+        assert len(votes(*texts)) == 1 and None not in votes(*texts)
+    answers = ["72", "-72", "72.5", "1,2", "2,1", "12", "(1,2)", "[1,2]", "72x", "7/2", "x=72"]
     assert len(votes(*(rf"\boxed{{{a}}}" for a in answers))) == len(answers)
 
 
 def test_a_truncated_completion_votes_only_with_a_complete_answer():
     """<answer>7 may be the start of <answer>72."""
-    cut_off = [r"\boxed{7", r"\boxed{1} and \boxed{7", "<answer>7", "#### 7", "The answer is 7",
-               "<answer>7</answ", "<think>\\boxed{7}", ""]
-    complete = [r"so \boxed{7}", r"\boxed{7}. Let me check: 8", "<answer>7</answer> as 3 + 4",
-                "#### 7\nI", "The answer is 7.\nNow"]
+    cut_off = r"\boxed{1} and \boxed{7", "<answer>7", "#### 7", "The answer is 7", "<answer>7</answ"
+    complete = r"\boxed{7}. Let me check: 8", "<answer>7</answer> as 3 + 4", "#### 7\nI"
     assert votes(*cut_off, truncated=True) == {None} and votes(*complete, truncated=True) == {7}
 
 
@@ -62,109 +61,102 @@ def test_values_of_samples_by_hand():
     """Cut-off answers do not outvote a complete one; equal answers are counted together."""
     forms = ("5", "5", "72", "72.0", "$72$")
     group = [completion(rf"\boxed{{{a}}}", parts={"x": float(a != "5")}) for a in forms]
-    cut = [completion("<answer>5", True, parts={"x": 0.0}) for _ in range(4)]
+    cut = [completion("<answer>5", truncated=True, parts={"x": 0.0}) for _ in range(4)]
     values = evaluation.sample_values(group + cut)  # 3 of 9 are right
     assert values.pop("maj@9") and not values.pop("best@9/logprob")  # equal log-probs: the first
     wanted = {f"pass@{k}": 1 - math.comb(6, k) / math.comb(9, k) for k in (2, 4, 8, 9)}
     assert values.keys() == wanted.keys() | {"mean@9"}
     close([values[name] for name in wanted], list(wanted.values()))
     close(values["mean@9"], 1 / 3)
-    assert [name for name in evaluation.sample_values(group[:1]) if "pass" in name] == ["pass@1"]
 
 
 def test_the_sample_with_the_highest_mean_log_prob_of_its_sampled_tokens_is_chosen():
     def best(*group):
-        rollouts = [nr.Rollout([0], [0] * len(logps), "", False, logps, sampled,
-                               parts={"x": float(right)}) for right, logps, sampled in group]
-        return evaluation.sample_values(rollouts)[f"best@{len(group)}/logprob"]
+        return evaluation.sample_values([
+            nr.Rollout([0], [0] * len(logps), "", False, logps, sampled, parts={"x": float(right)})
+            for right, logps, sampled in group])["best@2/logprob"]
 
-    short = [-1.0, -1.0], [-0.5, -1.0, -0.75]
-    assert best((0, short[0], None), (1, short[1], None))  # the sum would choose the first
-    tool = [-3.0, 0.0, 0.0, 0.0], [True, False, False, False]  # three tokens of a tool's output
-    assert best((1, [-1.0] * 4, None), (0, *tool))
-    group = [completion(parts={"x": x}) for x in (0.0, 1.0, 1.0)]
-    assert not evaluation.best_is_right(group, [0.5, 0.5, 0.1])  # the first of equals
-    assert evaluation.best_is_right(group, [None, -2.0, -3.0])  # None is no value
+    # the sum would choose the first
+    assert best((0, [-1.0, -1.0], None), (1, [-0.5, -1.0, -0.75], None))
+    # three tokens of a tool's output
+    assert best((1, [-1.0] * 4, None), (0, [-3.0, 0.0, 0.0, 0.0], [True, False, False, False]))
 
 
-# ---- metrics of several optimizer steps: means over all their tokens, not means of means
-
-class Given:
-    """A policy of one number: its log-prob of token t is -t/8, plus 1/4 per optimizer step that was
-    taken; its entropy of token t is t."""
-    taken = 0
-
-    def __call__(self, batch):
-        return (-batch.targets / 8 + self.taken / 4).requires_grad_(), batch.targets.float()
-
-    def backward(self, loss):
-        loss.backward()
-
-    def step(self):
-        self.taken += 1
-
-    def get_global_grad_norm(self):
-        return 2.0 ** self.taken
-
-    def was_step_applied(self):
-        return self.taken != 2
+def test_a_group_is_flat_if_the_rewards_of_all_steps_agree():
+    assert stats.is_flat([completion(steps=[(1, 1.0), (2, 1.0)]), completion(steps=[(2, 1.0)])])
+    # the same sums
+    assert not stats.is_flat([completion(steps=[(1, x), (2, 1.0 - x)]) for x in (1.0, 0.0)])
 
 
-# one optimizer step with 1 + 1 tokens, in two packs, and one with 3 + 3
-STEPS = [[[[8]], [[16]]], [[[8, 8, 8], [24, 24, 24]]]]
+@pytest.mark.parametrize("text", ["12+3=15\n", "1×2=2, 3÷3=1 \U0001f600."])
+def test_a_step_ends_with_the_token_that_completes_its_last_character(tokenizer, text):
+    """× has two tokens, a byte each. A step that covers the whole text covers the end of the
+    sequence too, which has no text."""
+    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    prefixes = [tokenizer.decode(ids[:k], skip_special_tokens=True) for k in range(len(ids) + 1)]
+    ends = range(1, len(text) + 1)
+    wanted = [next(k for k, x in enumerate(prefixes) if x[:end] == text[:end]) for end in ends]
+    r = nr.Rollout([0], ids, text, False, [0.0] * len(ids), steps=[(end, end / 8) for end in ends])
+    step_ends_in_tokens([r], tokenizer)
+    assert r.steps == [(k, end / 8) for k, end in zip([*wanted[:-1], len(ids)], ends)]
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("vllm", [(0.75, 0.25), (0.25, 0.75)])  # the larger comes first, or last
-def test_metrics_are_means_over_the_tokens_of_all_optimizer_steps(group, epochs, vllm):
-    """Against a list of all tokens of all optimizer steps.
+def test_score_sums_the_rewards_of_steps_and_rewards_get_the_tokens_of_a_tool_too():
+    seen, rollouts = {}, [completion(tokens=2, sampled=[True, False]) for _ in range(3)]
+    verify = judged(lambda texts, columns: seen.update(columns) or [
+        [(1, 0.5), (2, -0.25)], None, 0.75])
+    nr.score(rollouts, [{"question": "q"}], verify)
+    assert [(r.reward, r.steps) for r in rollouts] == [
+        (0.25, [(1, 0.5), (2, -0.25)]), (None, []), (0.75, [])]
+    assert seen["completion_ids"] == [[1, 1]] * 3  # as in TRL
 
-    log pi_ref is log pi_old + 0.5. vLLM's log-prob of the first token of each completion is
-    log pi_old + vllm[number of the optimizer step].
-    """
-    cfg = make_config(correction="token_truncate", correction_cap=10.0, mismatch_bound=1e9)
-    policy, history, tokens = Given(), [], []
-    for k in range(2 * epochs):
-        batches = []
-        for pack in STEPS[k % 2]:
-            rollouts = []
-            for i, ids in enumerate(pack):
-                shifts = [vllm[k % 2], 0.0, 0.0][:len(ids)]
-                tokens += [(t, k / 4, shift) for t, shift in zip(ids, shifts)]
-                logps = [shift - t / 8 for t, shift in zip(ids, shifts)]
-                rollouts.append(nr.Rollout([i], ids, "", False, logps, weight=0.1,
-                                           advantages=[1.0] * len(ids)))
-            batches.append(nr.collate(rollouts))
-            batches[-1].old = -batches[-1].targets / 8
-            batches[-1].ref = batches[-1].old + 0.5
-        history.append(nr.update(policy, batches, cfg))
-    found = stats.step_means(history)
 
-    entropies, moved, shifts = zip(*tokens)  # moved: log pi - log pi_old
-    w = [math.exp(-shift) for shift in shifts]
+@torch.no_grad()
+def test_the_kl_in_the_reward_is_that_of_the_sampled_tokens_and_is_not_in_the_loss_too(model):
+    policy, ref = nr.TokenLogps(model, 2.0), nr.TokenLogps(model, 1.0)
+    a = nr.Rollout([5, 6], [7, 8, 9], "", False, [-1.0, 0.0, -2.0], [True, False, True])
+    b = nr.Rollout([5, 6], [10], "", False, [-3.0])
+    batch, cfg = nr.collate([a, b]), make_config(pack_tokens=6, kl_in="reward")
+    k1 = policy(batch)[0] - ref(batch)[0]  # (3,)
+    metrics = nr.trainer.store_kl(policy, ref, [[b, a]], a, cfg)
+    close([a.kl, b.kl], [k1[:2].sum().item(), k1[2].item()])
+    close(metrics["kl"], (a.kl + b.kl) / 3)
+    nr.store_fixed_logps(policy, ref, [batch], cfg)
+    assert batch.ref is None
+
+
+def test_metrics_are_means_over_the_tokens_of_all_optimizer_steps(group):
+    """Not means of the means of packs or steps, which have other numbers of tokens."""
+    cfg, history, tokens = make_config(correction_cap=2.0), [], []
+    for step, sizes in enumerate([(1, 1), (9, 7), (3, 5), (2, 4)]):
+        sums = []
+        for R in sizes:
+            tokens.append(torch.randn(4, R) + step % 2)
+            ratio, kl, entropy, mismatch = tokens[-1]  # (R,) each
+            terms = {"ratio": ratio, "kl": kl, "mismatch": mismatch,
+                     "correction": nr.importance(mismatch, None, cfg)}
+            sums.append(stats.pack_sums(torch.tensor(1.0), terms, entropy, torch.ones(R), cfg))
+        once = {"grad_norm": 2.0**step, "skipped": float(step == 2)}  # per step
+        history.append(stats.token_means(sums) | once)
+    ratio, kl, entropy, mismatch = torch.cat(tokens, 1)  # (tokens,) each
+    w = mismatch.exp().clamp(max=2.0)
     wanted = {
-        "entropy": fmean(entropies), "ratio": fmean(map(math.exp, moved)),
-        "kl": fmean(math.exp(0.5 - x) - (0.5 - x) - 1 for x in moved),
-        "clipped": fmean(math.exp(x) > 1.2 for x in moved),
-        "mismatch/max": 0.75, "mismatch/mean_abs": fmean(shifts), "correction/w": fmean(w),
-        "correction/ess": fmean(w) ** 2 / fmean(x * x for x in w),
-        "grad_norm": fmean(2.0 ** k for k in range(1, 2 * epochs + 1)),
-        "skipped": 1 / (2 * epochs)}
+        "ratio": ratio.mean(), "kl": kl.mean(), "entropy": entropy.mean(), "loss": 2.0,
+        "mismatch/max": mismatch.abs().max(), "mismatch/mean_abs": mismatch.abs().mean(),
+        "correction/w": w.mean(), "correction/ess": w.mean()**2 / w.square().mean(),
+        "correction/share": (w == 2.0).double().mean(), "grad_norm": 15 / 4, "skipped": 1 / 4}
+    found = stats.step_means(history)
+    assert found.keys() == wanted.keys() and stats.step_means([]) == {}
     for name, x in wanted.items():
-        close(found[name], x, 1e-6)
-    assert "tokens" not in found and stats.step_means([]) == {}
+        close(found[name], x)
 
 
 @pytest.mark.parametrize("gate", ["clip", "detach", "soft", "squared"])
-@pytest.mark.parametrize("ratio", ["token", "sequence", "product"])
-def test_the_gradient_is_finite_at_any_log_ratio_and_clipped_counts_the_tokens_without_one(
-        gate, ratio):
+def test_the_gradient_is_finite_at_any_log_ratio_and_clipped_counts_the_tokens_without_one(gate):
     points = [(x, a) for x in (-1e4, -30, -0.7, 0, 0.7, 30, 1e4) for a in (1.0, -1.0)]
-    logp, advantage = torch.tensor(points).T  # (R,), (R,) each token is a sequence
-    ones, logp = torch.ones(len(points)), logp.clone().requires_grad_()
-    batch = SimpleNamespace(lengths=ones, sequence_ids=torch.arange(len(points)), weight=ones,
-                            advantage=advantage, vllm_logps=0.0)
-    cfg = dataclasses.replace(make_config(), gate=gate, ratio=ratio, correction="none")
+    logp, advantage = torch.tensor(points, requires_grad=True).T  # (R,), (R,)
+    batch = SimpleNamespace(weight=torch.ones(len(points)), advantage=advantage, vllm_logps=0.0)
+    cfg = dataclasses.replace(make_config(), gate=gate, correction="none")
     loss, terms = nr.policy_loss(logp, torch.zeros(len(points)), None, batch, cfg)
     [gradient] = torch.autograd.grad(loss, logp)
     assert loss.isfinite() and gradient.isfinite().all()
@@ -172,14 +164,91 @@ def test_the_gradient_is_finite_at_any_log_ratio_and_clipped_counts_the_tokens_w
     assert (gate in ("clip", "soft")) == terms["clipped"].any()  # the others bound it otherwise
 
 
-# ---- metrics of the rewards of a step
-
 def test_the_rewards_of_a_step_by_hand(group):
     """None, "no verdict", enters no mean; a reward without any verdict in the step is absent."""
     parts = [{"a": 1.0, "judge": None}, {"a": 0.0, "judge": None}, {"a": None}, {"b": 2.0}]
     rollouts = [completion(reward=x, parts=own) for x, own in zip((1.0, 0.0, None, 2.0), parts)]
-    seconds = {"seconds/rollout": 1.0, "seconds/update": 1.0}
-    m = log.summary(make_config(), [], [rollouts], seconds)
+    m = log.summary(make_config(), [], [rollouts], SECONDS)
     assert (m["reward/a"], m["reward/b"], m["reward/mean"]) == (0.5, 2.0, 1.0)
     assert "reward/judge" not in m and m["reward/no_verdict"] == 1 / 4 and m["group/flat"] == 0
     close(m["reward/std"], math.sqrt(2 / 3))  # of the population
+
+
+def test_a_tools_output_is_in_no_length(group):
+    """--overlong_buffer is a part of --max_tokens, which counts both."""
+    rollouts = [completion(tokens=len(sampled), sampled=sampled, reward=1.0, parts={"x": 1.0})
+                for sampled in ([True] + [False] * 6 + [True], [True] * 4)]
+    metrics = log.summary(make_config(samples=2), [rollouts], [rollouts], SECONDS)
+    found = [metrics[name] for name in ("completion/length", "tokens", "tokens_per_second")]
+    assert found == [3, 6, 2]
+    found, _ = evaluation.summary([{"question": "q"}] * 2, [0, 1], rollouts, [], make_config())
+    assert found["eval/length"] == 3
+
+
+def test_a_mismatch_above_the_bound_or_nan_and_a_loss_that_is_not_finite_refuse_a_step():
+    guard.check_step({"mismatch/mean_abs": 0.1, "loss": 0.5}, 0.1)
+    for mismatch, loss, says in ((0.11, 0.5, "disagree"), (math.nan, 0.5, "disagree"),
+                                 (0.01, math.nan, "loss"), (0.01, -math.inf, "loss")):
+        with pytest.raises(RunError, match=says):
+            guard.check_step({"mismatch/mean_abs": mismatch, "loss": loss}, 0.1)
+
+
+def test_a_chat_template_that_writes_the_beginning_of_sequence_gets_no_second_one(tokenizer):
+    """Llama's tokenizer adds the token, and so does its chat template."""
+    own = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+    bos = own.convert_ids_to_tokens(0)
+    own.bos_token = bos
+    own.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, 0)])
+    assert own("1+1")["input_ids"][:1] == [0]  # it adds the token
+    own.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}="
+    for template in ("chat", "none"):
+        ids = data.encode({"question": "1+1"}, own, template)
+        assert ids.count(0) == 1 and ids[0] == 0, template
+
+
+@pytest.mark.parametrize("changes, passes", [
+    (dict(kl_coef=0.0), 3), (dict(kl_coef=0.0, minibatches=2), 4),
+    (dict(kl_coef=0.1, epochs=3), 11)])
+def test_mfu_counts_three_passes_per_epoch_one_for_the_reference_and_one_for_the_old_log_probs(
+        changes, passes, group, monkeypatch):
+    monkeypatch.setattr(log, "peak_flops", lambda dtype: 1e9)
+    cfg = make_config(**changes)
+    rollouts = [nr.Rollout([0, i], [1] * 9, "", False, [0.0] * 9, reward=1.0, weight=weight,
+                           parts={"x": 1.0})
+                for i, weight in ((1, 0.1), (2, 0.0))]  # the second one had no gradient
+    metrics = log.summary(cfg, [rollouts], [rollouts], SECONDS)
+    one = shape.ModelShape.of(cfg.model).forward_flops(rollouts[:1])
+    close(metrics["mfu"], passes * one / (2.0 * 1e9))
+
+
+def test_the_plan_by_hand():
+    """1,000 parameters in bfloat16."""
+    sizes = shape.ModelShape(parameters=1000, hidden=10, layers=2, attention=10, mlp=30, vocab=50,
+                             kv_cache=40, kv_heads=1, qk_norms=False)
+    parts = memory.step_bytes(nr.Config(dtype="bfloat16", offload="optimizer"), sizes, True)
+    bucket = 2**26  # numbers: in bf16, in fp32, and in bf16 again for offload
+    assert parts["CUDA, kernels, buffers"] == 2 * [1.5 * 2**30 + (2 + 4 + 2) * bucket] + [0]
+
+
+def test_the_report_compares_the_first_evaluation_with_the_last(tmp_path):
+    """Not with the best one: the best of many is too high."""
+    config = {"config": {"seed": 0, "samples": 1, "steps": 2, "name": "run"}, "command": "c"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_rows(tmp_path / "metrics.jsonl", [
+        {"step": i, "eval/accuracy": a, "eval/low": a - 0.1, "eval/high": a + 0.1}
+        for i, a in enumerate((0.25, 0.75, 0.5))])
+    write_rows(tmp_path / "eval.jsonl", [
+        {"step": i, "question": f"q{j}", "answer": "1", "right": right, "finish": "stop",
+         "completion": f"step {i}, {j}"}
+        for i, step in enumerate([[True, False], [True, True], [False, True]])
+        for j, right in enumerate(step)])
+    report.write([tmp_path], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    table = text[text.index("<table class=\"summary\">"):text.index("</table>")]
+    assert re.findall(r"[\d.]+%", table) == ["25.0%", "50.0%"]
+    packed = re.search(r'const PACKED = "(.*?)"', text)[1]
+    [run] = json.loads(gzip.decompress(base64.b64decode(packed)))["runs"]
+    assert run["questions"] == [
+        ["q0", "1", [True, "step 0, 0", "stop"], [False, "step 2, 0", "stop"]],
+        ["q1", "1", [False, "step 0, 1", "stop"], [True, "step 2, 1", "stop"]]]

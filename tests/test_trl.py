@@ -1,8 +1,7 @@
 """Comparison with TRL 1.16.0's own code: advantages and whole runs.
 
-Both sides run in float64 (conftest): only a difference in the formulas can show. Only generation is
-replaced, through GRPOTrainer's rollout_func. The losses, also those of RLOOTrainer, are compared in
-test_vectors.py.
+Only generation is replaced, through GRPOTrainer's rollout_func. The losses, also those of
+RLOOTrainer, are compared in test_vectors.py.
 """
 import os
 import random
@@ -31,11 +30,7 @@ def rollout_func(prompts, trainer):
             "completion_ids": completions, "logprobs": [[0.0] * len(c) for c in completions]}
 
 
-def random_reward(completion_ids, **columns):
-    return [exactly(random.Random(repr(ids)).gauss(0, 1)) for ids in completion_ids]
-
-
-def make_trainer(folder, tokenizer, groups, reward=random_reward, **options):
+def make_trainer(folder, tokenizer, reward, groups=4, **options):
     """A real trainer of TRL on the bundled model. options: of its configuration."""
     import trl
     from datasets import Dataset
@@ -65,7 +60,7 @@ def test_advantages_equal_trls_after_the_stated_factor(tmp_path, tokenizer):
     rng = random.Random(0)
     values = [exactly(rng.gauss(0, 1)) if i % 4 < counts[i // 4] else None for i in range(16)]
     rewards = torch.tensor([torch.nan if x is None else x for x in values]).view(4, 4)  # (G, n)
-    trainer = make_trainer(tmp_path, tokenizer, groups=4, reward=lambda **columns: values)
+    trainer = make_trainer(tmp_path, tokenizer, lambda **columns: values)
     batch = [trainer.train_dataset[i // 4] for i in range(16)]
     for scale in ("group", "batch", "none"):
         trainer.scale_rewards = scale
@@ -75,9 +70,6 @@ def test_advantages_equal_trls_after_the_stated_factor(tmp_path, tokenizer):
             ours = nr.group_advantages(rewards, scale=scale, eps=c * 1e-4)[i]
             close(c * ours, trls[i])
         assert trls[3].eq(0).all() and trls[rewards.isnan()].eq(0).all()
-
-
-# ---- whole runs
 
 
 def rollouts_of(inputs):
@@ -93,6 +85,10 @@ def rollouts_of(inputs):
     return rollouts
 
 
+def flat(weights):
+    return torch.cat([w.detach().flatten() for w in weights])
+
+
 def run_trl(trainer):
     """TRL's train() in two micro-batches per step -> weights, start weights, rollouts per step."""
     members, compute_loss = [], trainer._compute_loss  # members: rollouts of each micro-batch
@@ -102,19 +98,16 @@ def run_trl(trainer):
         return compute_loss(model, inputs)
 
     trainer._compute_loss = recorded
-    start = [p.detach().clone() for p in trainer.model.parameters()]
+    start = flat(trainer.model.parameters())
     trainer.train()
     assert trainer.state.global_step == STEPS and len(members) == STEPS * 2
-    steps = [members[i] + members[i + 1] for i in range(0, len(members), 2)]
-    return [p.detach() for p in trainer.model.parameters()], start, steps
+    return flat(trainer.model.parameters()), start, [
+        members[i] + members[i + 1] for i in range(0, len(members), 2)]
 
 
 def run_ours(steps, off_policy, cfg):
-    """The same optimizer steps through DeepSpeed ZeRO-2 -> weights, metrics of each step.
-
-    The learning rate falls with every optimizer step, as in TRL; train() changes it once per
-    rollout batch.
-    """
+    """The same steps through DeepSpeed -> weights, metrics of each. As in TRL, the learning rate
+    falls with every optimizer step; train() changes it once per rollout batch."""
     engine, reference, metrics = nr.make_policy(cfg), nr.make_reference(cfg), []
     for i, rollouts in enumerate(steps):
         packs = pack(nr.assign_token_weights(rollouts, cfg), cfg.pack_tokens)
@@ -125,37 +118,26 @@ def run_ours(steps, off_policy, cfg):
         nr.trainer.set_lr(engine, i, cfg)
         metrics.append(nr.update(engine, batches, cfg))
     weights = dict(nr.trainer.named_weights(engine))
-    return [w.clone() for name, w in weights.items() if name != "lm_head.weight"], metrics
+    weights.pop("lm_head.weight")  # tied
+    return flat(weights.values()), metrics
 
 
-def flat(weights):
-    return torch.cat([w.flatten() for w in weights])
-
-
-RUNS = {  # name -> optimizer steps per rollout batch, TRL's options, ours
-    "grpo": (1, dict(loss_type="grpo", beta=0.04, use_bias_correction_kl=False),
-             dict(kl_coef=0.04)),
-    "dapo, two epochs": (2, dict(loss_type="dapo", num_iterations=2, epsilon_high=0.28),
-                         dict(aggregate="token", clip_high=0.28)),
-    "gspo, two minibatches": (2, dict(loss_type="grpo", importance_sampling_level="sequence",
-                                      steps_per_generation=4, per_device_train_batch_size=4),
-                              dict(ratio="sequence")),
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_ends_at_trls_weights(tmp_path, tokenizer, name):
-    """AdamW with its epsilon of 1e-8, gradient clipping and linear decay; compares 822,272 weights.
-
-    AdamW divides a gradient by its own size plus epsilon. Where a gradient is only rounding, the
-    step is lr * rounding / epsilon: in float32 as large as lr. In float64 the gradient, clipped to
-    LIMIT, rounds at 1e-15 * LIMIT at most, so no step of a weight differs by more than
-    1e-7 * LIMIT * lr.
+@pytest.mark.parametrize("per_batch, theirs, ours", [  # optimizer steps per rollout batch
+    (1, dict(loss_type="grpo", beta=0.04, use_bias_correction_kl=False), dict(kl_coef=0.04)),
+    (2, dict(loss_type="dapo", num_iterations=2, epsilon_high=0.28),
+     dict(aggregate="token", clip_high=0.28))], ids=["grpo", "dapo, two epochs"])
+def test_a_run_ends_at_trls_weights(tmp_path, tokenizer, per_batch, theirs, ours):
+    """AdamW divides a gradient by its own size plus 1e-8. Where a gradient is only rounding, the
+    step is lr * rounding / 1e-8: in float32 as large as lr. In float64 the gradient, clipped to
+    LIMIT, rounds at 1e-15 * LIMIT at most: no step of a weight differs by over 1e-7 * LIMIT * lr.
     """
-    per_batch, theirs, ours = RUNS[name]
     common = dict(max_steps=STEPS, gradient_accumulation_steps=2, learning_rate=1e-4, beta=0.0,
                   lr_scheduler_type="linear", max_grad_norm=LIMIT, per_device_train_batch_size=8)
-    trainer = make_trainer(tmp_path, tokenizer, 4 * STEPS // per_batch, **common | theirs)
+
+    def reward(completion_ids, **columns):
+        return [exactly(random.Random(repr(ids)).gauss(0, 1)) for ids in completion_ids]
+
+    trainer = make_trainer(tmp_path, tokenizer, reward, 4 * STEPS // per_batch, **common | theirs)
     trls, start, steps = run_trl(trainer)
 
     common = dict(lr=1e-4, lr_end=0.0, steps=STEPS, max_grad_norm=LIMIT, kl_coef=0.0,
@@ -166,5 +148,4 @@ def test_a_run_ends_at_trls_weights(tmp_path, tokenizer, name):
     assert min(norms) < LIMIT < max(norms)  # clipped in some steps and not in others
     if per_batch > 1:
         assert metrics[1]["clipped"] > 0  # the second step is off-policy, and reaches the bounds
-    moved_by = (flat(trls) - flat(start)).norm()
-    within((flat(weights) - flat(trls)).norm(), 1e-15 * LIMIT / 1e-8 * moved_by)
+    within((weights - trls).norm(), 1e-15 * LIMIT / 1e-8 * (trls - start).norm())

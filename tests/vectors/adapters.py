@@ -31,25 +31,31 @@ PAGE = ROOT / "docs/conformance.md"
 TOLERANCE = 1e-6  # some projects add 1e-8 to a divisor, or use float32 in places
 
 
-# ---- a case as tensors, and back
-
-
 def padded(rows):
     """(N, C) from a list of numbers per completion."""
     return pad_sequence([torch.tensor(row, dtype=torch.float64) for row in rows], batch_first=True)
 
 
 def tensors(case):
-    """logp (a leaf), old, vllm, ref, advantages, mask (tokens with a weight): each (N, C)."""
-    completions = all_in(case["groups"])
+    """logp (a leaf), old, vllm, ref, advantages, mask (tokens with a weight): each (N, C).
+
+    kl_coef: of the KL in the loss. rewards (N,): None if a completion has another reward than one
+    at its end. index: the number of the group of each completion.
+    """
+    o, completions = case["options"], all_in(case["groups"])
     b = SimpleNamespace(**{name: padded([c[name] or [] for c in completions])
                            for name in ("logp", "old", "vllm", "ref", "sampled")})
     b.logp.requires_grad_()
     if not completions[0]["old"]:
         b.old = b.logp.detach()
     b.advantages = padded(all_in(case["expected"]["advantages"]))
-    masked = [c["truncated"] * case["options"]["mask_truncated"] for c in completions]
+    masked = [c["truncated"] * o["mask_truncated"] for c in completions]
     b.mask = b.sampled * (1 - torch.tensor(masked)[:, None])
+    b.kl_coef = o["kl_coef"] if o["kl_in"] == "loss" else 0.0
+    b.rewards, b.index = None, [g for g, group in enumerate(case["groups"]) for _ in group]
+    ends = [[end for end, _ in c["rewards"]] for c in completions]
+    if ends == [[len(c["logp"])] for c in completions] and o["kl_in"] == "loss":
+        b.rewards = torch.tensor([c["rewards"][0][1] for c in completions], dtype=torch.float64)
     return b
 
 
@@ -65,22 +71,6 @@ def of_loss(loss, b, case):
     return {"loss": loss.item(), "gradient": nested(b.logp.grad, case)}
 
 
-def of_advantages(scores, b, case):
-    """The field advantages, from one per completion (N,)."""
-    return {"advantages": nested(torch.as_tensor(scores)[:, None] * b.sampled, case)}
-
-
-def outcomes(case):
-    """(rewards (N,), number of the group of each). None if a completion has another reward than
-    one at its end."""
-    completions = all_in(case["groups"])
-    ends = [[end for end, _ in c["rewards"]] for c in completions]
-    if ends != [[len(c["logp"])] for c in completions] or case["options"]["kl_in"] == "reward":
-        return None
-    index = [g for g, group in enumerate(case["groups"]) for _ in group]
-    return torch.tensor([c["rewards"][0][1] for c in completions], dtype=torch.float64), index
-
-
 def without_init(*packages):
     """Makes these packages importable without running their __init__.py, which needs a GPU library
     or a cluster. Their modules are the project's own."""
@@ -93,8 +83,6 @@ def without_init(*packages):
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = [where]
 
-
-# ---- one function per project
 
 TRL_LOSSES = {  # aggregate, gate -> TRL's loss_type
     ("sequence", "clip"): "grpo", ("token", "clip"): "dapo", ("constant", "clip"): "dr_grpo",
@@ -128,7 +116,7 @@ def trl(case, bias_correction=False):
             b.logp, torch.zeros_like(b.logp), None),
         aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
         loss_type=loss_type, importance_sampling_level=o["ratio"],
-        beta=o["kl_coef"] if o["kl_in"] == "loss" else 0.0,
+        beta=b.kl_coef,
         epsilon_low=o["clip_low"], epsilon_high=o["clip_high"] + (loss_type == "cispo"),
         use_vllm=o["correction"] != "none", vllm_importance_sampling_correction=True,
         max_completion_length=o["max_tokens"], current_gradient_accumulation_steps=1,
@@ -156,13 +144,12 @@ def verl(case):
         ("leave_one_out", "none"): ("rloo", {}),
         ("batch", "batch"): ("reinforce_plus_plus", dict(config=SimpleNamespace(gamma=1.0))),
     }.get((o["baseline"], o["scale"]))
-    if estimator and outcomes(case):
-        rewards, index = outcomes(case)
+    if estimator and b.rewards is not None:
         last = b.sampled.cumsum(1).argmax(1)  # (N,) verl puts the reward on the last token
         by_token = torch.zeros_like(b.sampled)
-        by_token[range(len(rewards)), last] = rewards
+        by_token[range(len(last)), last] = b.rewards
         advantages, _ = core_algos.get_adv_estimator_fn(estimator[0])(
-            token_level_rewards=by_token, response_mask=b.sampled, index=np.array(index),
+            token_level_rewards=by_token, response_mask=b.sampled, index=np.array(b.index),
             **estimator[1])
         found["advantages"] = nested(advantages, case)
     name = {("token", "clip"): "vanilla", ("sequence", "clip"): "gspo",
@@ -187,9 +174,9 @@ def verl(case):
         tau_neg=o["tau_neg"], global_batch_info=scale)
     loss, _ = core_algos.get_policy_loss_fn(name)(
         b.old, b.logp, b.advantages, b.mask, mode, config, weights)
-    if o["kl_coef"] and o["kl_in"] == "loss":
+    if b.kl_coef:
         kl = core_algos.kl_penalty(b.logp, b.ref, "low_var_kl")  # (N, C)
-        loss = loss + o["kl_coef"] * core_algos.agg_loss(kl, b.mask, mode, **scale)
+        loss = loss + b.kl_coef * core_algos.agg_loss(kl, b.mask, mode, **scale)
     return found | of_loss(loss, b, case)
 
 
@@ -213,9 +200,9 @@ def openrlhf(case):
         is_correction_level=level, is_correction_mode=mode,
         is_correction_threshold=(low, high or o["correction_cap"]))
     loss = policy_loss(b.logp, b.old, b.advantages, b.mask, b.vllm)[0]
-    if o["kl_coef"] and o["kl_in"] == "loss":
+    if b.kl_coef:
         kl = compute_approx_kl(b.logp, b.ref, b.old, kl_estimator="k3")  # (N, C)
-        loss = loss + o["kl_coef"] * aggregate_loss(kl, b.mask)
+        loss = loss + b.kl_coef * aggregate_loss(kl, b.mask)
     return of_loss(loss, b, case)
 
 
@@ -225,14 +212,14 @@ def areno(case):
     from areno.api.advantages import compute_batch_group_advantages
     from areno.api.backend.cuda import losses
     o, b, found = case["options"], tensors(case), {}
-    if (o["baseline"], o["scale"]) == ("group", "group") and outcomes(case):
-        rewards, index = outcomes(case)
-        sizes = [index.count(g) for g in sorted(set(index))]
-        scores = compute_batch_group_advantages(rewards.tolist(), sizes, eps=1e-4)
-        found = of_advantages(torch.tensor(scores, dtype=torch.float64), b, case)
+    if (o["baseline"], o["scale"]) == ("group", "group") and b.rewards is not None:
+        sizes = list(map(len, case["groups"]))
+        scores = compute_batch_group_advantages(b.rewards.tolist(), sizes, eps=1e-4)
+        found["advantages"] = nested(
+            torch.tensor(scores, dtype=torch.float64)[:, None] * b.sampled, case)
     if ((o["gate"], o["ratio"], o["aggregate"], o["correction"], o["delta"])
             != ("clip", "sequence", "sequence", "none", 0) or o["clip_low"] != o["clip_high"]
-            or o["kl_coef"] and o["kl_in"] == "loss"):
+            or b.kl_coef):
         return found
     n, length = b.mask.shape
     pack = dict(
@@ -247,20 +234,19 @@ def paper(case):
     """GRPO as in its paper (arXiv:2402.03300, eq. 3 and 4), with the changes of DAPO (2503.14476)
     and Dr. GRPO (2503.20783). It is the shortest adapter: begin one of your own with it."""
     o, b, found = case["options"], tensors(case), {}
-    if o["baseline"] == "group" and o["scale"] in ("group", "none") and outcomes(case):
-        rewards, index = outcomes(case)
-        groups = [rewards[torch.tensor(index) == g] for g in sorted(set(index))]
+    if o["baseline"] == "group" and o["scale"] in ("group", "none") and b.rewards is not None:
+        groups = b.rewards.split(list(map(len, case["groups"])))
         scores = [(g - g.mean()) / (g.std(correction=0) + 1e-4 if o["scale"] == "group" else 1)
                   for g in groups]
-        found = of_advantages(torch.cat(scores), b, case)
+        found["advantages"] = nested(torch.cat(scores)[:, None] * b.sampled, case)
     if (o["gate"], o["ratio"], o["correction"], o["delta"]) != ("clip", "token", "none", 0):
         return found
     ratio = (b.logp - b.old).exp()
     clipped = ratio.clamp(1 - o["clip_low"], 1 + o["clip_high"])
     loss = -torch.minimum(ratio * b.advantages, clipped * b.advantages)
-    if o["kl_coef"] and o["kl_in"] == "loss":
+    if b.kl_coef:
         d = b.ref - b.logp
-        loss = loss + o["kl_coef"] * (d.exp() - d - 1)
+        loss = loss + b.kl_coef * (d.exp() - d - 1)
     by_sequence = (loss * b.mask).sum(1)
     loss = {"sequence": (by_sequence / b.mask.sum(1).clamp(min=1)).mean(),
             "token": by_sequence.sum() / b.mask.sum().clamp(min=1),
@@ -271,8 +257,6 @@ def paper(case):
 ADAPTERS = {"trl": (trl, "TRL"), "verl": (verl, "verl"), "openrlhf": (openrlhf, "OpenRLHF"),
             "areno": (areno, "AReno"), "paper": (paper, "the papers")}
 
-
-# ---- the table
 
 GROUPS = {  # row of the table -> how the names of its cases begin, or what they contain
     "log-ratio beyond 20": ".*log-ratio", "process rewards": ".*process", "presets": "preset",
@@ -324,10 +308,10 @@ def main(name, folder):
         return
     adapter, title = ADAPTERS[name]
     version = "" if name == "paper" else f" {metadata.version(name)}"
-    found = {case["name"]: adapter(case) for case in CASES}
+    found = {case["name"]: results for case in CASES if (results := adapter(case))}
     path = folder / f"{title}{version}.json"
-    path.write_text(json.dumps({case: results for case, results in found.items() if results}))
-    print(f"wrote {path}: {sum(map(bool, found.values()))} of {len(CASES)} cases")
+    path.write_text(json.dumps(found))
+    print(f"wrote {path}: {len(found)} of {len(CASES)} cases")
 
 
 if __name__ == "__main__":

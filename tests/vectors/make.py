@@ -1,6 +1,6 @@
 """Makes cases.json: small batches, their exact advantages, token weights, losses and gradients.
 
-    python tests/vectors/make.py    writes cases.json beside this file; README.md says what is in it
+    python tests/vectors/make.py    writes cases.json, see README.md
 
 A naive implementation in plain Python: one loop per sum of a formula, no torch, no NumPy, nothing
 imported from the trainer. Papers are named where their formula is used.
@@ -42,8 +42,6 @@ PRESETS = {
         scale="none", ratio="product", gate="squared", tau=0.1, kl_coef=0.0),
 }
 
-
-# -------------------------------------------------------------------------------------- advantages
 
 def all_in(groups):
     return [c for group in groups for c in group]
@@ -95,8 +93,6 @@ def assign_advantages(case):
     return result, 0.9 * running + 0.1 * mean(batch) if batch else running
 
 
-# ----------------------------------------------------------------------------------- token weights
-
 def assign_weights(case):
     """Weights of the tokens in the loss, [group][completion][token]; 0 where nothing is trained."""
     o = case["options"]
@@ -107,35 +103,27 @@ def assign_weights(case):
         return sum(c["sampled"]) if c["rewards"] and not masked else 0
 
     def weight(c):
-        if o["aggregate"] == "sequence":  # GRPO, eq. 3: mean over sequences of token means
-            return 1 / len(judged) / trained(c)
-        if o["aggregate"] == "token":  # DAPO, eq. 12: mean over all tokens
-            return 1 / sum(trained(x) for x in judged)
-        return 1 / len(judged) / o["max_tokens"]  # Dr. GRPO: a constant
+        return {"sequence": 1 / len(judged) / trained(c),  # GRPO, eq. 3: mean of token means
+                "token": 1 / sum(map(trained, judged)),  # DAPO, eq. 12: mean over all tokens
+                "constant": 1 / len(judged) / o["max_tokens"]}[o["aggregate"]]  # Dr. GRPO
 
     return [[[weight(c) if s and trained(c) else 0.0 for s in c["sampled"]] for c in group]
             for group in case["groups"]]
 
 
-# ------------------------------------------------------------------------------------------ loss
-
-def at_most(x, bound):
-    return x if x.real <= bound else bound
-
-
-def at_least(x, bound):
-    return x if x.real >= bound else bound
+def within(x, low, high):
+    return low if x.real < low else high if x.real > high else x
 
 
 def objective(log_ratio, logp, advantage, o):
     """What is maximised, of a token."""
-    ratio = cmath.exp(at_least(at_most(log_ratio, MAX_LOG_RATIO), -MAX_LOG_RATIO))
+    ratio = cmath.exp(within(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     if o["gate"] == "clip":  # PPO, arXiv:1707.06347
-        clipped = at_least(at_most(ratio, 1 + o["clip_high"]), 1 - o["clip_low"])
-        bounded = at_most(ratio, o["delta"]) if o["delta"] else ratio  # arXiv:2505.07291
+        clipped = within(ratio, 1 - o["clip_low"], 1 + o["clip_high"])
+        bounded = within(ratio, 0, o["delta"] or math.inf)  # arXiv:2505.07291
         return min(bounded * advantage, clipped * advantage, key=lambda x: x.real)
     if o["gate"] == "detach":  # CISPO: the bounded ratio is a constant weight
-        return at_most(ratio, 1 + o["clip_high"]).real * advantage * logp
+        return within(ratio, 0, 1 + o["clip_high"]).real * advantage * logp
     if o["gate"] == "soft":  # SAPO
         tau = o["tau"] if advantage > 0 else o["tau_neg"]
         return 4 / tau / (1 + cmath.exp(-tau * (ratio - 1))) * advantage
@@ -180,22 +168,18 @@ def sequence_loss(c, logps, advantages, weights, o):
 
 def solve(case):
     """The expected results of a case."""
-    advantages, running_mean = assign_advantages(case)
+    o, (advantages, running_mean) = case["options"], assign_advantages(case)
     weights, loss, gradient = assign_weights(case), [], []
-    for group, group_advantages, group_weights in zip(case["groups"], advantages, weights):
+    for rows in zip(case["groups"], advantages, weights):
         gradient.append([])
-        for c, a, w in zip(group, group_advantages, group_weights):
-            loss.append(sequence_loss(c, c["logp"], a, w, case["options"]).real)
-            gradient[-1].append([])
-            for t in range(len(c["logp"])):
-                logps = list(c["logp"])
-                logps[t] += 1j * H
-                gradient[-1][-1].append(sequence_loss(c, logps, a, w, case["options"]).imag / H)
+        for c, a, w in zip(*rows):
+            loss.append(sequence_loss(c, c["logp"], a, w, o).real)
+            steps = [[x + 1j * H * (s == t) for s, x in enumerate(c["logp"])]
+                     for t in range(len(c["logp"]))]
+            gradient[-1].append([sequence_loss(c, logps, a, w, o).imag / H for logps in steps])
     return dict(advantages=advantages, weights=weights, loss=math.fsum(loss), gradient=gradient,
                 running_mean=running_mean)
 
-
-# ------------------------------------------------------------------------------------------ cases
 
 def make_case(name, lengths=((2, 3, 1, 4), (4, 2, 3, 2)),
               rewards=((1.0, 0.0, 0.5, 0.0), (0.0, 1.0, 1.0, 1.0)), truncated=(),
@@ -266,11 +250,11 @@ def cases():
         yield make_case(f"baseline {baseline}, process rewards", **STEPS, **PLAIN)
     for scale in "group", "batch", "mean", "none":
         yield make_case(f"scale {scale}, process rewards", **STEPS, **PLAIN, off=False)
-    running = dict(baseline="running", scale="none", off=False, **PLAIN)
-    yield make_case("running mean, first batch", **running)
-    nothing = ((None,) * 4,) * 2
-    yield make_case("running mean, no verdict", rewards=nothing, running_mean=0.5, **running)
-    yield make_case("running mean, first batch, no verdict", rewards=nothing, **running)
+    nothing = dict(rewards=((None,) * 4,) * 2)
+    for name, changes in {"first batch": {}, "no verdict": nothing | dict(running_mean=0.5),
+                          "first batch, no verdict": nothing}.items():
+        yield make_case(f"running mean, {name}", baseline="running", scale="none", off=False,
+                        **PLAIN, **changes)
     for ratio in "token", "sequence", "product":
         for gate in "clip", "detach", "soft", "squared":
             yield make_case(f"ratio {ratio}, gate {gate}", **PLAIN)
@@ -300,27 +284,26 @@ def cases():
         yield make_case(f"correction {kind}, tool, KL", **TOOL, kl_coef=0.1)
     yield make_case("kl_coef 0.2", correction="none")
     yield make_case("kl_coef 0.2, on-policy", correction="none", off=False)
-    yield make_case("kl_in reward", kl_coef=0.3)
-    yield make_case("kl_in reward, process rewards", **STEPS, kl_coef=0.3)
-    yield make_case("kl_in reward, tokens not sampled", **TOOL, kl_coef=0.3)
-    yield make_case(
-        "kl_in reward, leave one out", baseline="leave_one_out", scale="none", kl_coef=0.3)
-    yield make_case("kl_in reward, no verdict", rewards=MISSING, kl_coef=0.3)
+    for name, changes in {
+            "kl_in reward": {}, "kl_in reward, process rewards": STEPS,
+            "kl_in reward, tokens not sampled": TOOL,
+            "kl_in reward, leave one out": dict(baseline="leave_one_out", scale="none"),
+            "kl_in reward, no verdict": dict(rewards=MISSING)}.items():
+        yield make_case(name, **changes, kl_coef=0.3)
     yield make_case("process rewards, one without verdict", ((4, 3, 2), (1, 2, 3)), (
         ([(1, 1.0), (3, 0.0)], None, 1.0), (None, None, [(1, 0.5), (2, 1.0)])))
     yield make_case("process rewards, two steps end in one token", ((3, 2),), (
         ([(2, 1.0), (2, 1.0), (3, 0.0)], [(1, 0.0)]),), off=False, **PLAIN)
-    yield make_case("process rewards, tokens not sampled", ((5, 3),), (
-        ([(2, 1.0), (5, 0.0)], [(1, 0.0), (3, 1.0)]),), tool={(0, 0, 2), (0, 0, 3)})
-    yield make_case("process rewards, a step of a tool's tokens", ((5, 3),), (
-        ([(2, 1.0), (4, 0.5), (5, 0.0)], [(1, 0.0), (3, 1.0)]),), tool={(0, 0, 2), (0, 0, 3)})
+    for name, steps in (("tokens not sampled", [(2, 1.0), (5, 0.0)]),
+                        ("a step of a tool's tokens", [(2, 1.0), (4, 0.5), (5, 0.0)])):
+        yield make_case(f"process rewards, {name}", ((5, 3),), ((steps, [(1, 0.0), (3, 1.0)]),),
+                        tool={(0, 0, 2), (0, 0, 3)})
     yield make_case("a completion without sampled tokens", ((3, 2),), ((1.0, 0.0),),
                     tool={(0, 1, 0), (0, 1, 1)})
 
 
 def text():
-    """The file: a case per line, with 15 digits per number: the last ones depend on the C library.
-    """
+    """The file: a case per line, with 15 digits: the last ones depend on the C library."""
     solved = json.dumps([case | {"expected": solve(case)} for case in cases()])
     rounded = json.loads(solved, parse_float=lambda x: float(f"{float(x):.15g}"))
     lines = [json.dumps(case, separators=(",", ":")) for case in rounded]
@@ -329,4 +312,4 @@ def text():
 
 if __name__ == "__main__":
     FILE.write_text(text())
-    print(f"{FILE}: {len(json.loads(FILE.read_text()))} cases, {FILE.stat().st_size:,} bytes")
+    print(f"wrote {FILE}")
