@@ -47,7 +47,7 @@ from runtime.batch import (Rollout, balance, collate, pack_evenly, sequence_mean
                            set_advantages, step_ends_in_tokens, step_rewards)
 from runtime.checkpoint import Checkpoints
 from runtime.folder import claim_folder
-from runtime.log import Log, summary, timed
+from runtime.log import Log, step_summary, timed
 from runtime.model import HeadLogps, WithoutAdapters, load_model, on_device
 from runtime.sampler import Sampler
 
@@ -66,7 +66,7 @@ class Config(flags.RunFlags):
     prompts: int = 64  # G: prompts per step, over all ranks
     samples: int = 8  # n: completions per prompt
     temperature: float = 1.0  # of sampling; the trainer's log-probs use the same temperature
-    top_p: float = 1.0  # nucleus sampling; needs --correction none --temperature 1
+    top_p: float = 1.0  # nucleus sampling in training; needs --correction none --temperature 1
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm: advantage = (reward - baseline) / scale
@@ -153,7 +153,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
         [list(sample.token_ids) for _, sample in samples], skip_special_tokens=True)
     rollouts = []
     for (prompt, sample), text in zip(samples, texts):
-        logps = sample.logprobs.logprobs  # a flat list: one per sampled token, with the temperature
+        logps = sample.logprobs.logprobs  # one per sampled token, of logits / temperature
         truncated = sample.finish_reason == "length"
         rollouts.append(Rollout(prompt, list(sample.token_ids), text, truncated, logps))
     return rollouts
@@ -172,11 +172,11 @@ def score(rollouts, examples, verifier, step=0):
     """Fills reward, parts and steps of the rollouts of these examples. Returns counts of failures.
 
     parts: the value of each reward function. A reward function is f(completions, **columns) -> list
-    with, per completion, a float, None or, for process supervision, a list of (end, reward), one
-    per step of reasoning, which ends after `end` characters. A completion is a text, with
-    --template chat a list of one message. Columns: those of the examples, None where one lacks it;
-    prompts (the questions), completion_ids and step; sample_index, the number of a completion among
-    those of its prompt; and what Verifier adds.
+    with, per completion, a float, None or [(end, reward), ...]: process supervision, a pair per
+    step of reasoning, which ends after `end` characters. A completion is a text, with --template
+    chat a list of one message. Columns: those of the examples, None where one lacks it; prompts
+    (the questions), completion_ids and step (of the loop); sample_index, the number of a completion
+    among those of its prompt; and what Verifier adds.
     """
     n = len(rollouts) // len(examples)
     names = set().union(*examples) - {"prompt_ids", "completions"}
@@ -194,7 +194,7 @@ def score(rollouts, examples, verifier, step=0):
 
 
 def collect_rollouts(run, step):
-    """Stages 1 and 2 for this rank. -> (split: groups to train on per minibatch, all groups).
+    """Stages 1 and 2 for this rank. -> (split: groups to train on per minibatch, groups sampled).
 
     With drop_flat_groups, groups whose rewards are all the same are left out. With resample, new
     prompts are then drawn until the ranks together have enough: DAPO's dynamic sampling. Of the
@@ -217,7 +217,7 @@ def collect_rollouts(run, step):
                 top_p=cfg.top_p)
         with timed(run.metrics, "reward"):
             counts = score(rollouts, examples, run.verifier, step)
-            step_ends_in_tokens(rollouts, run.llm.get_tokenizer())
+            step_ends_in_tokens(rollouts, run.llm.get_tokenizer())  # r.steps: characters -> tokens
         stats.add_counts(run.metrics, counts, "reward")
         for i in range(share):
             group = rollouts[i * cfg.samples:(i + 1) * cfg.samples]
@@ -228,8 +228,8 @@ def collect_rollouts(run, step):
         if len(kept) == cfg.prompts:
             break
     run.metrics["draws"] = draw + 1
-    all_rewards = [r.reward for group in sampled_groups for r in group]
-    guard.check_verdicts("reward", all_rewards, run.metrics, run.verifier)
+    own_rewards = [r.reward for group in sampled_groups for r in group]
+    guard.check_verdicts("reward", own_rewards, run.metrics, run.verifier)
     split = [[groups[number] for number in kept[i::cfg.minibatches] if number in groups]
              for i in range(cfg.minibatches)]
     return split, sampled_groups
@@ -283,8 +283,8 @@ def assign_advantages(groups, cfg, running_mean):
                 for group in groups]  # r.kl is 0 unless --kl_in reward
     all_rewards = torch.tensor(dist.all_gather(outcomes)).view(-1, cfg.samples)  # (G, n) all ranks
     if any(dist.all_gather([any(r.steps for group in groups for r in group)])):
-        all_rewards = step_rewards(groups, cfg)  # (G, n*S)
-    batch_mean = all_rewards.nanmean().item()  # NaN when nothing got a verdict
+        all_rewards = step_rewards(groups, cfg)  # (G, n*S) instead, also minus the KL
+    batch_mean = all_rewards.nanmean().item()  # NaN if no group is left
     if math.isnan(running_mean):
         running_mean = batch_mean
     advantages = group_advantages(
@@ -296,7 +296,7 @@ def assign_advantages(groups, cfg, running_mean):
 # ----------------------------------------------------------------------------------------- 4. pack
 
 def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
-    """Lengths of completions -> weight of each of their tokens; sum(weight * token loss) is a mean.
+    """Lengths of completions -> token weight of each; sum(weight * token loss) is a mean.
 
     `sequences` and `tokens` are counts over all ranks (default: of `lengths`). A masked sequence
     has length 0: it counts as a sequence, but its tokens get weight 0.
@@ -332,7 +332,7 @@ def assign_token_weights(rollouts, cfg):
 
 
 def make_batches(groups, filler, cfg):
-    """A batch (see collate) per pack of an optimizer step. Ranks with fewer packs add `filler`."""
+    """A batch per pack (see collate). Ranks with fewer add `filler`, a rollout, with weight 0."""
     trained = assign_token_weights([r for group in groups for r in group], cfg)
     trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
     packs = pack_evenly(trained, filler, cfg.pack_tokens)
@@ -359,7 +359,7 @@ class TokenLogps(torch.nn.Module):
         hidden = output.last_hidden_state[0, batch.predictors]  # (R, H)
         head = self.model.get_output_embeddings().weight  # (V, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, and its entropy, by parts of V
-        return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # 2 (R,)
+        return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # (R,) x2
 
 
 @torch.no_grad()
@@ -390,17 +390,17 @@ def k3(logp, ref):
 
 
 def importance(mismatch, batch, cfg):
-    """Importance weight pi_trainer / pi_vllm per token: vLLM's kernels sample from a slightly
-    different distribution than the one that the trainer differentiates.
+    """Importance weight pi_old / pi_vllm per token: vLLM's kernels sample from a slightly different
+    distribution than the trainer computes with the same weights.
 
-    mismatch (R,) = log pi_trainer - log pi_vllm -> (R,). token_truncate: at most the cap.
+    mismatch (R,) = log pi_old - log pi_vllm -> (R,). token_truncate: at most the cap.
     token_mask: 0 above it. sequence_mask: 1 if the sequence's geometric mean is in [1/cap, cap].
     """
     cap, weight = cfg.correction_cap, mismatch.exp()  # (R,)
     if cfg.correction == "token_truncate":
         return weight.clamp(max=cap)  # (R,)
     if cfg.correction == "token_mask":
-        return torch.where(weight <= cap, weight, 0.0)  # (R,) a mask times inf is NaN
+        return torch.where(weight <= cap, weight, 0.0)  # (R,) where: 0 * inf is NaN
     if cfg.correction == "sequence_mask":
         mean = sequence_mean(mismatch, batch).exp()  # (R,)
         return ((mean <= cap) & (mean >= 1 / cap)).to(mismatch)  # (R,)
@@ -423,7 +423,7 @@ def gated_objective(ratio, log_ratio, logp, advantage, cfg):
     if cfg.gate == "soft":  # SAPO: at ratio 1 the gradient is the advantage; it fades on both sides
         tau = torch.full_like(ratio, cfg.tau_neg).masked_fill(advantage > 0, cfg.tau)  # (R,)
         gate = torch.sigmoid(tau * (ratio - 1))  # (R,)
-        return gate * 4 / tau * advantage, beyond | (gate == 1)  # 1: rounded, its derivative is 0
+        return gate * 4 / tau * advantage, beyond | (gate == 1)  # rounded to 1: derivative 0
     if cfg.gate == "squared":  # Kimi k1.5, eq. 3: no bound, but a penalty on the squared log-ratio
         return advantage * log_ratio - cfg.tau / 2 * log_ratio**2, torch.zeros_like(beyond)
     raise ValueError(f"unknown gate {cfg.gate!r}")
@@ -448,7 +448,7 @@ def policy_loss(logp, old, ref, batch, cfg):
     objective, clipped = gated_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,), (R,)
     token_loss = -objective  # (R,)
     terms = {"ratio": ratio, "clipped": clipped, "mismatch": old - batch.vllm_logps,
-             "mismatch/k3": k3(batch.vllm_logps, old)}  # vLLM sampled: it is k3's policy
+             "mismatch/k3": k3(batch.vllm_logps, old)}  # KL(vLLM || trainer)
     if cfg.correction != "none":
         terms["correction"] = importance(terms["mismatch"], batch, cfg)  # (R,)
         token_loss = token_loss * terms["correction"]  # (R,)
@@ -481,7 +481,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
     """One optimizer step: a backward pass per pack, whose gradients add up, then AdamW. Collective.
 
     The CPU waits for the GPU after the last pack only. Returns metrics over all ranks. Raises
-    RunError, before AdamW's step, if log-probs differ from vLLM's or the loss is infinite.
+    RunError, before AdamW's step, above --mismatch_bound or if the loss is not finite.
     """
     sums = []  # per pack: each metric summed over its tokens
     for batch in batches:
@@ -548,15 +548,15 @@ class Run:
 
 def evaluate(llm, examples, verifier, cfg):
     """Metrics of held-out examples, and a dict per greedy completion. Collective."""
-    metrics, groups, sample = {}, [], rollout_function(cfg.rollout)
+    metrics, groups, draw = {}, [], rollout_function(cfg.rollout)
     indices = range(dist.rank(), len(examples), dist.world_size())  # of this rank
     mine = [examples[i] for i in indices]
     prompts = [e["prompt_ids"] for e in mine]
-    greedy = sample(llm, prompts, 1, 0.0, cfg.max_tokens)
+    greedy = draw(llm, prompts, 1, 0.0, cfg.max_tokens)
     stats.add_counts(metrics, score(greedy, mine, verifier), "eval")
     if n := cfg.eval_n:
         seeds = [data.request_seed(cfg.seed, "eval", i) for i in indices]
-        samples = sample(llm, prompts, n, cfg.temperature, cfg.max_tokens, seeds)
+        samples = draw(llm, prompts, n, cfg.temperature, cfg.max_tokens, seeds)
         stats.add_counts(metrics, score(samples, mine, verifier), "eval")
         groups = [samples[i:i + n] for i in range(0, len(samples), n)]
     guard.check_verdicts("eval", [stats.first_part(r) for r in greedy], metrics, verifier)
@@ -566,7 +566,7 @@ def evaluate(llm, examples, verifier, cfg):
 
 def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advantages,
           policy_loss=policy_loss):
-    """The loop. Yours, or a stage of yours: main(argv, train=partial(train, policy_loss=yours))."""
+    """The loop. With a stage of yours: main(argv, train=partial(train, policy_loss=yours))."""
     cfg, llm, policy, ref = run.cfg, run.llm, run.policy, run.ref
     progress = run.checkpoints.progress
     sync_weights(policy, llm)  # wakes vLLM, which has the starting weights: --resume has others
@@ -598,7 +598,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
             after = trainer.token_logps(policy, shown, run.filler, cfg)
         with timed(run.metrics, "sync"):
             sync_weights(policy, llm)  # 8.
-        run.metrics |= summary(cfg, groups, sampled, run.metrics)
+        run.metrics |= step_summary(cfg, groups, sampled, run.metrics)
         run.log.write(step, run.metrics, sampled, run.answers, zip(shown, before, after))
 
 
@@ -633,7 +633,7 @@ def main(argv=None, train=train, sampler=Sampler):
                 guard.rehearse(policy, ref, cfg)
             checkpoints.restore(policy)
             train(Run(cfg, train_set, eval_set, verifier, log, checkpoints, llm, policy, ref))
-        verifier.close()  # the process group is left to vLLM, which closes it at exit
+        verifier.close()  # not the process group: vLLM closes it at exit
 
 
 if __name__ == "__main__":

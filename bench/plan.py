@@ -1,7 +1,7 @@
 """The memory plan of the default flags for GPUs that are not here: python bench/plan.py
 
-Prints the tables of docs/memory.md: for the shapes of Qwen2.5-1.5B and, with --lora_rank 32,
-Qwen2.5-7B; then for several GPUs of one machine, with ZeRO-3 and --tp.
+Prints what the tables of docs/memory.md hold: for the shapes of Qwen2.5-1.5B and, with --lora_rank
+32, Qwen2.5-7B; then for several GPUs of one machine, with ZeRO-3 and --tp.
 """
 import dataclasses
 import os

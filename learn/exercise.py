@@ -35,7 +35,7 @@ EXERCISES = {  # number -> (functions to write, test files); learn/exercises.md 
     9: ("runtime/model.py:chunk_backward runtime/model.py:HeadLogps.backward", "precision"),
     10: ("rewards.py:countdown_reward rewards.py:_evaluate", "rewards"),
     11: ("nano_rlvr.py:group_advantages", "vectors"),
-    12: ("rewards.py:steps_reward runtime/batch.py:set_advantages", "vectors process_rewards"),
+    12: ("rewards.py:steps_reward runtime/batch.py:set_advantages", "vectors rewards"),
     13: ("runtime/stats.py:pass_at_k runtime/stats.py:majority_vote", "math stats"),
     14: ("data.py:batch_at", "data"),
     15: ("runtime/sampler.py:checksum", "sampler"),

@@ -20,8 +20,8 @@ import mutations  # noqa: E402
 FOLDER = ROOT / "exercises" / "bug"
 REPAIRED = "no difference: it is repaired"
 QUICK = [f"tests/test_{name}.py" for name in (  # of the tests that notice most of the faults
-    "vectors", "credit", "variants", "precision", "math", "stats", "guard", "by_hand", "savings",
-    "process_rewards", "evaluation", "trl")]
+    "vectors", "variants", "precision", "math", "stats", "guard", "savings", "evaluation", "trl",
+    "rewards")]
 
 
 def plant(folder, topic=""):

@@ -228,7 +228,7 @@ def timed(metrics, stage):
     metrics[f"memory/{stage}"] = max(metrics.get(f"memory/{stage}", 0.0), memory.peak_gib())
 
 
-def summary(cfg, trained_groups, sampled_groups, metrics):
+def step_summary(cfg, trained_groups, sampled_groups, metrics):
     """Metrics of a step's completions and their cost, over all ranks. Collective. Rewards and
     lengths are those of all sampled groups, the FLOPs in `mfu` of the trained rollouts."""
     own = [(r.reward, r.length, r.truncated, r.parts) for group in sampled_groups for r in group]

@@ -52,9 +52,8 @@ def check_machine(dtype):
 def free_host_bytes():
     """Free bytes of host memory, also in a container with a limit, which psutil does not know."""
     free, limit = psutil.virtual_memory().available, Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and limit.read_text().strip() != "max":
-        used = int(limit.with_name("memory.current").read_text())
-        free = min(free, int(limit.read_text()) - used)
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int(limit.with_name("memory.current").read_text()))
     return free
 
 
@@ -102,9 +101,9 @@ def step_bytes(cfg, shape, gpu):
     # DeepSpeed's sums in fp32. In stage 1 they are whole and always there, and those in bf16, too
     always = 6 * trained * (cfg.zero_stage == 1)
     gradients = always or 4 * trained / ranks * (not (offload and sharded))
-    # a gradient bucket, its fp32 copy, the head's gradient or the buffer of offload. Their sum has
-    # room for what a checkpoint adds, too: fp32 copies of a tensor, or of an adapter's product
-    largest = max(min(trained, shape.vocab * shape.hidden), shape.mlp * shape.hidden, BUCKET)
+    # a bucket, its fp32 copy, the head's gradient or offload's buffer; or a checkpoint's copies
+    largest = max(min(trained, shape.vocab * shape.hidden), shape.mlp * shape.hidden)
+    largest = max(largest, min(BUCKET, shape.parameters))
     buffers = CUDA_CONTEXT + (size + 4 + size) * largest
 
     # activations per token of a pack: 5 hidden, 8 attention (14 with query and key norms), 4 MLP

@@ -98,7 +98,7 @@ def test_questions_that_are_held_out_are_not_trained_on(tmp_path, tokenizer):
     assert [e["question"] for e in train_set] == [row["question"] for row in rows[5:] * 3]
     assert [e["eval_set"] for e in eval_set] == ["eval"] * 3 + ["my-set-1"] * 2  # plain names
     assert notes.pop(0) == (
-        "note: rewards do not see the column 'step' of the data, but the trainer's")
+        "note: rewards get the trainer's column 'step', not that of the data")
     cfg = make_config(data=test, eval_data=test)
     with pytest.raises(ValueError, match="nothing is left to train on"):
         data.load_splits(cfg, tokenizer)

@@ -44,6 +44,13 @@ def test_a_module_imports_only_modules_of_a_lower_floor():
             assert floor[other] < floor[module] or same_folder, f"{module} imports {other}"
 
 
+def test_runtime_has_few_modules_and_only_dist_and_stop_have_global_state():
+    assert len([path for path in PRODUCT if path.parent.name == "runtime"]) <= 17 + 1  # __init__
+    found = {path.name for path in PRODUCT for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.Global)}
+    assert found == {"dist.py", "stop.py"}
+
+
 def test_no_test_imports_another_test_file():
     tests = {path.stem: path for path in (ROOT / "tests").rglob("*.py")}
     for path in tests.values():

@@ -211,7 +211,7 @@ def test_a_call_over_memory_mb_crashes_also_where_math_verify_says_unequal(my, j
     assert judge("greedy", ["x"])[0] == [1.0]  # 200 MB of 512
     texts = [r"\boxed{(x+1)^{10^6}}", r"\boxed{6}", r"\boxed{(x+1)^{10^6}}", r"\boxed{x+1}", "x"]
     specs = ["math"] * 4 + [f"{my}:greedy"]
-    with rewards.Verifier("math", workers=1, timeout=30, memory_mb=128, row_specs=specs) as verify:
+    with rewards.Verifier("math", workers=1, timeout=30, memory_mb=64, row_specs=specs) as verify:
         values, _, metrics = verify(texts, answer=["5"] * 5, reward=specs)
     assert values == [None, 0.0, None, 0.0, None]
     assert metrics == {"reward/timeouts": 0.0, "reward/crashes": 3.0}

@@ -318,6 +318,20 @@ def test_the_screen_has_a_line_per_step_and_says_where_to_look_next(
     assert page.stat().st_ino != before.st_ino and (run.folder / "curve.png").exists()
 
 
+def test_a_run_whose_rewards_are_equal_says_once_since_when_and_again_after_a_gradient(
+        tokenizer, tmp_path, monkeypatch, group):
+    trained = [nr.Rollout([1], [2], "", False, [0.0], reward=1.0, advantages=[1.0])]
+    run, lines = Log(make_config(out=str(tmp_path), name="run"), tokenizer), []
+    monkeypatch.setattr(run.bar, "write", lines.append)
+    for step, flat in enumerate([0.9] + [1.0] * 8 + [0.0] + [1.0] * 5):
+        run.write(step, {"lr": 1.0, "group/flat": flat, "seconds/update": 1.0})
+    for step in range(20, 30):  # a baseline that is not the group's mean: a gradient
+        run.write(step, {"lr": 1.0, "group/flat": 1.0 - (step == 20), "seconds/update": 1.0},
+                  [trained])
+    said = [line.split(" since ")[1].split(":")[0] for line in lines if "no gradient" in line]
+    assert said == ["step 1", "step 10"]
+
+
 def test_wandb_online_with_a_wrong_key_is_refused_and_the_key_is_not_shown(
         group, monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))

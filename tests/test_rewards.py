@@ -21,7 +21,7 @@ import nano_rlvr as nr
 import rewards
 import shaping_rewards as shaping
 from conftest import ROOT, SHARED
-from runtime import batch, flags, stats
+from runtime import batch, stats
 from verify import answer, jail, verifier
 
 needs_jail = pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
@@ -107,7 +107,7 @@ def test_every_completion_of_the_table_earns_what_it_says_within_the_time_limit(
 
 
 @pytest.mark.parametrize("module", [
-    nr, data, batch, flags, stats, rewards, instructions, answer, verifier, shaping,
+    nr, data, batch, stats, rewards, instructions, answer, verifier, shaping,
     pytest.param(jail, marks=needs_jail)])
 def test_the_examples_in_the_docstrings_are_true(module):
     failed, tried = doctest.testmod(module)

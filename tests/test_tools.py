@@ -171,6 +171,12 @@ def test_a_failed_sync_and_a_full_device_are_not_blamed_on_the_user(user):
 # ---- the model of the example, training
 
 
+def test_a_function_with_other_arguments_is_refused_before_a_model_is_loaded(tmp_path):
+    (tmp_path / "mine.py").write_text("def mine(llm, prompts, n, temperature, seeds=None): ...")
+    with pytest.raises(ValueError, match=r"^--rollout .*mine\.py:mine: .*argument"):
+        nr.rollout_function(f"{tmp_path}/mine.py:mine")
+
+
 def test_the_example_model_learns_its_calls_but_not_the_output(tmp_path, monkeypatch):
     batches, collate = [], nr.collate
     monkeypatch.setattr(nr, "collate", lambda rs: batches.append(rs) or collate(rs))

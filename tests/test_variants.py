@@ -119,7 +119,7 @@ def test_any_number_of_ranks_trains_what_one_rank_trains(monkeypatch, resample):
         return [[(r.prompt, r.completion, r.reward, r.advantages, r.weight) for r in rollouts]
                 for rollouts in trained]
 
-    for step in (2, 3, 4):  # in step 1 all groups happen to be flat
+    for step in (2, 3, 4):
         [one] = as_ranks(1, monkeypatch, lambda: minibatches(step))
         assert len(one[0] + one[1]) == 16 if resample else len(one[0] + one[1]) < 16
         for world in (2, 4):
@@ -128,7 +128,7 @@ def test_any_number_of_ranks_trains_what_one_rank_trains(monkeypatch, resample):
                 assert sorted(r for parts in several for r in parts[i]) == sorted(one[i])
 
 
-def loop(tmp_path, **changes):
+def loop(tmp_path, verify=by_index, **changes):
     """Runs train(). Returns the metrics of each row of its log, and (step, is it the last) of each
     checkpoint."""
     base = dict(prompts=4, samples=4, eval_every=100, lr=1e-3, out=str(tmp_path), name="x",
@@ -137,7 +137,7 @@ def loop(tmp_path, **changes):
     log = MagicMock(folder=tmp_path, rollouts_with_tokens=lambda *_: [])
     checkpoints = SimpleNamespace(
         progress=progress, save=lambda final: saved.append((progress.step, final)))
-    nr.train(nr.Run(cfg, TRAIN[:200], TRAIN[:2], by_index, log, checkpoints, MagicMock(),
+    nr.train(nr.Run(cfg, TRAIN[:200], TRAIN[:2], verify, log, checkpoints, MagicMock(),
                     nr.make_policy(cfg), nr.make_reference(cfg)))
     return [call.args[1] for call in log.write.call_args_list], saved
 
@@ -167,6 +167,12 @@ def test_three_skipped_steps_in_a_row_end_the_run_and_their_batches_are_kept(
         rows = read_rows(tmp_path / f"quarantine/step-{step}-rank-0.jsonl")
         trained = torch.cat([batch.targets for batch in updates[step][0]])
         assert sorted(sum((row["completion"] for row in rows), [])) == sorted(trained.tolist())
+
+
+def test_a_run_in_which_all_groups_are_dropped_takes_no_step_and_goes_on(tmp_path, updates):
+    equal = judged(lambda texts, columns: [1.0] * len(texts))
+    rows, _ = loop(tmp_path, equal, drop_flat_groups=True, resample=1, baseline="running")
+    assert not updates and [row.get("draws") for row in rows] == [2, 2, None]
 
 
 def test_a_run_has_the_steps_learning_rates_evaluations_and_checkpoints_of_its_flags(
