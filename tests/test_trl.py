@@ -125,7 +125,10 @@ def run_ours(steps, off_policy, cfg):
 @pytest.mark.parametrize("per_batch, theirs, ours", [  # optimizer steps per rollout batch
     (1, dict(loss_type="grpo", beta=0.04, use_bias_correction_kl=False), dict(kl_coef=0.04)),
     (2, dict(loss_type="dapo", num_iterations=2, epsilon_high=0.28),
-     dict(aggregate="token", clip_high=0.28))], ids=["grpo", "dapo, two epochs"])
+     dict(aggregate="token", clip_high=0.28)),
+    (2, dict(loss_type="grpo", importance_sampling_level="sequence", steps_per_generation=4,
+             per_device_train_batch_size=4), dict(ratio="sequence"))],
+    ids=["grpo", "dapo, two epochs", "gspo, two minibatches"])
 def test_a_run_ends_at_trls_weights(tmp_path, tokenizer, per_batch, theirs, ours):
     """AdamW divides a gradient by its own size plus 1e-8. Where a gradient is only rounding, the
     step is lr * rounding / 1e-8: in float32 as large as lr. In float64 the gradient, clipped to
