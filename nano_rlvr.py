@@ -88,7 +88,7 @@ class Config(flags.RunFlags):
     drop_flat_groups: bool = False  # no update from groups in which all rewards are the same
     resample: int = 0  # draw further prompts, up to this many times, until G groups are left
     mask_truncated: bool = False  # truncated completions count in the group but get no gradient
-    overlong_buffer: float = 0.0  # adds a penalty for this last share of max_tokens; 0 = adds none
+    overlong_buffer: float = 0.0  # share of max_tokens for an added reward "overlong"; 0 = none
     epochs: int = 1  # passes over a rollout batch; 1 epoch of 1 minibatch: the ratio is 1, no clip
     minibatches: int = 1  # optimizer steps per pass
     # optimizer
@@ -142,7 +142,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     from vllm import SamplingParams
     tokenizer = llm.get_tokenizer()
     turn_end = tokenizer.get_vocab().get("<|im_end|>")  # ends a ChatML turn; EOS may differ
-    sampling = dict(
+    sampling = dict(  # logprobs=0: of the sampled token, without alternatives
         n=n, temperature=temperature, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
         detokenize=False, stop_token_ids=[] if turn_end is None else [turn_end]) | sampling
     params = [SamplingParams(seed=seed, **sampling) for seed in seeds or [None] * len(prompts)]
@@ -253,7 +253,7 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
     group_mean, group_std = stats.nan_mean_std(group_rewards, dim=1)  # (G, 1), (G, 1)
     batch_mean, batch_std = stats.nan_mean_std(group_rewards, dim=(0, 1))  # (1, 1), (1, 1)
     no_verdict = group_rewards.isnan()  # (G, n)
-    n = (~no_verdict).sum(1, keepdim=True)  # (G, 1) completions with a verdict
+    n = (~no_verdict).sum(1, keepdim=True)  # (G, 1) rewards that are not NaN
     advantages = {
         "group": group_rewards - group_mean,
         # r - mean of the others, from r - mean of all
@@ -356,7 +356,7 @@ class TokenLogps(torch.nn.Module):
         output = self.model.get_decoder()(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False,
             batch=batch)  # reaches packed_attention in runtime/batch.py
-        hidden = output.last_hidden_state[0, batch.predictors]  # (R, H)
+        hidden = output.last_hidden_state[0, batch.predictors]  # (R, H) one before each target
         head = self.model.get_output_embeddings().weight  # (V, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, and its entropy, by parts of V
         return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # (R,) x2
@@ -547,7 +547,7 @@ class Run:
 
 
 def evaluate(llm, examples, verifier, cfg):
-    """Metrics of held-out examples, and a dict per greedy completion. Collective."""
+    """Held-out metrics (right: first reward is 1), a dict per greedy completion. Collective."""
     metrics, groups, draw = {}, [], rollout_function(cfg.rollout)
     indices = range(dist.rank(), len(examples), dist.world_size())  # of this rank
     mine = [examples[i] for i in indices]
