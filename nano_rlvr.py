@@ -21,8 +21,8 @@ tokens, each with a weight that makes it a mean over the whole optimizer step: t
 the numbers of sequences and tokens of all ranks. So the gradient is the same for any packing and
 any number of ranks, up to rounding.
 
-Shapes: G prompts, n completions per prompt, N = G*n sequences. Per pack: B sequences, R sampled
-tokens, T tokens with each prompt stored once, K tokens with the prompt repeated for each sequence.
+Shapes: G prompts, n completions per prompt. Per pack: B sequences, R sampled tokens. In
+runtime/batch.py also T tokens with each prompt stored once, K with it repeated per sequence.
 H hidden size, V vocabulary.
 Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
@@ -88,7 +88,7 @@ class Config(flags.RunFlags):
     drop_flat_groups: bool = False  # no update from groups in which all rewards are the same
     resample: int = 0  # draw further prompts, up to this many times, until G groups are left
     mask_truncated: bool = False  # truncated completions count in the group but get no gradient
-    overlong_buffer: float = 0.0  # share of max_tokens for an added reward "overlong"; 0 = none
+    overlong_buffer: float = 0.0  # penalty 0 to -1 over this last share of max_tokens; 0 = none
     epochs: int = 1  # passes over a rollout batch; 1 epoch of 1 minibatch: the ratio is 1, no clip
     minibatches: int = 1  # optimizer steps per pass
     # optimizer
@@ -521,7 +521,7 @@ class Run:
     ref: Any  # the frozen model of the KL, or None
     metrics: dict[str, float] = field(default_factory=dict)  # of the current step
     answers: list[dict] = field(default_factory=list)  # of its evaluation, if there is one
-    filler: Any = None  # the step's shortest rollout; ranks with fewer packs add it, weight 0
+    filler: Any = None  # a rank's shortest rollout; ranks with fewer packs add it, weight 0
 
     def steps(self):
         """Yields the number of each step to take. Before a step: signals, evaluation, checkpoint.
@@ -547,7 +547,7 @@ class Run:
 
 
 def evaluate(llm, examples, verifier, cfg):
-    """Held-out metrics (right: first reward is 1), a dict per greedy completion. Collective."""
+    """-> (metrics, a dict per greedy completion). Accuracy: first reward is 1. Collective."""
     metrics, groups, draw = {}, [], rollout_function(cfg.rollout)
     indices = range(dist.rank(), len(examples), dist.world_size())  # of this rank
     mine = [examples[i] for i in indices]

@@ -19,7 +19,6 @@ import torch
 import data
 import rewards
 from runtime import dist, memory
-from runtime.folder import FREE, ROUNDING
 from runtime.shape import empty_model, first_line, hub_answers
 
 
@@ -240,6 +239,14 @@ def saved_config(config, resume, out="", name="", **_):
     fields = vars(config()).keys() - anew  # without removed flags of older versions
     saved = {name: x for name, x in about["config"].items() if name in fields}
     return saved | {"name": folder.name, "out": str(folder.parent), "resume": str(folder)}
+
+
+# Flags that may differ in a resumed run: they change no result (folder.py compares the data) ...
+FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "data",
+        "eval_data"}
+# ... or only how it is rounded
+ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "offload", "vllm_memory",
+            "memory_gb", "tp"}
 
 
 def check_resumed(cfg, saved):

@@ -11,12 +11,6 @@ from pathlib import Path
 
 from runtime import dist
 
-# Flags that may differ in a resumed run: they change no result (the data is compared below) ...
-FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "data",
-        "eval_data"}
-# ... or only how it is rounded
-ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "offload", "vllm_memory",
-            "memory_gb", "tp"}
 _held = []  # the open file whose lock this process holds
 
 
