@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from textwrap import shorten
 from typing import Literal
 
 import torch
@@ -19,6 +18,7 @@ import torch
 import data
 import rewards
 from runtime import dist, memory
+from runtime.folder import check_resumed
 from runtime.shape import empty_model, first_line, hub_answers
 
 
@@ -239,31 +239,6 @@ def saved_config(config, resume, out="", name="", **_):
     fields = vars(config()).keys() - anew  # without removed flags of older versions
     saved = {name: x for name, x in about["config"].items() if name in fields}
     return saved | {"name": folder.name, "out": str(folder.parent), "resume": str(folder)}
-
-
-# Flags that may differ in a resumed run: they change no result (folder.py compares the data) ...
-FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "data",
-        "eval_data"}
-# ... or only how it is rounded
-ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "offload", "vllm_memory",
-            "memory_gb", "tp"}
-
-
-def check_resumed(cfg, saved):
-    """Raises ValueError, naming the flags, if a run that goes on with cfg would give other results
-    than the run so far, `saved`. Returns cfg with the folder of the run."""
-    fields = saved.keys() - FREE - ROUNDING
-    if Path(cfg.model).is_dir():
-        fields.discard("model")  # by its weights: _check_inputs
-    if cfg.lr_end == 1 and cfg.steps > saved["steps"]:
-        fields.discard("steps")
-    texts = [f"--{name} {shorten(str(getattr(cfg, name)), 200)} "
-             f"(was {shorten(str(saved[name]), 200)})"
-             for name in sorted(fields) if getattr(cfg, name) != saved[name]]
-    if texts and not cfg.resume_force:
-        raise ValueError(f"--resume {cfg.resume}: other results with {'; '.join(texts)}. "
-                         "--resume_force continues nevertheless")
-    return dataclasses.replace(cfg, name=saved["name"], out=saved["out"], resume=saved["resume"])
 
 
 @contextlib.contextmanager

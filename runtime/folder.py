@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from textwrap import shorten
 
 from runtime import dist
 
@@ -24,6 +25,30 @@ def sync(path):
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+# Flags that may differ in a resumed run: they change no result (the data is compared below) ...
+FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "data",
+        "eval_data"}
+ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "offload", "vllm_memory",
+            "memory_gb", "tp"}  # ... or only how it is rounded
+
+
+def check_resumed(cfg, saved):
+    """Raises ValueError, naming the flags, if a run that goes on with cfg would give other results
+    than the run so far, `saved`. Returns cfg with the folder of the run."""
+    fields = saved.keys() - FREE - ROUNDING
+    if Path(cfg.model).is_dir():
+        fields.discard("model")  # by its weights: _check_inputs
+    if cfg.lr_end == 1 and cfg.steps > saved["steps"]:
+        fields.discard("steps")
+    texts = [f"--{name} {shorten(str(getattr(cfg, name)), 200)} "
+             f"(was {shorten(str(saved[name]), 200)})"
+             for name in sorted(fields) if getattr(cfg, name) != saved[name]]
+    if texts and not cfg.resume_force:
+        raise ValueError(f"--resume {cfg.resume}: other results with {'; '.join(texts)}. "
+                         "--resume_force continues nevertheless")
+    return dataclasses.replace(cfg, name=saved["name"], out=saved["out"], resume=saved["resume"])
 
 
 def claim_folder(cfg, examples=()):
