@@ -356,7 +356,7 @@ class TokenLogps(torch.nn.Module):
         output = self.model.get_decoder()(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False,
             batch=batch)  # reaches packed_attention in runtime/batch.py
-        hidden = output.last_hidden_state[0, batch.predictors]  # (R, H) one before each target
+        hidden = output.last_hidden_state[0, batch.predictors]  # (R, H) just before each target
         head = self.model.get_output_embeddings().weight  # (V, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, and its entropy, by parts of V
         return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # (R,) x2
@@ -531,7 +531,7 @@ class Run:
         cfg, log, progress = self.cfg, self.log, self.checkpoints.progress
         for step in range(progress.step, cfg.steps + 1):
             self.metrics, self.answers, progress.step = {}, [], step
-            is_last = step == cfg.steps  # of this loop: all training steps have been taken
+            is_last = step == cfg.steps  # no training step is left
             stop.check(self.checkpoints)
             if step % cfg.eval_every == 0 or is_last:
                 log.say(f"step {step}: evaluation of {len(self.eval_set)} examples ...")

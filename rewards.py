@@ -18,11 +18,11 @@ TRL's convention:
     def brief(text, answer):
         return float(final_answer(text) == answer and len(text) < 400)
 
-gsm8k, math, countdown and steps read the final answer so: only the text after the last </think>
-counts. The answer is the last <answer>, \boxed{} or `####` in it; without these the last "answer is
-...", "Answer: ..." or line "A: ..." (see _answer_sentence); for gsm8k alone, without any of these,
-the last number. Words after a marked answer change nothing. A second marked answer replaces the
-first, but boxes with only a comma or "and" between them are one answer.
+gsm8k, math, countdown and steps read the final answer in this way: only the text after the last
+</think> counts. The answer is the last <answer>, \boxed{} or `####` in it; without these the last
+"answer is ...", "Answer: ..." or line "A: ..." (see _answer_sentence); for gsm8k alone, without any
+of these, the last number. Words after a marked answer change nothing. A second marked answer
+replaces the first, but boxes with only a comma or "and" between them are one answer.
 
 `Verifier` (verify/verifier.py) runs the rewards of a spec in processes that can be killed, weights
 and adds them. Called directly, as TRL does, `math` has a limit of 5 seconds per completion, because
@@ -195,7 +195,7 @@ def final_number(text):
 @each
 def math_reward(text, answer):
     r"""1.0 if the final answer is mathematically equal to the gold LaTeX, else 0.0. None after the
-    time limit, or if math-verify cannot read the gold answer; one of letters only can be read.
+    time limit, or if math-verify cannot read the gold answer. Letters alone can always be read.
 
     Numbers and words are compared in verify/answer.py, everything else (sets, intervals, matrices,
     expressions) by math-verify with its rules: x=5 equals 5, decimals are compared to 6 places.

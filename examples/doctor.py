@@ -82,10 +82,11 @@ def plan(cfg):
 
 
 def hours(cfg):
-    """The least hours on four GPUs, from their data sheets, for answers of up to 700 tokens."""
-    cfg = dataclasses.replace(cfg, dtype="bfloat16")
+    """The least hours of the run on one GPU of each of four kinds, from their data sheets. Answers
+    have 700 tokens on average, or half of --max_tokens if that is fewer."""
+    cfg = dataclasses.replace(cfg, dtype="bfloat16", memory_gb=0.0)  # of a whole card
     model, found = shape.ModelShape.of(cfg.model), []
-    n, mean = cfg.prompts * cfg.samples, min(700, cfg.max_tokens // 2)
+    n, mean = cfg.prompts * cfg.samples, max(2, min(700, cfg.max_tokens // 2))
     lengths = roofline.geometric(n, mean, cfg.max_tokens)
     groups = [(100, lengths[i::cfg.prompts]) for i in range(cfg.prompts)]
     for gpu in roofline.DEVICES:
@@ -96,7 +97,7 @@ def hours(cfg):
             found.append(f"{seconds / 3600:.2g} on {gpu.name}"
                          + adapters * (planned.lora_rank != cfg.lora_rank))
     return (f"on paper, {cfg.steps} steps of {n} answers of {mean} tokens take at least (hours): "
-            f"{', '.join(found)}; multiply by the price of an hour"), ""
+            f"{', '.join(found) or 'it fits none'}; multiply by the price of an hour"), ""
 
 
 def disk(cfg):

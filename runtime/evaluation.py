@@ -92,8 +92,7 @@ def summary(examples, indices, greedy, groups, cfg):
                 "reward": r.reward, "parts": r.parts, "right": is_right(r), "tokens": r.length,
                 "finish": "length" if r.truncated else "stop"}
                for e, r in zip(examples, greedy)]
-    rows = dist.all_gather(list(zip(indices, values, answers)))
-    rows.sort(key=lambda row: row[0])
+    rows = sorted(dist.all_gather(list(zip(indices, values, answers))), key=lambda row: row[0])
     by_set = {}
     for _, value, answer in rows:
         by_set.setdefault(answer["set"], []).append(value)

@@ -146,11 +146,12 @@ def rehearse(policy, ref, cfg):
 
 def checked(rollout, spec):
     """The function of --rollout (its value: spec). It raises RunError, with the user's line, for an
-    exception in it and for a Rollout that does not fit; ValueError for other arguments."""
+    exception in it and for a Rollout that does not fit. ValueError, now, for other arguments."""
     try:
-        inspect.signature(rollout).bind(*range(5), seeds=None, top_p=1.0)
+        for positional in (5, 6):  # the greedy evaluation gives no seeds
+            inspect.signature(rollout).bind(*range(positional), top_p=1.0)
     except TypeError as e:
-        raise ValueError(f"--rollout {spec}: {e}; it must take what rollout() takes") from None
+        raise ValueError(f"--rollout {spec}: {e}; rollout() shows what it must take") from None
 
     def sample(llm, prompts, n, *args, **sampling):
         try:
@@ -158,8 +159,7 @@ def checked(rollout, spec):
         except (Exception, SystemExit) as e:
             if isinstance(e, RunError) or memory.is_out_of_memory(e) or stop.is_lost_rank(e):
                 raise
-            error = user_error(e, spec.rpartition(":")[0])
-            raise RunError(f"--rollout {spec}: {error}") from e
+            raise RunError(f"--rollout {spec}: {user_error(e, spec.rpartition(':')[0])}") from e
         vocabulary = llm.llm_engine.model_config.get_vocab_size()
         if not isinstance(rollouts, list) or len(rollouts) != len(prompts) * n:
             raise RunError(f"--rollout {spec}: it must return a list of {n} Rollouts for each of "
@@ -175,11 +175,11 @@ def checked(rollout, spec):
 
 def misfit(r, prompt, vocabulary):
     """What is wrong with a user's Rollout for a prompt (token ids), in words; "" if nothing."""
-    if not isinstance(r, Rollout) or r.prompt != prompt:
-        return "it is no Rollout, or has another prompt; they must be in the order of the prompts"
+    if not isinstance(r, Rollout) or r.prompt != prompt or not isinstance(r.text, str):
+        return "it is no Rollout, or without text, or not in the order of the prompts"
     lists = r.completion, r.vllm_logps, r.sampled
-    if len(set(map(len, lists))) > 1 or True not in r.sampled:
-        return "completion, vllm_logps, sampled must have one length, and a token must be sampled"
+    if {*map(type, lists)} != {list} or len({*map(len, lists)}) > 1 or True not in r.sampled:
+        return "completion, vllm_logps, sampled: not lists of one length, or no token is sampled"
     for token, logp, sampled in zip(*lists):
         is_token = type(token) is int and 0 <= token < vocabulary
         is_logp = isinstance(logp, (int, float)) and -math.inf < logp <= 1e-3  # rounded

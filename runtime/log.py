@@ -61,6 +61,8 @@ class Log:
         if cfg.wandb != "off":
             import wandb
             try:
+                if cfg.wandb == "online" and not wandb.login(prompt=False):
+                    raise wandb.errors.UsageError("no API key: `wandb login` or WANDB_API_KEY")
                 self.wandb = wandb.init(
                     project="nano_rlvr", name=cfg.name, id=about["wandb_id"], resume="allow",
                     dir=str(self.folder), mode=cfg.wandb, config=about["config"])
@@ -181,8 +183,9 @@ class Log:
             times = ", ".join(f"{name} {x:.0f} s ({x / total:.0%})" for name, x in seconds.items())
             speed = sum(row["tokens"] for row in steps) / stage_seconds(steps)
             mfu = fmean([row["mfu"] for row in steps], [row["seconds/update"] for row in steps])
+            peak = max(row[name] for row in self.rows for name in row if name.startswith("memory/"))
             self.bar.write(f"{len(steps)} steps: {times}; {speed:.0f} tokens/s, {mfu:.1%} MFU of "
-                           f"the update, peak memory {peak(self.rows):.2f} GiB")
+                           f"the update, peak memory {peak:.2f} GiB")
         for name in ("curve.png", "report.html"):
             report.write([self.folder], self.folder / name)
         self.bar.close()
@@ -206,11 +209,6 @@ def evaluation_text(metrics):
         line += f"{m['low']:.1%} to {m['high']:.1%}, n = {m['n']}), mean length {m['length']:.1f}"
         lines.append(line + "".join(f", {name} {m[name]:.1%}" for name in shares))
     return "\n".join(lines)
-
-
-def peak(rows):
-    """Highest peak memory of all stages in these rows of metrics, in GiB."""
-    return max(x for row in rows for name, x in row.items() if name.startswith("memory/"))
 
 
 @contextlib.contextmanager

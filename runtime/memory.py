@@ -41,7 +41,8 @@ def check_machine(dtype):
     if missing or not header.exists():
         raise ValueError(f"kernels cannot be compiled without {', '.join(missing) or header} "
                          "(apt-get install g++ ninja-build python3-dev)")
-    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache/torch_extensions"
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(home) / "torch_extensions"
     for lock in Path(cache).rglob("lock"):  # left by a run that was killed while it compiled
         dist.print_once(f"note: DeepSpeed will wait for {lock} to be removed: delete it, "
                         "unless another run is just starting", file=sys.stderr)
@@ -97,7 +98,7 @@ def step_bytes(cfg, shape, gpu):
     moves = offload and cfg.lora_rank > 0  # see trainer.place_frozen_weights
     reference = whole if cfg.kl_coef and not cfg.lora_rank else 0
     stays = reference if not gpu or cfg.checkpointing == "off" else 0
-    adamw = 12 * trained / ranks  # fp32 weights, moments; in host memory gradients and weights too
+    adamw = 12 * trained / ranks  # fp32 weights, moments (twice that in host memory: `pinned`)
     # DeepSpeed's sums in fp32. In stage 1 they are whole and always there, and those in bf16, too
     always = 6 * trained * (cfg.zero_stage == 1)
     gradients = always or 4 * trained / ranks * (not (offload and sharded))
@@ -154,11 +155,14 @@ def plan(cfg, device=None, shape=None):
     else:
         raise ValueError(
             f"{cfg.model} needs about {max(generate, update) / GIB:.1f} GiB at --max_tokens "
-            f"{cfg.max_tokens}, this run may use {USABLE * available / GIB:.1f} (nine tenths), and "
-            f"{host / GIB:.0f} GiB of host memory, {device.host / GIB:.0f} are free; to use less: "
-            + smaller(dataclasses.replace(cfg, **decided)))
+            f"{cfg.max_tokens}, this run may use {USABLE * available / GIB:.1f} (nine tenths)"
+            + f", and {host / GIB:.0f} GiB of host memory" * (host > device.host)
+            + f"; to use less: {smaller(dataclasses.replace(cfg, **decided))}")
+    least = parts["vLLM, at least"][0] if device.gpu else 0.0
+    if 0 < cfg.vllm_memory * device.total < least:
+        raise ValueError(f"--vllm_memory: at least {least / device.total + 0.005:.2f} is needed")
     if device.gpu and not cfg.vllm_memory:
-        share = USABLE * available - generate + parts["vLLM, at least"][0]
+        share = USABLE * available - generate + least
         decided["vllm_memory"] = round(share / device.total, 3)
     flags = " ".join(f"--{name} {x}" for name, x in decided.items())
     dist.print_once(f"memory plan for {shape.parameters / 1e6:,.1f} M parameters in {cfg.dtype} "
@@ -192,5 +196,5 @@ def smaller(cfg):
     if cfg.vllm_memory:  # planned for a GPU
         flags |= {"offload": "optimizer", "vllm_memory": round(0.8 * cfg.vllm_memory, 2)}
     if dist.world_size() > 1 and not cfg.lora_rank:
-        flags |= {"zero_stage": 3, "tp": dist.local_world_size(), "kl_coef": 0}
+        flags |= {"zero_stage": 3, "lora_rank": 0, "tp": dist.local_world_size(), "kl_coef": 0}
     return " ".join(f"--{name} {x}" for name, x in flags.items() if x != getattr(cfg, name))

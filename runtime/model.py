@@ -76,8 +76,8 @@ class WithoutAdapters(torch.nn.Module):
 
 
 def merge_adapter(model, name, tensor):
-    """Yields (name, tensor) of a state-dict entry as a checkpoint has it: as it is
-    without LoRA; else renamed, adapter added to a copy. Nothing for the adapter's own tensors."""
+    """Yields (name, tensor) of a state-dict entry under the checkpoint's name. With LoRA: a copy to
+    which the adapter is added, and nothing for the adapter's own tensors."""
     layer, base_layer, suffix = name.partition(".base_layer")
     if base_layer and suffix == ".weight":
         delta = model.get_submodule(layer).get_delta_weight("default").detach()
@@ -112,7 +112,7 @@ def chunk_backward(hidden, weight, targets, temperature, norm, grad, entropy, gr
     """-> gradient of hidden @ weight.T for one chunk (R, C). grad, grad_entropy: those of log-prob
     and entropy, divided by the temperature; like norm and entropy (R, 1)."""
     logits, column, in_chunk = chunk_logits(hidden, weight, targets, temperature)
-    logp, factor = logits.sub_(norm), grad  # (R, C), (R, 1) gradient: -p factor, the target + grad
+    logp, factor = logits.sub_(norm), grad  # (R, C), (R, 1)
     if grad_entropy is not None:
         factor = (logp + entropy).mul_(grad_entropy).add_(grad)  # (R, C)
     p = logp.exp_()  # (R, C)
@@ -132,7 +132,6 @@ class HeadLogps(torch.autograd.Function):
     exp(logits) and entropy of the chunks at the end. The backward pass computes the logits again,
     and from them, in place, with p = softmax(logits),
     grad_logits = grad_logp * (onehot(target) - p) - grad_entropy * p * (log p + entropy).
-    A loss without the entropy, as usual, skips the second part.
     """
 
     @staticmethod

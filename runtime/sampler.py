@@ -56,8 +56,7 @@ class Sampler:
         params = params if isinstance(params, list) else [params] * len(prompts)
         requests = dist.engine_gather(list(zip(prompts, params)))  # a list per rank
         everything = list(itertools.chain(*requests))
-        unseeded = any(p.temperature > 0 and p.seed is None for _, p in everything)
-        if len(requests) > 1 and unseeded:
+        if len(requests) > 1 and any(p.temperature > 0 and p.seed is None for _, p in everything):
             raise RunError("--tp: a rollout function has to give each SamplingParams a seed")
         outputs = self._llm.generate(
             [prompt for prompt, _ in everything], [p for _, p in everything], **options)
@@ -141,7 +140,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
                    distributed_executor_backend="external_launcher",  # in our process group
                    use_tqdm_on_load=False, **args)
     except (ValueError, AssertionError, NotImplementedError) as e:
-        reason = " ".join(str(e).split())
+        reason = " ".join(str(e).split()) or "an assertion failed; does --tp divide the key heads?"
         if type(e) is ValueError and "memory" in reason:  # a pydantic error names all arguments
             raise torch.OutOfMemoryError(reason) from e
         raise RunError(f"vLLM does not start: {reason}") from e

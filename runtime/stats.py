@@ -58,9 +58,9 @@ def nan_mean_std(x, dim):
 
 
 def pack_sums(loss, terms, entropy, weight, cfg):
-    """Metrics of a pack, summed over its tokens (0 for a filler); loss; the largest mismatch.
+    """Metrics of a pack: sums over its tokens (0 for a filler), the loss, the largest mismatch.
 
-    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight; it changes.
+    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight; it is changed.
     """
     mismatch = terms.pop("mismatch")  # (R,)
     terms |= {"entropy": entropy, "tokens": torch.ones_like(entropy),

@@ -68,7 +68,8 @@ def check(checkpoints):
 
 def is_lost_rank(e):
     """Whether an exception says that another rank has ended or does not answer."""
-    return isinstance(e, torch.distributed.DistError) or "/gloo/" in str(e)  # NCCL; gloo's source
+    lost = "/gloo/" in str(e) and "open files" not in str(e)  # gloo names its source file
+    return lost or isinstance(e, torch.distributed.DistError)  # of NCCL
 
 
 @contextlib.contextmanager

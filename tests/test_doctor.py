@@ -51,6 +51,7 @@ def test_memory_gb_without_a_gpu_shows_the_plan_for_one_of_that_size(diagnose, t
     (tmp_path / "config.json").write_text(json.dumps(config))  # enough for a plan
     found = diagnose("--model", str(tmp_path), "--memory_gb", "24")
     assert found["hours"][0] == "ok" and re.search(r"(, [\d.]+ on [^,]+){3};", found["hours"][1])
+    assert diagnose("--model", str(tmp_path), "--max_tokens", "1")["hours"][0] == "ok"
     status, text = found["plan"]
     assert status == "ok" and text.startswith("for a GPU that is not here")
     assert ("1,543.7 M parameters in bfloat16 and 24.0 GiB: --offload optimizer --checkpointing on"

@@ -116,10 +116,12 @@ def test_what_the_user_gives_is_kept_and_what_cannot_fit_is_refused_in_one_line(
     cfg = card(80, **given)
     assert {name: getattr(cfg, name) for name in given} == given
     for gib, host, says in ((12, 64, "needs about .* GiB at --max_tokens 3000.*--lora_rank 32"),
-                            (24, 16, "needs about .* GiB of host memory, 16 are free")):
+                            (24, 16, "needs about .* GiB of host memory; to use less")):
         with pytest.raises(ValueError, match=says) as e:
             card(gib, host=host)
         assert "\n" not in str(e.value)
+    with pytest.raises(ValueError, match="--vllm_memory: at least 0.26"):  # 2.9 + 3 GiB + KV cache
+        card(24, vllm_memory=0.1)
     assert all(card(gib).pack_tokens >= 8192 for gib in (24, 40, 80))  # README's table
     assert card(12, lora_rank=16) and card(24, "7B", lora_rank=32)  # adapters
 
@@ -160,7 +162,7 @@ def test_each_flag_of_the_advice_makes_the_plan_smaller(monkeypatch):
     total = lambda **changes: sum(memory.step_bytes(  # noqa: E731
         dataclasses.replace(cfg, **changes), shape_of("1.5B"), gpu=True)["total"][:2])
     flags = dict(flag.split() for flag in memory.smaller(cfg).removeprefix("--").split(" --"))
-    assert float(flags.pop("vllm_memory")) == 0.4 and len(flags) == 8
+    assert float(flags.pop("vllm_memory")) == 0.4 and len(flags) == 7
     for name, x in flags.items():
         assert total(**{name: type(getattr(cfg, name))(x)}) < total(), name
 

@@ -135,7 +135,7 @@ def user(llm, prompts, tmp_path):
     def call(body):
         file = tmp_path / "mine.py"
         file.write_text("from runtime.dist import RunError\nfrom nano_rlvr import rollout\n"
-                        "def mine(llm, prompts, n, temperature, max_tokens, seeds, **sampling):\n"
+                        "def mine(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):\n"
                         f"    {body}\n")
         mine = nr.rollout_function(f"{file}:mine")
         return mine(llm, prompts[:2], 2, 1.0, 8, SEEDS[:2], top_p=1.0)
@@ -147,12 +147,14 @@ SAMPLE = "rs = rollout(llm, prompts, n, temperature, max_tokens, seeds, **sampli
 
 @pytest.mark.parametrize("body, says", [
     ("return None", "it must return a list of 2 Rollouts for each of 2 prompts, not None"),
-    ("return [rs[i] for i in (0, 2, 1, 3)]", "Rollout 1 .* has another prompt"),
+    ("return [rs[i] for i in (0, 2, 1, 3)]", "Rollout 1 .* not in the order of the prompts"),
     ("rs[2].completion[3] = 263", "Rollout 2 .* a token has id 263, .* an int below 263"),
     ("rs[3].vllm_logps[1] = float('nan')", "Rollout 3 .* log-prob nan, .* finite and at most 0"),
     ("rs[3].vllm_logps[1] = 0.5", "Rollout 3 .* log-prob 0.5, .* finite and at most 0"),
-    ("rs[3].vllm_logps += [-1.0]", "Rollout 3 .* must have one length"),
-    ("rs[0].sampled = [False] * len(rs[0].sampled)", "Rollout 0 .* a token must be sampled"),
+    ("rs[1].text = None", "Rollout 1 .* without text"),
+    ("rs[3].vllm_logps += [-1.0]", "Rollout 3 .* not lists of one length"),
+    ("rs[3].vllm_logps = None", "Rollout 3 .* not lists of one length"),
+    ("rs[0].sampled = [False] * len(rs[0].sampled)", "Rollout 0 .* no token is sampled"),
     ("raise KeyError('the\\nserver')", "KeyError: 'the.*server' .line 4.$"),
     ("rollout(llm, [[1] * 999], 1, 1.0, 8)", "VLLM.*: .* 999 .*.line 4.$"),  # too long
 ])
@@ -171,8 +173,11 @@ def test_a_failed_sync_and_a_full_device_are_not_blamed_on_the_user(user):
 # ---- the model of the example, training
 
 
-def test_a_function_with_other_arguments_is_refused_before_a_model_is_loaded(tmp_path):
-    (tmp_path / "mine.py").write_text("def mine(llm, prompts, n, temperature, seeds=None): ...")
+@pytest.mark.parametrize("arguments", [
+    "temperature, seeds=None, **s", "temperature, max_tokens, seeds, **s",
+    "temperature, max_tokens, *, seeds=None, **s", "temperature, max_tokens, seeds=None"])
+def test_a_function_with_other_arguments_is_refused_before_a_model_is_loaded(tmp_path, arguments):
+    (tmp_path / "mine.py").write_text(f"def mine(llm, prompts, n, {arguments}): ...")
     with pytest.raises(ValueError, match=r"^--rollout .*mine\.py:mine: .*argument"):
         nr.rollout_function(f"{tmp_path}/mine.py:mine")
 
