@@ -336,6 +336,7 @@ def test_wandb_online_with_a_wrong_key_is_refused_and_the_key_is_not_shown(
         group, monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(ValueError, match="^--wandb online: .*no API key"):
         Log(make_config(out=str(tmp_path), name="run", wandb="online"), None)
     monkeypatch.setenv("WANDB_API_KEY", "sentinel")

@@ -304,7 +304,8 @@ def test_a_signal_ends_the_run_before_its_next_step_and_the_second_one_the_proce
     (ZeroDivisionError("unexpected"), None),
 ])
 def test_a_failure_is_one_line_that_names_the_file_with_the_traceback(tmp_path, error, says):
-    with pytest.raises(SystemExit if says else type(error), match=says), stop.with_one_line(OSError, folder=tmp_path):
+    expected = pytest.raises(SystemExit if says else type(error), match=says)
+    with expected, stop.with_one_line(OSError, folder=tmp_path):
         raise error
     text = (tmp_path / "errors/rank-0.txt").read_text()
     assert text.startswith("Traceback") and "raise error" in text and str(error) in text
