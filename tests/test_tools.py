@@ -135,14 +135,14 @@ def user(llm, prompts, tmp_path):
     def call(body):
         file = tmp_path / "mine.py"
         file.write_text("from runtime.dist import RunError\nfrom nano_rlvr import rollout\n"
-                        "def mine(llm, prompts, n, temperature, max_tokens, seeds=(), **sampling):\n"
+                        "def mine(llm, prompts, n, temperature, max_tokens, seeds=None, **more):\n"
                         f"    {body}\n")
         mine = nr.rollout_function(f"{file}:mine")
         return mine(llm, prompts[:2], 2, 1.0, 8, SEEDS[:2], top_p=1.0)
     return call
 
 
-SAMPLE = "rs = rollout(llm, prompts, n, temperature, max_tokens, seeds, **sampling); "
+SAMPLE = "rs = rollout(llm, prompts, n, temperature, max_tokens, seeds, **more); "
 
 
 @pytest.mark.parametrize("body, says", [
