@@ -261,6 +261,8 @@ def test_malformed_steps_are_crashes_with_a_reason(judge):
     assert values == [None] * 9 and metrics == {"reward/timeouts": 0.0, "reward/crashes": 9.0}
     text = verifier._call(lambda completions: [[(0, 1.0)]], ["aBcDe"], {})
     assert "ValueError: returned [(0, 1.0)]: the ends of the steps must rise within 1" in text
+    text = verifier._call(lambda completions: ["yes"], ["aBcDe"], {})
+    assert "TypeError: returned the text 'yes'; it must be a number or None" in text
 
 
 def test_the_example_in_the_docs_gives_the_steps_that_they_name(tmp_path):

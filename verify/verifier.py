@@ -1,6 +1,7 @@
 """Runs the rewards of a spec in processes that can be killed (pool.py), weights and adds them."""
 import asyncio
 import contextlib
+import difflib
 import functools
 import importlib.util
 import inspect
@@ -283,6 +284,8 @@ def _call(function, completions, columns):
 def _checked(value, completion):
     """What a function returned for a completion as a float, None or a list of steps."""
     if not isinstance(value, (list, tuple)):
+        if isinstance(value, str):
+            raise TypeError(f"returned the text {value[:50]!r}; it must be a number or None")
         if value is None or math.isnan(value):  # nan: TRL's form of None
             return None
         if math.isinf(value):
@@ -350,9 +353,11 @@ def load(module, name, kind="reward"):
             spec.loader.exec_module(found)
         else:
             found = importlib.import_module(module)
-        function = getattr(found, name)
     except (Exception, SystemExit) as e:  # a user's file: any type
         raise ValueError(f"{kind} {module}:{name}: {user_error(e, module)}") from None
+    function = getattr(found, name, None)
     if not callable(function):
-        raise ValueError(f"{kind} {module}:{name} is not a function")
+        near = difflib.get_close_matches(name, vars(found).keys() - {name}, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{kind} {module}:{name} is not a function{hint}")
     return function
