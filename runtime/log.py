@@ -190,7 +190,7 @@ class Log:
             report.write([self.folder], self.folder / name)
         self.bar.close()
         model = f"; the model: --model {self.folder / 'final'}" if self.cfg.steps else ""
-        print(f"next: open {self.folder / 'report.html'}{model}")
+        print(f"next: open {self.folder / 'report.html'}{model}; the numbers: docs/metrics.md")
         if self.wandb:
             self.wandb.finish()
 
