@@ -47,8 +47,7 @@ def analyse(folder, device):
                              f"{row['step']}: use --keep_rollouts of at least prompts * samples")
         bounds.append(roofline.bounds(cfg, shape, groups_of(of_step, cfg.samples), device))
     metrics = {name: median(row[name] for row in steps) for name in steps[0]}
-    peak = max(row[name] for row in rows for name in row if name.startswith("memory/"))
-    return metrics | {"peak": peak}, {
+    return metrics | {"peak": log.peak(rows)}, {
         stage: {part: median(b[stage][part] for b in bounds) for part in parts}
         for stage, parts in bounds[0].items()}
 

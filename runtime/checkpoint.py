@@ -10,7 +10,6 @@
 A folder is written under another name, synced to the disk and renamed: it is there whole or not.
 """
 import dataclasses
-import hashlib
 import json
 import math
 import shutil
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from runtime import __version__, dist, memory, trainer
 from runtime.dist import RunError
-from runtime.folder import sync, to_json
+from runtime.folder import sha256, sync, to_json
 from runtime.shape import ModelShape, first_line
 
 
@@ -68,8 +67,7 @@ class Checkpoints:
                 for kind in trainer.KINDS:
                     trainer.set_tensor(p, kind, tensors[kind].to(dist.device()))
             for s in trainer.adamw_states(engine):
-                # a tensor, or an int if AdamW is on the CPU
-                s["step"] = s["step"] * 0 + self.state["adamw_step"]
+                s["step"] = s["step"] * 0 + self.state["adamw_step"]  # on a CPU it may be an int
             dist.print_once(f"continues from {self.newest}")
         elif self.cfg.resume:
             dist.print_once(f"note: {self.folder} has no checkpoint: the run starts at step 0")
@@ -132,7 +130,7 @@ class Checkpoints:
             "version": __version__, "progress": dataclasses.asdict(self.progress),
             "logs": self.log.sizes(),
             "adamw_step": max(int(s["step"]) for s in trainer.adamw_states(self.engine))}))
-        manifest = {str(path.relative_to(part)): checksum(path)
+        manifest = {str(path.relative_to(part)): sha256(path)
                     for path in part.rglob("*") if path.is_file()}
         (part / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
@@ -160,18 +158,12 @@ def on_disk(folder):
     return {step: folder / f"step-{step}" for step in sorted(map(int, filter(str.isdigit, steps)))}
 
 
-def checksum(path):
-    """SHA-256 of a file."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
 def damage(folder):
     """What is wrong with a checkpoint: "" if nothing."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         for name in {"trainer/state.json", *manifest}:  # it may be {}
-            if checksum(folder / name) != manifest.get(name):
+            if sha256(folder / name) != manifest.get(name):
                 return f"{name} has another checksum than when it was written"
     except (OSError, ValueError, AttributeError) as e:
         return f"{type(e).__name__}: {e}"

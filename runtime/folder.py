@@ -27,6 +27,12 @@ def sync(path):
     os.close(descriptor)
 
 
+def sha256(path):
+    """SHA-256 of a file, 64 hexadecimal digits."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
 # Flags that may differ in a resumed run: they change no result (the data is compared below) ...
 FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "data",
         "eval_data"}
@@ -92,8 +98,7 @@ def _check_inputs(folder, cfg, examples):
     checksum = hashlib.sha256(repr([sorted(e.items(), key=str) for e in examples]).encode())
     model = Path(cached_file(cfg.model, "config.json")).parent  # of a hub id: in the local cache
     for file in [model / "config.json", *sorted(model.glob("*.safetensors"))]:
-        with file.open("rb") as f:
-            checksum.update(hashlib.file_digest(f, "sha256").digest())
+        checksum.update(bytes.fromhex(sha256(file)))
     before = path.read_text(errors="replace") if path.exists() else ""
     if cfg.resume and not cfg.resume_force and before != checksum.hexdigest():
         return (f"--resume {cfg.resume}: its data, tokenizer or --model have changed, or "

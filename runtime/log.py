@@ -183,9 +183,8 @@ class Log:
             times = ", ".join(f"{name} {x:.0f} s ({x / total:.0%})" for name, x in seconds.items())
             speed = sum(row["tokens"] for row in steps) / stage_seconds(steps)
             mfu = fmean([row["mfu"] for row in steps], [row["seconds/update"] for row in steps])
-            peak = max(row[name] for row in self.rows for name in row if name.startswith("memory/"))
             self.bar.write(f"{len(steps)} steps: {times}; {speed:.0f} tokens/s, {mfu:.1%} MFU of "
-                           f"the update, peak memory {peak:.2f} GiB")
+                           f"the update, peak memory {peak(self.rows):.2f} GiB")
         for name in ("curve.png", "report.html"):
             report.write([self.folder], self.folder / name)
         self.bar.close()
@@ -209,6 +208,11 @@ def evaluation_text(metrics):
         line += f"{m['low']:.1%} to {m['high']:.1%}, n = {m['n']}), mean length {m['length']:.1f}"
         lines.append(line + "".join(f", {name} {m[name]:.1%}" for name in shares))
     return "\n".join(lines)
+
+
+def peak(rows):
+    """Highest peak memory of all stages in these rows of metrics, in GiB."""
+    return max(x for row in rows for name, x in row.items() if name.startswith("memory/"))
 
 
 @contextlib.contextmanager

@@ -156,14 +156,14 @@ def plan(cfg, device=None, shape=None):
         raise ValueError(
             f"{cfg.model} needs about {max(generate, update) / GIB:.1f} GiB at --max_tokens "
             f"{cfg.max_tokens}, this run may use {USABLE * available / GIB:.1f} (nine tenths)"
-            + f", and {host / GIB:.0f} GiB of host memory" * (host > device.host)
+            + (f", and {host / GIB:.0f} GiB of host memory, {device.host / GIB:.0f} are free"
+               if host > device.host else "")
             + f"; to use less: {smaller(dataclasses.replace(cfg, **decided))}")
     least = parts["vLLM, at least"][0] if device.gpu else 0.0
     if 0 < cfg.vllm_memory * device.total < least:
         raise ValueError(f"--vllm_memory: at least {least / device.total + 0.005:.2f} is needed")
     if device.gpu and not cfg.vllm_memory:
-        share = USABLE * available - generate + least
-        decided["vllm_memory"] = round(share / device.total, 3)
+        decided["vllm_memory"] = round((USABLE * available - generate + least) / device.total, 3)
     flags = " ".join(f"--{name} {x}" for name, x in decided.items())
     dist.print_once(f"memory plan for {shape.parameters / 1e6:,.1f} M parameters in {cfg.dtype} "
                     f"and {available / GIB:.1f} GiB: {flags}")

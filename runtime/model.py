@@ -18,8 +18,7 @@ def load_model(cfg):
         cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation="packed",
         use_safetensors=True, trust_remote_code=cfg.trust_remote_code)
     for name, weight in model.named_parameters():
-        # the sum first: it takes a hundredth of the time
-        if not weight.sum().isfinite() and not weight.isfinite().all():
+        if not weight.sum().isfinite() and not weight.isfinite().all():  # the sum alone is fast
             raise RunError(f"--model {cfg.model}: its weights have NaN or infinite values, first "
                            f"in {name}: the file is damaged, or its training diverged")
     for module in model.modules():

@@ -67,4 +67,5 @@ def test_a_failed_step_is_said_in_one_line_and_the_step_has_valid_flags(
     monkeypatch.setattr(doctor, "STEP", "--prompts 3 --minibatches 2 --out")
     assert doctor.main([], [doctor.step]) == 1
     says = "FAIL  step      the bundled model cannot be trained: nano_rlvr: --minibatches 2 must"
-    assert says in capsys.readouterr().out
+    # a note about operators that DeepSpeed will compile may come first
+    assert any(line.startswith(says) for line in capsys.readouterr().out.splitlines())

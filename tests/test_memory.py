@@ -116,7 +116,7 @@ def test_what_the_user_gives_is_kept_and_what_cannot_fit_is_refused_in_one_line(
     cfg = card(80, **given)
     assert {name: getattr(cfg, name) for name in given} == given
     for gib, host, says in ((12, 64, "needs about .* GiB at --max_tokens 3000.*--lora_rank 32"),
-                            (24, 16, "needs about .* GiB of host memory; to use less")):
+                            (24, 16, "needs about .* GiB of host memory, 16 are free")):
         with pytest.raises(ValueError, match=says) as e:
             card(gib, host=host)
         assert "\n" not in str(e.value)
