@@ -15,8 +15,9 @@ import re
 import zlib
 from pathlib import Path
 
-from runtime import shape
-from verify import verifier
+from runtime import hub
+from verify import user_code
+from verify.verifier import ADDED_COLUMNS
 
 # ---------------------------------------------------------------------------------- generated tasks
 
@@ -108,7 +109,7 @@ def read_rows(path):
             from pyarrow import parquet
             rows = parquet.read_table(path).to_pylist()
     except Exception as e:  # each format has error types of its own
-        raise ValueError(f"{location}: cannot be read ({shape.first_line(e)})") from e
+        raise ValueError(f"{location}: cannot be read ({hub.first_line(e)})") from e
     if not isinstance(rows, list):
         raise ValueError(f"{path}: not a jsonl, csv or parquet file, nor a .json file with a list "
                          "of objects (or one under 'data')")
@@ -117,14 +118,14 @@ def read_rows(path):
 
 def hub_rows(repo, name, split):
     """A split of a hub dataset (or its only one) -> iterator of (location, row)."""
-    shape.hub_answers()  # before datasets is imported: it looks only once whether it is offline
+    hub.hub_answers()  # before datasets is imported: it looks only once whether it is offline
     from datasets import load_dataset
     try:
         splits = load_dataset(repo, name)
     except Exception as e:  # gated, renamed, damaged: datasets raises many types
         raise ValueError(
             f"{repo}: not a file here and not loadable from the hub "
-            f"({shape.first_line(e, repo)}); --data and --eval_data can name a file") from e
+            f"({hub.first_line(e, repo)}); --data and --eval_data can name a file") from e
     if split not in splits and len(splits) > 1:
         raise ValueError(f"{repo} has no split '{split}' (it has {', '.join(splits)})")
     rows = splits[split if split in splits else next(iter(splits))]
@@ -134,12 +135,12 @@ def hub_rows(repo, name, split):
 def function_rows(source, split, size, seed):
     """What make(split, size, seed) of my_file.py:make gives -> iterator of (location, row)."""
     file, name = source.rsplit(":", 1)
-    make = verifier.load(file, name, kind="data")
+    make = user_code.load(file, name, kind="data")
     try:
         rows = list(make(split, size, seed))
         json.dumps(rows)  # only what a file can hold: plain values, the same in every process
     except (Exception, SystemExit) as e:  # a user's file: any type
-        raise ValueError(f"data {source}: {verifier.user_error(e, file)}") from e
+        raise ValueError(f"data {source}: {user_code.user_error(e, file)}") from e
     yield from ((f"{source}, row {n}", row) for n, row in enumerate(rows, 1))
 
 
@@ -151,15 +152,14 @@ def example_of(row, question_key, answer_key):
     """A row of a file or hub dataset -> example. Raises ValueError that says what is wrong."""
     if not all(isinstance(name, str) for name in row):  # csv names surplus fields None
         raise ValueError("more fields than the header has, or a column whose name is not text")
-    if "eval_set" in row:
-        raise ValueError("rename the column 'eval_set': the name is taken by the trainer")
+    for name, taken in (("eval_set", "the trainer uses this name"),
+                        ("reward", "rows cannot name rewards, see docs/data_and_rewards.md")):
+        if name in row:
+            raise ValueError(f"rename or remove the column '{name}': {taken}")
     # JSON can write half a surrogate pair, which no tokenizer takes: encode raises a ValueError
     json.dumps(row, ensure_ascii=False, default=str).encode()
     flags = {question_key: "--question_key"}
-    if is_empty(row.get("reward")):
-        row = {name: value for name, value in row.items() if name != "reward"}
-    own_reward = "reward" in row and is_empty(row.get(answer_key))
-    if answer_key != "none" and not own_reward:
+    if answer_key != "none":
         flags[answer_key] = "--answer_key"
     for name, flag in flags.items():
         if is_empty(row.get(name)):
@@ -186,9 +186,8 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
     size: number of examples, 0 = all (8192 for a generated task; a function is asked for 8192)
     answer_key: "none" for rows without an answer, whose reward reads other columns (code)
 
-    Returns a list of dicts with `question` and, unless answer_key is "none", `answer` as strings. A
-    row with text in the column `reward` is judged by this spec instead of --rewards; it needs no
-    answer. Raises ValueError with one line that names file, row and column.
+    Returns a list of dicts with `question` and, unless answer_key is "none", `answer` as strings.
+    Raises ValueError with one line that names file, row and column.
     """
     task = TASKS.get(source, {})
     if "make" in task:
@@ -276,7 +275,7 @@ def encode(example, tokenizer, template):
         text = tokenizer.apply_chat_template([{"role": "user", "content": question}],
                                              tokenize=False, add_generation_prompt=True)
     except Exception as e:  # none, or a template that fails: it is a program, any type can come
-        fault = shape.first_line(e)
+        fault = hub.first_line(e)
         raise ValueError(f"the tokenizer's chat template fails ({fault}); {advice}") from e
     if question.strip() not in text:
         raise ValueError(f"the tokenizer's chat template leaves the question out; {advice}")
@@ -321,8 +320,7 @@ def load_eval_sets(cfg, **keys):
     """The examples of the sets in --eval_data, --eval_size of each. keys: columns, as in load.
 
     With several sets an example has its set in `eval_set`: a task's name, or a file's without its
-    ending. The examples of a task get the task's rewards in `reward`, if the run has others and the
-    row has none. Raises ValueError if two sets have the same name.
+    ending. Raises ValueError if two sets have the same name.
     """
     sources, examples = [source.strip() for source in cfg.eval_data.split(",")], []
     paths = map(Path, sources)
@@ -333,11 +331,8 @@ def load_eval_sets(cfg, **keys):
                          f"{max(names, key=names.count)}")
     for source, name in zip(sources, names):
         own = {} if len(sources) == 1 else {"eval_set": name}
-        spec = TASKS.get(source, {}).get("rewards", cfg.rewards)
         columns = {} if source in TASKS else keys
         for example in load(source, "test", size=cfg.eval_size, **columns):
-            if spec != cfg.rewards and not example.get("reward"):
-                example["reward"] = spec
             examples.append(example | own)
     return examples
 
@@ -367,7 +362,7 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
         eval_set = [train_set[i] for i in sorted(order[:size])]
         train_set = [train_set[i] for i in sorted(order[size:])]
 
-    taken = verifier.ADDED_COLUMNS | {"prompt_ids", "completions"}
+    taken = ADDED_COLUMNS | {"prompt_ids", "completions"}
     for name in sorted(taken & set().union(*train_set, *eval_set)):
         notify(f"note: rewards get the trainer's column '{name}', not that of the data")
     held_out = {example["question"] for example in eval_set if cfg.steps}  # --steps 0: no training
@@ -378,7 +373,7 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
     if left_out := len(train_set) - len(new):
         notify(f"{left_out} of {len(train_set)} training examples left out: their questions are "
                "held out")
-    config = shape.empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config()
+    config = hub.empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config()
     limit, kept = f"--max_prompt {cfg.max_prompt}", {}
     for name, examples in (("training", new), ("evaluation", eval_set)):
         for example in examples:

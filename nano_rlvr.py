@@ -43,13 +43,14 @@ import torch
 import data
 import rewards
 from runtime import dist, evaluation, flags, guard, memory, stats, stop, trainer
-from runtime.batch import (Rollout, balance, collate, pack_evenly, sequence_mean, sequence_sum,
-                           set_advantages, step_ends_in_tokens, step_rewards)
+from runtime.batch import (Rollout, balance, collate, pack_evenly, sequence_mean, sequence_sum)
 from runtime.checkpoint import Checkpoints
-from runtime.folder import claim_folder
-from runtime.log import Log, step_summary, timed
-from runtime.model import HeadLogps, WithoutAdapters, load_model, on_device
+from runtime.log import Log, claim_folder
+from runtime.model import (CHUNK, HeadLogps, WithoutAdapters, load_model, load_tokenizer,
+                           on_device)
 from runtime.sampler import Sampler
+from runtime.stats import timed
+from verify.user_code import load
 
 # ------------------------------------------------------------------------------------------ config
 
@@ -81,7 +82,6 @@ class Config(flags.RunFlags):
     tau: float = 1.0  # soft gate: temperature for positive advantages; squared: penalty weight
     tau_neg: float = 1.05  # soft gate: temperature for negative advantages
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference
-    kl_in: Literal["loss", "reward"] = "loss"  # loss += kl_coef k3; reward -= kl_coef log(pi/ref)
     # importance weight: vLLM's log-probs differ from the trainer's, see importance
     correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     correction_cap: float = 2.0  # largest importance weight pi_trainer / pi_vllm
@@ -163,20 +163,18 @@ def rollout_function(name):
     """The function that samples: rollout, or that of --rollout my_file.py:my_rollout."""
     if not name:
         return rollout
-    return guard.checked(rewards.load(*name.rsplit(":", 1), kind="rollout"), name)
+    return guard.checked(load(*name.rsplit(":", 1), kind="rollout"), name)
 
 
 # --------------------------------------------------------------------------------------- 2. reward
 
 def score(rollouts, examples, verifier, step=0):
-    """Fills reward, parts and steps of the rollouts of these examples. Returns counts of failures.
+    """Fills reward and parts of the rollouts of these examples. Returns counts of failures.
 
-    parts: the value of each reward function. A reward function is f(completions, **columns) -> list
-    with, per completion, a float, None or [(end, reward), ...]: process supervision, a pair per
-    step of reasoning, which ends after `end` characters. A completion is a text, with --template
-    chat a list of one message. Columns: those of the examples, None where one lacks it; prompts
-    (the questions), completion_ids and step (of the loop); sample_index, the number of a completion
-    among those of its prompt; and what Verifier adds.
+    parts: the value of each reward function, f(completions, **columns) -> list with a float or None
+    per completion. A completion is a text, with --template chat a list of one message. Columns:
+    those of the examples, None where one lacks it; prompts (the questions), completion_ids and step
+    (of the loop); sample_index, the number of a completion among those of its prompt.
     """
     n = len(rollouts) // len(examples)
     names = set().union(*examples) - {"prompt_ids", "completions"}
@@ -186,10 +184,8 @@ def score(rollouts, examples, verifier, step=0):
                 "completion_ids": [r.completion for r in rollouts]}
     values, parts, counts = verifier([r.text for r in rollouts], **columns)
     for i, r in enumerate(rollouts):
-        own = verifier.weights_of(examples[i // n].get("reward"))  # a row can name its rewards
-        r.parts = {name: parts[name][i] for name in own}
-        r.steps = values[i] if isinstance(values[i], list) else []
-        r.reward = sum(value for _, value in r.steps) if r.steps else values[i]
+        r.parts = {name: part[i] for name, part in parts.items()}
+        r.reward = values[i]
     return counts
 
 
@@ -217,7 +213,6 @@ def collect_rollouts(run, step):
                 top_p=cfg.top_p)
         with timed(run.metrics, "reward"):
             counts = score(rollouts, examples, run.verifier, step)
-            step_ends_in_tokens(rollouts, run.llm.get_tokenizer())  # r.steps: characters -> tokens
         stats.add_counts(run.metrics, counts, "reward")
         for i in range(share):
             group = rollouts[i * cfg.samples:(i + 1) * cfg.samples]
@@ -274,22 +269,18 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
 def assign_advantages(groups, cfg, running_mean):
     """Fills the advantages of each rollout. Returns the updated running mean. Collective.
 
-    With process supervision a rollout has S step rewards. Those of all steps of a group are
-    normalised together, and a token gets the sum of the advantages of the steps that end at it or
-    later (GRPO+PS, arXiv:2402.03300, section 4.1.3).
     running_mean: moving average of the reward, for --baseline running; NaN before the first step.
     """
-    outcomes = [[math.nan if r.reward is None else r.reward - cfg.kl_coef * r.kl for r in group]
-                for group in groups]  # r.kl is 0 unless --kl_in reward
-    all_rewards = torch.tensor(dist.all_gather(outcomes)).view(-1, cfg.samples)  # (G, n) all ranks
-    if any(dist.all_gather([any(r.steps for group in groups for r in group)])):
-        all_rewards = step_rewards(groups, cfg)  # (G, n*S) instead, also minus the KL
+    own = [[math.nan if r.reward is None else r.reward for r in group] for group in groups]
+    all_rewards = torch.tensor(dist.all_gather(own)).view(-1, cfg.samples)  # (G, n) all ranks
     batch_mean = all_rewards.nanmean().item()  # NaN if no group is left
     if math.isnan(running_mean):
         running_mean = batch_mean
-    advantages = group_advantages(
-        all_rewards, cfg.baseline, cfg.scale, running=running_mean)  # (G, n) or (G, n*S)
-    set_advantages(groups, advantages)  # this rank's rows
+    advantages = group_advantages(all_rewards, cfg.baseline, cfg.scale, running=running_mean)
+    first = sum(dist.all_gather([len(groups)])[:dist.rank()])  # number of this rank's first group
+    for group, row in zip(groups, advantages[first:].tolist()):
+        for r, advantage in zip(group, row):
+            r.advantages = [advantage] * len(r.completion)  # the same for each of its tokens
     return running_mean if math.isnan(batch_mean) else 0.9 * running_mean + 0.1 * batch_mean
 
 
@@ -347,7 +338,7 @@ class TokenLogps(torch.nn.Module):
     forward(batch), as collate makes it -> logp (R,), entropy (R,) in fp32.
     """
 
-    def __init__(self, model, temperature=1.0, chunk=memory.CHUNK):
+    def __init__(self, model, temperature=1.0, chunk=CHUNK):
         super().__init__()
         self.model, self.temperature, self.chunk = model, temperature, chunk
 
@@ -365,7 +356,7 @@ class TokenLogps(torch.nn.Module):
 @torch.no_grad()
 def store_fixed_logps(policy, ref, batches, cfg):
     """Stores what the updates do not change: batch.ref and, for several updates, batch.old."""
-    if ref is not None and cfg.kl_in == "loss":
+    if ref is not None:
         with on_device(ref):
             for batch in batches:
                 batch.ref, _ = ref(batch)  # (R,)
@@ -581,8 +572,6 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         with timed(run.metrics, "report"):
             before = trainer.token_logps(policy, shown, run.filler, cfg)
         with timed(run.metrics, "update"):
-            if cfg.kl_in == "reward" and ref is not None:
-                run.metrics |= trainer.store_kl(policy, ref, groups, run.filler, cfg)
             progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
             minibatches = [make_batches(part, run.filler, cfg) for part in split]  # 4.
             store_fixed_logps(policy, ref, sum(minibatches, []), cfg)  # 5. ref, old
@@ -598,7 +587,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
             after = trainer.token_logps(policy, shown, run.filler, cfg)
         with timed(run.metrics, "sync"):
             sync_weights(policy, llm)  # 8.
-        run.metrics |= step_summary(cfg, groups, sampled, run.metrics)
+        run.metrics |= stats.step_summary(cfg, groups, sampled, run.metrics)
         run.log.write(step, run.metrics, sampled, run.answers, zip(shown, before, after))
 
 
@@ -606,16 +595,15 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
 
 def main(argv=None, train=train, sampler=Sampler):
     """Runs the command line. train: your loop, which gets a Run. sampler: your Sampler class."""
-    stop.keep_printing()
     with stop.on_signals():
         with stop.with_one_line(ValueError, OSError, RuntimeError):  # instead of a traceback
             cfg = parse_config(argv)
             rollout_function(cfg.rollout)  # a user's file is imported before anything expensive
             dist.init_process_group(cfg.timeout)
-            tokenizer = flags.load_tokenizer(cfg)
+            tokenizer = load_tokenizer(cfg)
             train_set, eval_set = data.load_splits(
                 cfg, tokenizer, dist.world_size(), notify=dist.print_once)
-            verifier = evaluation.start_verifier(cfg, train_set, eval_set)
+            verifier = rewards.start_verifier(cfg, train_set, eval_set, dist.print_once)
             cfg, plan = memory.plan(cfg)
             cfg = claim_folder(cfg, train_set + eval_set)
             log = Log(cfg, tokenizer, plan)

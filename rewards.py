@@ -1,12 +1,12 @@
 r"""Rewards: what a completion is worth. Every reward is a function in TRL's convention,
 
-    f(completions, **columns) -> list[float | None | list[(end, value)]]
+    f(completions, **columns) -> list[float | None]
 
 with one value per completion. None means "no verdict": the completion is left out, it does not
 count as 0. Completions are strings or TRL's lists of messages, columns are those of the data set
-and what Verifier adds. So TRL's reward functions work here, and these functions work in TRL. A list
-holds a reward per step (not in TRL, see verify/verifier.py). REWARDS, at the end of this file, has
-their names; examples/README.md names more, such as a judge and instructions.
+and what Verifier adds. So TRL's reward functions work here, and these functions work in TRL.
+REWARDS, at the end of this file, has their names; examples/README.md names more: a judge,
+instructions, programs with tests.
 
 Your own reward is a file and a flag. `@each` turns a function of one text and its columns into
 TRL's convention:
@@ -18,7 +18,7 @@ TRL's convention:
     def brief(text, answer):
         return float(final_answer(text) == answer and len(text) < 400)
 
-gsm8k, math, countdown and steps read the final answer in this way: only the text after the last
+gsm8k, math and countdown read the final answer in this way: only the text after the last
 </think> counts. The answer is the last <answer>, \boxed{} or `####` in it; without these the last
 "answer is ...", "Answer: ..." or line "A: ..." (see _answer_sentence); for gsm8k alone, without any
 of these, the last number. Words after a marked answer change nothing. A second marked answer
@@ -32,19 +32,17 @@ import ast
 import functools
 import hashlib
 import inspect
-import itertools
-import json
+import math
 import re
-import time
 from fractions import Fraction
 
-from verify import jail, verifier
+from verify import verifier
 from verify.answer import read_number, same_math, warm_math
-from verify.verifier import load, text_of  # noqa: F401  load: a function of a user file
+from verify.verifier import text_of
 
 
 def each(score_one):
-    """Decorator: turns score_one(text, **columns) -> float, None or steps into a reward function.
+    """Decorator: turns score_one(text, **columns) -> float or None into a reward function.
 
     The parameters of score_one are the columns it reads. A column may also be a single number or
     string, which then holds for every completion. Where a column is missing or None, the default is
@@ -199,13 +197,13 @@ def math_reward(text, answer):
 
     Numbers and words are compared in verify/answer.py, everything else (sets, intervals, matrices,
     expressions) by math-verify with its rules: x=5 equals 5, decimals are compared to 6 places.
-    `answer` may also be a whole solution, of which the last \boxed{} counts.
+    `answer` may also be a whole solution, of which the last \boxed{} or GSM8K's `####` counts.
 
     >>> math_reward([r"\boxed{\{2, 1\}}", r"\boxed{(1, 2]}"], answer=[r"\{1,2\}", "[1,2]"])
     [1.0, 0.0]
     """
     gold, said = str(answer), final_answer(text)
-    if r"\boxed" in gold:
+    if r"\boxed" in gold or "####" in gold:
         gold = final_answer(gold)
     equal = same_math(gold, said or "") if gold else None
     return None if equal is None else float(equal)
@@ -250,40 +248,7 @@ def _evaluate(node):
     return OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
 
 
-# -------------------------------------------------------------------------------- a reward per step
-
-SUM = re.compile(r"\d{1,18}([+-]\d{1,18})+", re.A)
-RUNNING_TOTAL = re.compile(r"=[ \t]*(-?\w+(?:\.\d+)?)?", re.A)
-
-
-@each
-def steps_reward(text, question):
-    """A reward per running total of a sum such as 14+2+9 and for the final answer, 1.0 or 0.0 each
-    (process supervision: arXiv 2402.03300, section 4.1.3).
-
-    What follows "=" in the text before </think> is a running total, and ends a step there. The k-th
-    one is right if it is the sum of the first k + 1 terms; one too many is wrong, so that repeating
-    a total does not pay. One at the very end of a text is left out: it may be cut off. The final
-    answer, read by gsm8k's rule, is the last step. 0.0 for an empty text; None if the question is
-    no sum.
-
-    >>> steps_reward(["<think>14+2=16\\n16+9=26</think><answer>25</answer>"], question="14+2+9")
-    [[(14, 1.0), (22, 0.0), (49, 1.0)]]
-    """
-    question = question.replace(" ", "")
-    if not SUM.fullmatch(question):
-        return None
-    if not text:
-        return 0.0
-    totals = list(itertools.accumulate(map(int, re.findall(r"[+-]?\d+", question))))
-    wanted = map(str, totals[1:])
-    thinking = text.rpartition("</think>")[0] if "</think>" in text else text
-    steps = [(match.end(), float(match[1] == next(wanted, "")))
-             for match in RUNNING_TOTAL.finditer(thinking) if match.end() < len(text)]
-    return [*steps, (len(text), float(final_number(text) == totals[-1]))]
-
-
-# ----------------------------------------------------------- format, programs, length, random
+# ------------------------------------------------------------------------- format, length, random
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
@@ -302,60 +267,6 @@ def format_reward(text):
         return 0.0
     before, between, answer, after = pieces[0], pieces[4], pieces[6], pieces[8]
     return float(bool(answer.strip()) and not (before + between + after).strip())
-
-
-FENCE = re.compile(r"```[ \t]{0,9}([\w+-]{0,20})[^\n`]{0,99}\n(.*?)\n?```", re.S)
-
-
-def program_of(text):
-    """The Python program of a completion: its last fenced block after </think>, else <answer>.
-
-    >>> program_of("<think>```python\\n1\\n```</think> Here:\\n```python\\nprint(2)\\n```")
-    'print(2)'
-    """
-    text = after_thinking(text)
-    # blocks of every language: the end of a bash block must not start a Python block
-    programs = [code for language, code in FENCE.findall(text)
-                if language.lower() in ("", "python", "python3", "py")]
-    if programs:
-        return programs[-1]
-    return final_answer(text) if "<answer>" in text else None
-
-
-@each
-def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False):
-    """1.0 if the program passes every test, else 0.0; None without tests.
-
-    `tests` is a list, or its JSON text. A test is either {"input": "2 3", "output": "5"}, standard
-    input and output, compared line by line without spaces at line ends, or "assert add(2, 3) == 5",
-    Python that runs after the program. All tests of a completion share 0.9 * timeout seconds; a
-    program that needs longer fails. Programs run in the jail of verify/jail.py. Raises
-    RuntimeError where it cannot be built.
-    """
-    end = time.monotonic() + 0.9 * timeout
-    tests = json.loads(tests) if isinstance(tests, str) else tests
-    if not len(tests):
-        return None
-    asserts = [test for test in tests if isinstance(test, str)]
-    pairs = [test for test in tests if not isinstance(test, str)]
-    program, passed = program_of(text), []
-    if not program:
-        return 0.0
-    if asserts:
-        passed += jail.run_asserts(program, asserts, 0.9 * timeout, allow_unsafe_code)
-    if pairs:
-        outputs = jail.run_program(program, [pair["input"] for pair in pairs],
-                                   end - time.monotonic(), allow_unsafe_code=allow_unsafe_code)
-        for output, pair in zip(outputs, pairs):
-            passed.append(output is not None and _lines(output) == _lines(pair["output"]))
-    return float(all(passed))
-
-
-code_reward.check = lambda allow_unsafe_code, **_: jail.check(allow_unsafe_code)
-
-
-def _lines(text):
-    return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 @each
@@ -397,9 +308,7 @@ REWARDS = {  # name: function  # the columns it reads; what 1.0 means
     "gsm8k": gsm8k_reward,  # answer; the final answer is this number
     "math": math_reward,  # answer (LaTeX); the final answer is equal to it (math-verify)
     "countdown": countdown_reward,  # numbers, target; an expression with these gives the target
-    "steps": steps_reward,  # question (a sum); per step: the running total or the answer is right
     "format": format_reward,  # <think>...</think><answer>...</answer> and nothing else
-    "code": code_reward,  # tests; the program passes every test, in a jail
     "overlong": overlong_reward,  # completion_ids, max_tokens; 0 if short, -1 at max_tokens
     "random": random_reward,  # [prompts], [step], [sample_index]; heads of a coin: a control
 }
@@ -407,3 +316,17 @@ KNOWN = {name: f"rewards:{function.__name__}" for name, function in REWARDS.item
 # only processes that can be killed import a user's file: Verifier gets names, not functions
 Verifier = functools.partial(verifier.Verifier, known=KNOWN)
 parse_spec = functools.partial(verifier.parse_spec, known=KNOWN)
+
+
+def start_verifier(cfg, train_set, eval_set, notify=print):
+    """The Verifier of --rewards. notify(text) is called if some gold answers cannot be read. Raises
+    ValueError with one line if a reward reads a column that its rows lack, or no gold answer."""
+    started = Verifier(
+        cfg.rewards, timeout=cfg.reward_timeout, messages=cfg.template == "chat",
+        random_seed=cfg.seed, max_tokens=cfg.max_tokens,
+        overlong_buffer=math.ceil(cfg.overlong_buffer * cfg.max_tokens) or None)
+    started.check_columns(train_set, cfg.data or cfg.task)
+    started.check_columns(eval_set, cfg.eval_data or cfg.data or cfg.task)
+    for examples in (train_set, eval_set):
+        started.count_unreadable(examples, notify)
+    return started

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 import nano_rlvr as nr  # noqa: E402
-from runtime import checkpoint, dist, flags, folder, sampler, shape, stop  # noqa: E402
+from runtime import checkpoint, dist, records, sampler, shape, stop  # noqa: E402
 
 here = {}  # in the sampler's process: "run", its Run, and "path", the file whose weights vLLM has
 
@@ -35,8 +35,8 @@ def make_run(cfg, parent):
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[-1]  # the trainer takes the first
     dist.init_process_group(cfg.timeout)
-    sets = nr.data.load_splits(cfg, flags.load_tokenizer(cfg))
-    verifier = nr.evaluation.start_verifier(cfg, *sets)
+    sets = nr.data.load_splits(cfg, nr.load_tokenizer(cfg))
+    verifier = nr.rewards.start_verifier(cfg, *sets)
     here["run"] = nr.Run(cfg, *sets, verifier, None, None, nr.Sampler(cfg), None, None)
 
 
@@ -63,7 +63,7 @@ class RemoteSampler:
     def __init__(self, cfg, lag):
         if "TORCHELASTIC_RUN_ID" in os.environ or nr.torch.cuda.device_count() == 1 or lag < 0:
             raise dist.RunError("async_rl needs no torchrun, two GPUs or none, and --lag from 0")
-        tokenizer, vocabulary = flags.load_tokenizer(cfg), shape.ModelShape.of(cfg.model).vocab
+        tokenizer, vocabulary = nr.load_tokenizer(cfg), shape.ModelShape.of(cfg.model).vocab
         self.get_tokenizer = lambda: tokenizer
         self.llm_engine = self.model_config = self  # for the checks of a --rollout function
         self.get_vocab_size = lambda: vocabulary
@@ -80,7 +80,7 @@ class RemoteSampler:
         weights = {name: w.to("cpu", copy=True) for name, w in named_weights}
         sums = {name: str(sampler.checksum(w)) for name, w in weights.items()}
         save_file(weights, self.folder / "part", sums)
-        folder.sync(self.folder / "part")
+        records.sync(self.folder / "part")
         (self.folder / "part").rename(self.folder / str(self.version))
         starts = (self.version, *checkpoint.on_disk(self.folder.parent))  # where the run may go on
         for path in self.folder.glob("[0-9]*"):

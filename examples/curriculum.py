@@ -16,7 +16,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import nano_rlvr as nr  # noqa: E402
-from runtime import dist, report, stats  # noqa: E402
+from runtime import dist, records, stats  # noqa: E402
 
 
 def in_band(examples, rates, low, high, least):
@@ -41,7 +41,7 @@ def train(run, low, high, pool, probe, fixed):
         with path.open("a") as file:
             print(json.dumps({"step": step, "rates": new}), file=file)
 
-    rows = report.read(path.parent, path.name) if cfg.resume else []
+    rows = records.read(path.parent, path.name) if cfg.resume else []
     rows = [row for row in rows if row["step"] <= run.checkpoints.progress.step]  # not later ones
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for row in rows:

@@ -25,8 +25,9 @@ import torch  # noqa: E402
 
 import nano_rlvr as nr  # noqa: E402
 import roofline  # noqa: E402
-from runtime import flags, memory, shape  # noqa: E402
+from runtime import memory, shape  # noqa: E402
 from runtime.memory import GIB  # noqa: E402
+from runtime.model import loading  # noqa: E402
 
 STEP = ("--steps 1 --prompts 2 --samples 2 --max_prompt 256 --max_tokens 16 --pack_tokens 512 "
         "--eval_size 2 --out")
@@ -71,7 +72,7 @@ def step(cfg):
 
 
 def plan(cfg):
-    with flags.loading("config.json", cfg, "is it a folder, or a model of the hub?"):
+    with loading("config.json", cfg, "is it a folder, or a model of the hub?"):
         model = shape.ModelShape.of(cfg.model)
     device, size, place = None, cfg.memory_gb * GIB, "this machine"
     if size > (torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 0):

@@ -1,6 +1,10 @@
-"""The KL term of the loss by another estimator than k3.
+"""The KL term of the loss by another estimator than k3, or the KL in the reward.
 
     python examples/kl.py --kl_estimator unbiased --steps 30     flags of nano_rlvr.py work
+    python examples/kl.py --kl_in reward --algo rloo --kl_coef 0.05
+
+--kl_in reward subtracts kl_coef (log pi - log ref), summed over the sequence, from the reward that
+the advantages are computed from; the logged rewards are without it. The loss then has no KL.
 
 With x = log pi - log ref of a sampled token, the term and its derivative by log pi are:
 
@@ -14,12 +18,15 @@ update on the same samples its ratio pi / old still corrects for the token, k2 d
 them is unbiased for whole completions: docs/audit.md. The log's `kl` is k3 for all of them.
 """
 import argparse
+import dataclasses
+import functools
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import nano_rlvr as nr  # noqa: E402
-from runtime import dist  # noqa: E402
+from runtime import dist, trainer  # noqa: E402
+from runtime.model import on_device  # noqa: E402
 
 ESTIMATORS = {  # (logp, ref, ratio), each (R,), -> (R,)
     "k1": lambda logp, ref, ratio: logp - ref,
@@ -39,16 +46,55 @@ def with_kl(estimator):
     return policy_loss
 
 
+def sequence_kls(policy, ref, rollouts, filler, cfg):
+    """Per rollout, the sum of k1 = log pi - log ref over its sampled tokens. Collective.
+
+    Both log-probs come from the trainer, so k1 is exactly 0 while the two models are equal. With
+    vLLM's, a group of equal rewards would be normalised by the noise of its kernels.
+    """
+    with on_device(ref):
+        fixed = trainer.token_logps(ref, rollouts, filler, cfg)
+    own = trainer.token_logps(policy, rollouts, filler, cfg)
+    return [sum(a - b for a, b in zip(x, y)) for x, y in zip(own, fixed)]
+
+
+def train_with_kl_in_reward(run):
+    """nano_rlvr's loop without a KL in the loss: without a reference, none is computed."""
+    ref, run.ref = run.ref, None
+
+    def assign_advantages(groups, cfg, running_mean):
+        rollouts = [r for group in groups for r in group]
+        kls = sequence_kls(run.policy, ref, rollouts, run.filler, cfg)
+        total, tokens = dist.all_sum(sum(kls), sum(r.length for r in rollouts))
+        run.metrics["kl"] = total / max(tokens, 1)
+        penalised = []
+        for group in groups:
+            penalised.append([dataclasses.replace(r) for r in group])
+        copies = [r for group in penalised for r in group]
+        for r, kl in zip(copies, kls):
+            if r.reward is not None:
+                r.reward -= cfg.kl_coef * kl
+        running_mean = nr.assign_advantages(penalised, cfg, running_mean)
+        for r, copy in zip(rollouts, copies):
+            r.advantages = copy.advantages
+        return running_mean
+
+    nr.train(run, assign_advantages=assign_advantages)
+
+
 def make_sampler(cfg):
-    """The script's sampler, unless there is no KL in the loss."""
-    if not cfg.kl_coef or cfg.kl_in != "loss":
-        raise dist.RunError("kl.py is about the KL in the loss: --kl_coef above 0, --kl_in loss")
+    """The script's sampler, unless there is no KL."""
+    if not cfg.kl_coef:
+        raise dist.RunError("kl.py is about the KL: --kl_coef must be above 0")
     return nr.Sampler(cfg)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--kl_estimator", choices=ESTIMATORS, default="unbiased")
+    parser.add_argument("--kl_in", choices=("loss", "reward"), default="loss")
     own, argv = parser.parse_known_args()
-    policy_loss = with_kl(own.kl_estimator)
-    nr.main(argv, lambda run: nr.train(run, policy_loss=policy_loss), sampler=make_sampler)
+    train = train_with_kl_in_reward
+    if own.kl_in == "loss":
+        train = functools.partial(nr.train, policy_loss=with_kl(own.kl_estimator))
+    nr.main(argv, train, sampler=make_sampler)

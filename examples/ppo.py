@@ -65,9 +65,7 @@ class Critic(torch.nn.Module):
             batch.values = self(batch)  # (R,)
             for r, values in zip(part, batch.values.split(batch.lengths.tolist())):
                 rewards = [0.0] * len(values)
-                for end, reward in r.steps or [(len(values), r.reward)]:  # an outcome: last token
-                    rewards[end - 1] += reward
-                rewards[-1] -= self.cfg.kl_coef * r.kl  # 0 unless --kl_in reward
+                rewards[-1] = r.reward  # the outcome, with the last token
                 r.advantages = gae(rewards, values.tolist(), self.gamma, self.lam)
             own = torch.tensor([a for r in part for a in r.advantages])  # (R,)
             batch.returns = batch.values + own.to(batch.values)  # (R,)

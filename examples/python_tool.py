@@ -15,10 +15,10 @@ trainer gets the same ids.
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+import jail
 from data import request_seed
 from nano_rlvr import Rollout, rollout
 from rewards import each
-from verify import jail
 
 CALLS = 3  # at most so many calls per completion
 SECONDS = 4.0  # time limit of a program

@@ -15,8 +15,8 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import data  # noqa: E402
 import nano_rlvr as nr  # noqa: E402
-from rewards import steps_reward  # noqa: E402
-from runtime import dist, evaluation, flags, memory, stats, stop  # noqa: E402
+from process_rewards import steps_reward  # noqa: E402
+from runtime import dist, memory, stats, stop  # noqa: E402
 
 # texts of the bundled model; another model may need others
 OPENER, ANSWER = "</think><answer>", 16  # to force an answer, and the most tokens that it gets
@@ -194,8 +194,8 @@ def main(argv=None):
     with stop.with_one_line(ValueError, OSError, RuntimeError):
         cfg = nr.parse_config(argv)
         dist.init_process_group(cfg.timeout)
-        train_set, examples = data.load_splits(cfg, flags.load_tokenizer(cfg))
-        verifier = evaluation.start_verifier(cfg, train_set, examples)
+        train_set, examples = data.load_splits(cfg, nr.load_tokenizer(cfg))
+        verifier = nr.rewards.start_verifier(cfg, train_set, examples)
         cfg, _ = memory.plan(cfg)
     llm, n = nr.Sampler(cfg), max(SAMPLES)
 

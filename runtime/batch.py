@@ -6,7 +6,6 @@ depends on neither: see nano_rlvr.token_weights.
 import bisect
 import dataclasses
 import itertools
-import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime import dist
+from runtime.dist import RunError
 from runtime.shape import ModelShape
 
 TOLERANCE = 1.05  # highest cost of a rank over the mean cost
@@ -33,9 +33,6 @@ class Rollout:
     # filled by 2, score
     reward: float | None = None  # weighted sum of the parts; None = no verdict
     parts: dict[str, float | None] = field(default_factory=dict)  # value of each reward function
-    steps: list[tuple[int, float]] = field(default_factory=list)  # (end, reward) per step, if any;
-    # end: characters of the text and, after step_ends_in_tokens, tokens of the completion
-    kl: float = 0.0  # with --kl_in reward, by trainer.store_kl: sum of log pi - log ref
     # filled by 3, assign_advantages
     advantages: list[float] | None = None  # of each completion token; None = 0
     # filled by 4, assign_token_weights
@@ -202,14 +199,14 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     query (1, heads, T, d), key and value (1, kv heads, T, d) -> (1, T, heads, d), None. `batch` is
     what collate returns. There is no T x T mask: the cost is the sum over the sequences.
 
-    Raises ValueError for a mask of the model's own, a sliding window shorter than a sequence,
+    Raises RunError for a mask of the model's own, a sliding window shorter than a sequence,
     attention sinks and soft caps.
     """
     others = [attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")]
     window = kwargs.get("sliding_window") or batch.max_seqlen
     if window < batch.max_seqlen or any(x is not None for x in others):
-        raise ValueError("attention with a mask of the model's own, a window shorter than a "
-                         "sequence, sinks or a soft cap is not supported")
+        raise RunError("this model is not supported: its attention has a mask of its own, a window "
+                       "shorter than --max_prompt + --max_tokens, sinks or a soft cap")
     q = query[0].transpose(0, 1)  # (T, heads, d)
     # Repeat the shared prompts. An embedding look-up, because its backward pass sums the gradients
     # of a token in fp32 and rounds once.
@@ -248,60 +245,3 @@ def attend_in_groups(q, k, v, batch, scaling):
             q_run, k_run, v_run, mask, is_causal=m == n, scale=scaling)  # (b, heads, m, d)
         out.append(out_run.transpose(1, 2).flatten(0, 1))  # (b * m, heads, d)
     return torch.cat(out)  # (T, heads, d)
-
-
-# ---- process rewards
-
-def step_ends_in_tokens(rollouts, tokenizer):
-    """Turns the end of each step in r.steps from a number of characters into a number of tokens.
-
-    A step ends with the token that completes its last character. A step that covers the whole text
-    also covers the tokens without text after it, such as EOS.
-    """
-    for r in (r for r in rollouts if r.steps):
-        pieces = tokenizer.batch_decode([[x] for x in r.completion], skip_special_tokens=True)
-        covered = list(itertools.accumulate(map(len, pieces)))  # characters
-        # True: no token has a part of a character, or a text that depends on the tokens before it
-        is_exact = "".join(pieces) == r.text
-
-        def is_complete(tokens, end):  # whether so many tokens give the first `end` characters
-            if is_exact:  # decoding each prefix takes seconds for a long completion
-                return covered[tokens - 1] >= end
-            text = tokenizer.decode(r.completion[:tokens], skip_special_tokens=True)
-            return text[:end] == r.text[:end]
-
-        steps = []
-        for end, value in r.steps:
-            tokens = len(r.completion)
-            if end < len(r.text):
-                tokens = 1 + bisect.bisect_left(
-                    range(1, tokens), True, key=lambda n: is_complete(n, end))
-            steps.append((tokens, value))
-        r.steps = steps
-
-
-def step_rewards(groups, cfg):
-    """(G, n*S): the rewards of the S steps of all ranks' rollouts, NaN fills shorter lists. An
-    outcome reward is one step. r.kl is subtracted from the last step. Collective."""
-    rows = []
-    for r in (r for group in groups for r in group):
-        values = [value for _, value in r.steps] or [math.nan if r.reward is None else r.reward]
-        rows.append([*values[:-1], values[-1] - cfg.kl_coef * r.kl])
-    rows = dist.all_gather(rows)  # in the order of the ranks
-    S = max(map(len, rows), default=1)
-    rows = [row + [math.nan] * (S - len(row)) for row in rows]
-    return torch.tensor(rows).view(-1, cfg.samples * S)
-
-
-def set_advantages(groups, advantages):
-    """Fills r.advantages: a completion token gets the sum of the advantages of the steps that end
-    at it or after it. advantages (G, n S): those of the steps of all ranks. Collective."""
-    start = sum(dist.all_gather([len(groups)])[:dist.rank()])  # groups of the ranks before
-    for group, row in zip(groups, advantages[start:].tolist()):
-        S = len(row) // len(group)
-        for i, r in enumerate(group):
-            steps = r.steps or [(len(r.completion), r.reward)]
-            at_end = np.zeros(len(r.completion))  # of the steps that end with this token
-            for (end, _), advantage in zip(steps, row[i * S:]):
-                at_end[end - 1] += advantage
-            r.advantages = at_end[::-1].cumsum()[::-1].tolist()

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from runtime import __version__, dist, memory, trainer
 from runtime.dist import RunError
-from runtime.folder import sha256, sync, to_json
-from runtime.shape import ModelShape, first_line
+from runtime.hub import first_line
+from runtime.records import sha256, sync, to_json
+from runtime.shape import ModelShape
 
 
 @dataclasses.dataclass

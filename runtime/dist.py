@@ -2,7 +2,6 @@
 import datetime
 import os
 import socket
-import time
 
 import torch
 
@@ -56,51 +55,18 @@ def init_process_group(timeout=10.0):
         torch.distributed.init_process_group(backend, timeout=timeout)
 
 
-_engine_group = None  # the ranks that share a vLLM engine with this one; None = no others
-
-
-def share_engine(ranks):
-    """Ranks 0 to ranks - 1 share a vLLM engine, the next ones the second, and so on. Collective."""
-    global _engine_group
-    if ranks > 1:
-        _engine_group, _ = torch.distributed.new_subgroups(ranks)
-
-
-def engine_rank():
-    """Number of this rank among those that share its vLLM engine, from 0."""
-    return _engine_group.rank() if _engine_group else 0
-
-
-def engine_gather(item):
-    """The items of the ranks that share this rank's vLLM engine. Collective among them."""
-    return all_gather([item], _engine_group) if _engine_group else [item]
-
-
-_waited = 0.0  # seconds in all_gather
-
-
-def all_gather(items, group=None):
-    """The lists of all ranks, or of those of a process group, concatenated in rank order."""
-    global _waited
+def all_gather(items):
+    """The lists of all ranks, concatenated in rank order."""
     if world_size() == 1:
         return list(items)
-    lists = [None] * torch.distributed.get_world_size(group)
-    start = time.perf_counter()  # until the slowest rank is here, and all have the items
-    torch.distributed.all_gather_object(lists, items, group)
-    _waited += time.perf_counter() - start
+    lists = [None] * world_size()
+    torch.distributed.all_gather_object(lists, items)
     return [item for part in lists for item in part]
 
 
 def all_sum(*values):
     """Sums of numbers over all ranks, in double precision: a list with one float per argument."""
     return [float(sum(column)) for column in zip(*all_gather([values]))]
-
-
-def mean_wait():
-    """Seconds in all_gather and all_sum since the last call, mean over the ranks. Collective."""
-    global _waited
-    [total], _waited = all_sum(_waited), 0.0
-    return total / world_size()
 
 
 def print_once(text, file=None):

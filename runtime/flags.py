@@ -3,23 +3,22 @@
 Each check raises ValueError with one line.
 """
 import argparse
-import contextlib
 import dataclasses
 import json
-import math
 import os
 import re
+import shutil
 import sys
+import sysconfig
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal
 
 import torch
 
 import data
 import rewards
-from runtime import dist, memory
-from runtime.folder import check_resumed
-from runtime.shape import empty_model, first_line, hub_answers
+from runtime import dist
 
 
 @dataclasses.dataclass
@@ -38,7 +37,6 @@ class RunFlags:
     template: str = "qwen_math"  # prompt: chat, none, r1, qwen_math or a file with {question}
     rewards: str = ""  # name:weight,... or my_file.py:my_reward; the first counts in evaluations
     reward_timeout: float = 5.0  # seconds a reward function has per completion, then no verdict
-    allow_unsafe_code: bool = False  # --rewards code: run the model's programs without isolation
     # engines and memory
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # bfloat16 has fp32 master weights
     lora_rank: int = 0  # train adapters of this rank on all linear layers; 0 = train all weights
@@ -47,7 +45,6 @@ class RunFlags:
     checkpointing: Literal["auto", "on", "off"] = "auto"  # recompute activations to save memory
     offload: Literal["auto", "none", "optimizer"] = "auto"  # optimizer, fp32 weights in host memory
     vllm_memory: float = 0.0  # share of the GPU for vLLM while it generates; 0 = what is left
-    tp: int = 1  # ranks per vLLM engine (tensor parallel), which generate their prompts together
     zero_stage: Literal[1, 2, 3] = 2  # ZeRO shards: 1 optimizer, 2 + gradients, 3 + weights
     timeout: float = 10.0  # minutes after which a rank that does not answer ends the run
     mismatch_bound: float = 0.0  # stop above this mean |trainer - vLLM log-prob|; 0 = by dtype
@@ -72,7 +69,7 @@ RANGES = (
      "resample max_grad_norm memory_gb mismatch_bound eval_size", 0, 10**9),
     ("max_prompt max_tokens eval_every correction_cap keep", 1, 10**9),
     ("tau tau_neg reward_timeout timeout", 1e-3, 10**6),
-    ("prompts minibatches epochs tp", 1, 2**16),
+    ("prompts minibatches epochs", 1, 2**16),
     ("samples", 1, 16384),  # vLLM's limit for one prompt
     ("eval_n lora_rank", 0, 16384),
     ("seed", 0, 2**32 - 1),  # vLLM's limit
@@ -90,7 +87,6 @@ NEEDS = (
     ("clip_high", lambda cfg: cfg.gate in ("clip", "detach"), "--gate clip or detach"),
     ("tau", lambda cfg: cfg.gate in ("soft", "squared"), "--gate soft or squared"),
     ("tau_neg", lambda cfg: cfg.gate == "soft", "--gate soft"),
-    ("kl_in", lambda cfg: cfg.kl_coef, "--kl_coef above 0"),
     ("correction_cap", lambda cfg: cfg.correction != "none", "a --correction"),
     ("vllm_memory", lambda cfg: torch.cuda.is_available(), "a GPU"),
     ("warmup", lambda cfg: not cfg.warmup > cfg.steps > 0, "more --steps: --lr is not reached"),
@@ -99,6 +95,14 @@ NEEDS = (
     ("gate clip_low clip_high delta tau tau_neg", lambda cfg: cfg.epochs * cfg.minibatches > 1,
      "--epochs or --minibatches above 1: on-policy, pi/pi_old is 1"),
 )
+
+# Flags that may differ in a resumed run: they change no result (log.py compares the data) ...
+FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "data",
+        "eval_data"}
+ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "offload", "vllm_memory",
+            "memory_gb"}  # ... or only how it is rounded
+
+
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECORD = "nano_rlvr.json"  # in the folder of a trained model: {"config": the fields of its run}
@@ -154,7 +158,6 @@ def check(cfg):
         (cfg.samples == 1 and (cfg.baseline, cfg.scale) != ("none", "none"),
          "--samples 1 needs --baseline none --scale none: a group of one has no mean or deviation"),
         (cfg.prompts % ranks, f"--prompts {cfg.prompts} cannot be shared evenly by {ranks} ranks"),
-        (ranks % cfg.tp, f"--tp {cfg.tp}: must divide the number of ranks, {ranks}"),
         (share % cfg.minibatches,
          f"--minibatches {cfg.minibatches} must divide the {share} prompts of each rank"),
         (cfg.task not in tasks, f"--task {cfg.task}: choose one of {', '.join(tasks)} or --data"),
@@ -179,7 +182,7 @@ def check(cfg):
         spec = f"{spec},overlong:1"
     auto = "bfloat16" if torch.cuda.is_available() else "float32"
     dtype = auto if cfg.dtype == "auto" else cfg.dtype
-    memory.check_machine(dtype)
+    check_machine(dtype)
     for names, has_effect, requirement in NEEDS:
         given = [f"--{name} {getattr(cfg, name)}" for name in names.split()
                  if getattr(cfg, name) != getattr(type(cfg), name)]
@@ -192,6 +195,47 @@ def check(cfg):
     return dataclasses.replace(
         cfg, template=data.read_template(cfg.template), model=find_model(cfg.model), dtype=dtype,
         rewards=spec, mismatch_bound=cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.15))
+
+
+def check_machine(dtype):
+    """Raises ValueError if PyTorch finds no usable GPU or no bf16 on it, or without the compilers
+    that Triton (on a GPU) and DeepSpeed (its CPU operators) need."""
+    gpu = torch.cuda.is_available()
+    if torch.version.cuda and not gpu:  # it would run on the CPU
+        raise ValueError("no usable GPU: install driver 580 or newer, or requirements-cpu.txt")
+    if gpu and dtype == "bfloat16" and torch.cuda.get_device_capability(dist.device()) < (8, 0):
+        raise ValueError("--dtype bfloat16 needs compute capability 8.0: use --dtype float32")
+    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # pip installs ninja there
+    tools = os.environ.get("CC", "gcc"), os.environ.get("CXX", "g++"), "ninja"
+    missing = [tool for tool in tools if not shutil.which(tool)]
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if missing or not header.exists():
+        raise ValueError(f"kernels cannot be compiled without {', '.join(missing) or header} "
+                         "(apt-get install g++ ninja-build python3-dev)")
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(home) / "torch_extensions"
+    for lock in Path(cache).rglob("lock"):  # left by a run that was killed while it compiled
+        dist.print_once(f"note: DeepSpeed will wait for {lock} to be removed: delete it, "
+                        "unless another run is just starting", file=sys.stderr)
+    if not gpu and not any(Path(cache).rglob("cpu_adam.so")):
+        dist.print_once("the first start compiles DeepSpeed's CPU operators, for two minutes")
+
+
+def check_resumed(cfg, saved):
+    """Raises ValueError, naming the flags, if a run that goes on with cfg would give other results
+    than the run so far, `saved`. Returns cfg with the folder of the run."""
+    fields = saved.keys() - FREE - ROUNDING
+    if Path(cfg.model).is_dir():
+        fields.discard("model")  # by its weights: _check_inputs
+    if cfg.lr_end == 1 and cfg.steps > saved["steps"]:
+        fields.discard("steps")
+    texts = [f"--{name} {shorten(str(getattr(cfg, name)), 200)} "
+             f"(was {shorten(str(saved[name]), 200)})"
+             for name in sorted(fields) if getattr(cfg, name) != saved[name]]
+    if texts and not cfg.resume_force:
+        raise ValueError(f"--resume {cfg.resume}: other results with {'; '.join(texts)}. "
+                         "--resume_force continues nevertheless")
+    return dataclasses.replace(cfg, name=saved["name"], out=saved["out"], resume=saved["resume"])
 
 
 def find_model(name):
@@ -239,74 +283,3 @@ def saved_config(config, resume, out="", name="", **_):
     fields = vars(config()).keys() - anew  # without removed flags of older versions
     saved = {name: x for name, x in about["config"].items() if name in fields}
     return saved | {"name": folder.name, "out": str(folder.parent), "resume": str(folder)}
-
-
-@contextlib.contextmanager
-def loading(part, cfg, hint):
-    """Any exception in this block becomes a ValueError with one line about a part of the model."""
-    is_folder = Path(cfg.model).is_dir()
-    is_folder or hub_answers()  # decides whether the libraries try to reach it
-    try:
-        yield
-    except Exception as e:  # a config.json is free text, and a model may have its own code
-        why = first_line(e, "" if is_folder else cfg.model)
-        raise ValueError(f"--model {cfg.model}: its {part} cannot be loaded ({why}); {hint}") from e
-
-
-def load_tokenizer(cfg):
-    """The tokenizer. Raises ValueError if the model is missing, damaged or not supported."""
-    from huggingface_hub.utils import enable_progress_bars
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-    logging.set_verbosity_error()  # what is wrong is said here, in one line
-    logging.disable_progress_bar()
-    enable_progress_bars()  # of a download
-    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # the hub would convert a .bin
-    code = dict(trust_remote_code=cfg.trust_remote_code)
-    with loading("config.json", cfg, "code of its own needs --trust_remote_code"):
-        model = empty_model(cfg.model, **code)
-    check_architecture(cfg, model)
-    with loading("tokenizer", cfg, "copy the files of the model it was made from"):
-        tokenizer = AutoTokenizer.from_pretrained(cfg.model, **code)
-        if not tokenizer("1+1", add_special_tokens=False)["input_ids"]:
-            raise ValueError("it has no tokens")  # made by transformers, which found no file
-    with loading("weights", cfg, "only safetensors files are read, as a .bin can run code"):
-        _, info = AutoModelForCausalLM.from_pretrained(  # on the meta device: reads headers only
-            cfg.model, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True,
-            use_safetensors=True, **code)
-    # transformers would fill a missing tensor with random numbers, different at each load
-    faults = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
-    if faults:
-        raise ValueError(f"--model {cfg.model}: its weights do not fit its config.json: "
-                         f"{len(faults)} tensors are missing, unknown or of another shape, "
-                         f"one is {faults[0]}")
-    return tokenizer
-
-
-def check_architecture(cfg, model):
-    """Raises ValueError for a model whose log-probs would be wrong: only packed_attention may join
-    the tokens of a row. guard.check_packing measures it later."""
-    config, lm_head = model.config.get_text_config(), model.get_output_embeddings()
-    # without this list all layers have the window, if there is one
-    layers = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-    others = layers - {"full_attention", "sliding_attention"}
-    longest = getattr(config, "max_position_embeddings", math.inf)
-    if "sliding_attention" in layers:
-        longest = min(longest, getattr(config, "sliding_window", None) or longest)
-    settings = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale",
-                "logits_scaling", "kv_lora_rank")  # scaled logits, compressed keys and values (MLA)
-    found = [name for name in settings if getattr(config, name, None) not in (None, 1.0)]
-    for unsupported, what in (
-        (others or model._is_stateful,
-         f"its {', '.join(others) or 'recurrent'} layers mix the sequences that share a row"),
-        (not model.is_backend_compatible(),
-         "it has attention in its own code, which mixes the sequences that share a row"),
-        (found, f"its config.json sets {' and '.join(found)}"),
-        (type(lm_head) is not torch.nn.Linear or lm_head.bias is not None,
-         "its LM head has a bias, or is no plain matrix"),
-        (cfg.max_prompt + cfg.max_tokens > longest,
-         f"its positions or its sliding window are {longest} tokens, fewer than --max_prompt "
-         f"{cfg.max_prompt} + --max_tokens {cfg.max_tokens}"),
-    ):
-        if unsupported:
-            raise ValueError(f"--model {cfg.model} ({config.model_type}) is not supported: {what}")

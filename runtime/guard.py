@@ -11,10 +11,10 @@ import torch
 from runtime import dist, memory, stop
 from runtime.batch import Rollout, collate
 from runtime.dist import RunError
+from runtime.hub import empty_model
 from runtime.model import on_device
-from runtime.shape import empty_model
 from runtime.trainer import adamw_states, set_lr
-from verify.verifier import user_error
+from verify.user_code import user_error
 
 MOST_SKIPPED = 3  # steps in a row
 

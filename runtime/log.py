@@ -1,6 +1,7 @@
-"""What a run writes into its folder and on the screen, and the clocks and averages for it."""
-import contextlib
+"""The folder of a run, which one process holds at a time; what it writes there and prints."""
 import dataclasses
+import fcntl
+import hashlib
 import json
 import math
 import os
@@ -12,16 +13,19 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 
 import torch
 
-from runtime import __version__, dist, memory, report, stats
+from report import page
+from runtime import __version__, dist, records
 from runtime.dist import RunError
-from runtime.folder import ROUNDING, sync, to_json
-from runtime.report import STAGES, stage_seconds
-from runtime.shape import ModelShape, first_line, peak_flops
+from runtime.flags import ROUNDING
+from runtime.hub import first_line
+from runtime.records import STAGES, sha256, stage_seconds, sync, to_json
+from runtime.stats import peak
 
+_held = []  # the open file whose lock this process holds
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")  # one JSON object per line
 # metrics on the screen's line per step, in this order
 SHOWN = {"reward/mean": "reward {:6.3f}", "reward/no_verdict": "no verdict {:4.0%}",
@@ -44,6 +48,56 @@ def provenance(*packages):
     return {"version": __version__, "commit": commit, "device": device, "versions": versions}
 
 
+def claim_folder(cfg, examples=()):
+    """Takes the folder of the run, until this process ends. Returns cfg with its name. Collective.
+
+    Raises ValueError if another process runs in the folder, if it holds a run that cfg does not
+    resume, or if that run had other data.
+    """
+    start = time.strftime("%Y%m%d-%H%M%S")
+    name, problem = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{start}", ""
+    if dist.rank() == 0:
+        folder = Path(cfg.out) / name
+        problem = _lock(folder, cfg.resume) or _check_inputs(folder, cfg, examples)
+    name, problem = dist.all_gather([(name, problem)])[0]
+    if problem:
+        raise ValueError(problem)
+    return dataclasses.replace(cfg, name=name)
+
+
+def _lock(folder, resume):
+    """Takes the lock of a folder until this process ends, or returns why not."""
+    _held.clear()  # closes the file of an earlier run in this process
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / "lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return f"{folder}: another process is running there; choose another --name"
+    except OSError as e:
+        print(f"note: {folder} cannot be locked ({e}): start no second run there", file=sys.stderr)
+    if not resume and ((folder / "metrics.jsonl").exists() or list(folder.glob("step-*"))):
+        return f"{folder} holds a run; choose another --name, or continue it: --resume {folder}"
+    _held.append(lock)
+    return ""
+
+
+def _check_inputs(folder, cfg, examples):
+    """Keeps a checksum of data and starting weights, or returns that a resumed run has others."""
+    from transformers.utils import cached_file
+    path = folder / "inputs.sha256"
+    checksum = hashlib.sha256(repr([sorted(e.items(), key=str) for e in examples]).encode())
+    model = Path(cached_file(cfg.model, "config.json")).parent  # of a hub id: in the local cache
+    for file in [model / "config.json", *sorted(model.glob("*.safetensors"))]:
+        checksum.update(bytes.fromhex(sha256(file)))
+    before = path.read_text(errors="replace") if path.exists() else ""
+    if cfg.resume and not cfg.resume_force and before != checksum.hexdigest():
+        return (f"--resume {cfg.resume}: its data, tokenizer or --model have changed, or "
+                f"{path.name} is missing; --resume_force continues nevertheless")
+    path.write_text(checksum.hexdigest())
+    return ""
+
+
 class Log:
     """Writes config.json, the LOGS, report.html and curve.png to <out>/<name>/, and to the screen.
     Every rank has one, but only rank 0 writes. Raises ValueError if wandb cannot log in."""
@@ -54,7 +108,7 @@ class Log:
         if dist.rank() > 0:
             return
         from tqdm import tqdm
-        report.figure()  # a broken matplotlib: now, and not at the end of the run
+        records.figure()  # a broken matplotlib: now, and not at the end of the run
         self.folder.mkdir(parents=True, exist_ok=True)
         about = self._describe(plan or {})
         self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
@@ -106,7 +160,7 @@ class Log:
                 path.rename(path.with_suffix(".old"))
             elif path.exists():
                 os.truncate(path, min(sizes[path.name], path.stat().st_size))
-        self.rows = report.read(self.folder)
+        self.rows = records.read(self.folder)
         self.bar.update(len(self.rows))
 
     def say(self, text):
@@ -121,7 +175,7 @@ class Log:
 
     def rollouts_with_tokens(self, step, groups):
         """The rollouts of a step whose tokens get numbers for the report; none in most steps."""
-        return report.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
+        return records.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
 
     def write(self, step, metrics, groups=(), answers=(), token_logps=()):
         """At the end of a step: metrics.jsonl, the first groups in rollouts.jsonl, and the screen.
@@ -136,11 +190,11 @@ class Log:
         kept = self._kept(groups)
         prompts = self.tokenizer.batch_decode([r.prompt for r in kept])
         rows = [{"step": step, "prompt": prompt, "completion": r.text, "reward": r.reward,
-                 "parts": r.parts, "advantage": r.advantages[0], "steps": r.steps,
+                 "parts": r.parts, "advantage": r.advantages[0],
                  "prompt_tokens": len(r.prompt), "tokens": r.length,
                  "finish": "length" if r.truncated else "stop"} for r, prompt in zip(kept, prompts)]
         for row, (r, before, after) in zip(rows, token_logps):  # the first of `kept`
-            row["per_token"] = report.numbers(r, before, after, self.tokenizer)
+            row["per_token"] = records.numbers(r, before, after, self.tokenizer)
         self._append("rollouts.jsonl", rows)
         self._append("eval.jsonl", [{"step": step, **answer} for answer in answers])
         if self.wandb:
@@ -148,7 +202,7 @@ class Log:
         if "eval/accuracy" in metrics:
             for line in evaluation_text(metrics).splitlines():
                 self.bar.write(f"step {step:4d}  {line}")
-            report.write([self.folder], self.folder / "report.html")
+            page.write([self.folder], self.folder / "report.html")
         if "lr" in metrics:  # the last line has only an evaluation
             shown = [text.format(metrics[name]) for name, text in SHOWN.items()
                      if name in metrics and (metrics[name] or name != "reward/no_verdict")]
@@ -186,7 +240,7 @@ class Log:
             self.bar.write(f"{len(steps)} steps: {times}; {speed:.0f} tokens/s, {mfu:.1%} MFU of "
                            f"the update, peak memory {peak(self.rows):.2f} GiB")
         for name in ("curve.png", "report.html"):
-            report.write([self.folder], self.folder / name)
+            page.write([self.folder], self.folder / name)
         self.bar.close()
         model = f"; the model: --model {self.folder / 'final'}" if self.cfg.steps else ""
         print(f"next: open {self.folder / 'report.html'}{model}; the numbers: docs/metrics.md")
@@ -208,54 +262,3 @@ def evaluation_text(metrics):
         line += f"{m['low']:.1%} to {m['high']:.1%}, n = {m['n']}), mean length {m['length']:.1f}"
         lines.append(line + "".join(f", {name} {m[name]:.1%}" for name in shares))
     return "\n".join(lines)
-
-
-def peak(rows):
-    """Highest peak memory of all stages in these rows of metrics, in GiB."""
-    return max(x for row in rows for name, x in row.items() if name.startswith("memory/"))
-
-
-@contextlib.contextmanager
-def timed(metrics, stage):
-    """Adds the seconds of a with-block to metrics["seconds/<stage>"] and puts its peak memory, in
-    GiB, into metrics["memory/<stage>"]."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    yield
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    metrics[f"seconds/{stage}"] = metrics.get(f"seconds/{stage}", 0.0) + seconds
-    metrics[f"memory/{stage}"] = max(metrics.get(f"memory/{stage}", 0.0), memory.peak_gib())
-
-
-def step_summary(cfg, trained_groups, sampled_groups, metrics):
-    """Metrics of a step's completions and their cost, over all ranks. Collective. Rewards and
-    lengths are those of all sampled groups, the FLOPs in `mfu` of the trained rollouts."""
-    own = [(r.reward, r.length, r.truncated, r.parts) for group in sampled_groups for r in group]
-    rewards, lengths, truncated, parts = zip(*dist.all_gather(own))
-    judged = [x for x in rewards if x is not None] or [0.0]
-    by_part = {}  # name -> verdicts; rows may have rewards of their own
-    for name, x in (item for own_parts in parts for item in own_parts.items()):
-        if x is not None:
-            by_part.setdefault(f"reward/{name}", []).append(x)
-    # forward and backward are 3 forward passes; what checkpointing recomputes does not count
-    passes = 3 * cfg.epochs + (cfg.epochs * cfg.minibatches > 1)
-    if cfg.kl_coef:
-        passes += 2 if cfg.kl_in == "reward" else 1  # the reference, and the policy beside it
-    trained = [r for group in trained_groups for r in group if r.weight]
-    [flops] = dist.all_sum(passes * ModelShape.of(cfg.model).forward_flops(trained))
-    return {
-        "reward/mean": fmean(judged),
-        "reward/std": pstdev(judged),
-        "reward/no_verdict": rewards.count(None) / len(rewards),
-        **{name: fmean(given) for name, given in by_part.items()},
-        "group/flat": fmean(dist.all_gather([stats.is_flat(group) for group in sampled_groups])),
-        "completion/length": fmean(lengths),
-        "completion/truncated": fmean(truncated),
-        "tokens": sum(lengths),
-        "tokens_per_second": sum(lengths) / stage_seconds([metrics]),
-        "mfu": flops / (metrics["seconds/update"] * peak_flops(cfg.dtype) * dist.world_size()),
-        **({"seconds/wait": dist.mean_wait()} if dist.world_size() > 1 else {}),
-    }

@@ -1,11 +1,7 @@
 """The memory plan, made before weights are loaded: upper bounds of what a step needs, what fits."""
 import dataclasses
 import itertools
-import os
 import resource
-import shutil
-import sys
-import sysconfig
 from collections import namedtuple
 from pathlib import Path
 
@@ -21,33 +17,8 @@ VLLM_AWAKE = 3 * GIB  # vLLM's activations, CUDA graphs, and counts of tokens fo
 VLLM_ASLEEP = 1.2 * GIB  # what vLLM keeps while it sleeps (vLLM issue 28714, Qwen3-4B)
 ZERO3_LIVE = 10**9  # weights that DeepSpeed keeps gathered: its stage3_max_live_parameters
 BUCKET = 2**26  # numbers in one gradient bucket of DeepSpeed (its default of 5e8 can take 3 GB)
-CHUNK = 2048  # vocabulary tokens that HeadLogps handles at a time: 8 KiB of fp32 logits per row
 USABLE = 0.9  # the plan uses this fraction of the memory; the rest is for fragmentation
 Device = namedtuple("Device", "gpu free total host", defaults=[float("inf")])  # bytes of memory
-
-
-def check_machine(dtype):
-    """Raises ValueError if PyTorch finds no usable GPU or no bf16 on it, or without the compilers
-    that Triton (on a GPU) and DeepSpeed (its CPU operators) need."""
-    gpu = torch.cuda.is_available()
-    if torch.version.cuda and not gpu:  # it would run on the CPU
-        raise ValueError("no usable GPU: install driver 580 or newer, or requirements-cpu.txt")
-    if gpu and dtype == "bfloat16" and torch.cuda.get_device_capability(dist.device()) < (8, 0):
-        raise ValueError("--dtype bfloat16 needs compute capability 8.0: use --dtype float32")
-    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # pip installs ninja there
-    tools = os.environ.get("CC", "gcc"), os.environ.get("CXX", "g++"), "ninja"
-    missing = [tool for tool in tools if not shutil.which(tool)]
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if missing or not header.exists():
-        raise ValueError(f"kernels cannot be compiled without {', '.join(missing) or header} "
-                         "(apt-get install g++ ninja-build python3-dev)")
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(home) / "torch_extensions"
-    for lock in Path(cache).rglob("lock"):  # left by a run that was killed while it compiled
-        dist.print_once(f"note: DeepSpeed will wait for {lock} to be removed: delete it, "
-                        "unless another run is just starting", file=sys.stderr)
-    if not gpu and not any(Path(cache).rglob("cpu_adam.so")):
-        dist.print_once("the first start compiles DeepSpeed's CPU operators, for two minutes")
 
 
 def free_host_bytes():
@@ -73,14 +44,14 @@ def checkpoint_bytes(cfg, shape):
 def most_sequences(cfg):
     """The most sequences that run at once in vLLM: those of the largest call, at most 1024."""
     sequences = max(cfg.prompts * cfg.samples, cfg.eval_size * max(cfg.eval_n, 1))
-    return min((sequences // dist.world_size() + 1) * cfg.tp, 1024)
+    return min(sequences // dist.world_size() + 1, 1024)
 
 
 def kv_cache_bytes(cfg):
     """Bytes of vLLM's KV cache: what its share of the GPU leaves. None on a CPU."""
     if not torch.cuda.is_available():
         return None
-    weights = ModelShape.of(cfg.model).parameters * getattr(torch, cfg.dtype).itemsize / cfg.tp
+    weights = ModelShape.of(cfg.model).parameters * getattr(torch, cfg.dtype).itemsize
     return int(cfg.vllm_memory * torch.cuda.mem_get_info()[1] - weights - VLLM_AWAKE)
 
 
@@ -124,8 +95,8 @@ def step_bytes(cfg, shape, gpu):
     }
     if gpu:
         sequence = shape.kv_cache * size * (cfg.max_prompt + cfg.max_tokens)
-        least = whole / cfg.tp + VLLM_AWAKE + 2 * sequence / min(cfg.tp, shape.kv_heads)
-        parts["vLLM, at least"] = [least, VLLM_ASLEEP, pinned * (whole / cfg.tp + GIB)]
+        least = whole + VLLM_AWAKE + 2 * sequence
+        parts["vLLM, at least"] = [least, VLLM_ASLEEP, pinned * (whole + GIB)]
     return parts | {"total": [sum(column) for column in zip(*parts.values())]}
 
 
@@ -196,5 +167,5 @@ def smaller(cfg):
     if cfg.vllm_memory:  # planned for a GPU
         flags |= {"offload": "optimizer", "vllm_memory": round(0.8 * cfg.vllm_memory, 2)}
     if dist.world_size() > 1 and not cfg.lora_rank:
-        flags |= {"zero_stage": 3, "lora_rank": 0, "tp": dist.local_world_size(), "kl_coef": 0}
+        flags |= {"zero_stage": 3, "lora_rank": 0, "kl_coef": 0}
     return " ".join(f"--{name} {x}" for name, x in flags.items() if x != getattr(cfg, name))

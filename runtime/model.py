@@ -1,5 +1,7 @@
-"""The trainer's model: loading it, LoRA, its LM head, the reference's way to the GPU and back."""
+"""Tokenizer and model of the trainer, LoRA, the LM head, the reference's way to the GPU."""
 import contextlib
+import os
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,50 @@ import torch.nn.functional as F
 from runtime import dist
 from runtime.batch import packed_attention
 from runtime.dist import RunError
+from runtime.hub import empty_model, first_line, hub_answers
+
+CHUNK = 2048  # vocabulary tokens that HeadLogps handles at a time: 8 KiB of fp32 logits per row
+
+
+@contextlib.contextmanager
+def loading(part, cfg, hint):
+    """Any exception in this block becomes a ValueError with one line about a part of the model."""
+    is_folder = Path(cfg.model).is_dir()
+    is_folder or hub_answers()  # decides whether the libraries try to reach it
+    try:
+        yield
+    except Exception as e:  # a config.json is free text, and a model may have its own code
+        why = first_line(e, "" if is_folder else cfg.model)
+        raise ValueError(f"--model {cfg.model}: its {part} cannot be loaded ({why}); {hint}") from e
+
+
+def load_tokenizer(cfg):
+    """The tokenizer. Raises ValueError if the model is missing, damaged or not supported."""
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+    logging.set_verbosity_error()  # what is wrong is said here, in one line
+    logging.disable_progress_bar()
+    enable_progress_bars()  # of a download
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # the hub would convert a .bin
+    code = dict(trust_remote_code=cfg.trust_remote_code)
+    with loading("config.json", cfg, "code of its own needs --trust_remote_code"):
+        empty_model(cfg.model, **code)
+    with loading("tokenizer", cfg, "copy the files of the model it was made from"):
+        tokenizer = AutoTokenizer.from_pretrained(cfg.model, **code)
+        if not tokenizer("1+1", add_special_tokens=False)["input_ids"]:
+            raise ValueError("it has no tokens")  # made by transformers, which found no file
+    with loading("weights", cfg, "only safetensors files are read, as a .bin can run code"):
+        _, info = AutoModelForCausalLM.from_pretrained(  # on the meta device: reads headers only
+            cfg.model, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True,
+            use_safetensors=True, **code)
+    # transformers would fill a missing tensor with random numbers, different at each load
+    faults = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
+    if faults:
+        raise ValueError(f"--model {cfg.model}: its weights do not fit its config.json: "
+                         f"{len(faults)} tensors are missing, unknown or of another shape, "
+                         f"one is {faults[0]}")
+    return tokenizer
 
 
 def load_model(cfg):

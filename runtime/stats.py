@@ -1,17 +1,20 @@
-"""Statistics of groups, optimizer steps and answers."""
+"""Statistics of groups, optimizer steps and answers; clocks; the metrics of a step."""
+import contextlib
 import math
-from statistics import fmean
+import time
+from statistics import fmean, pstdev
 
 import torch
 
-from runtime import dist
+from runtime import dist, memory
+from runtime.records import stage_seconds
+from runtime.shape import ModelShape, peak_flops
 
 
 def is_flat(group):
-    """True if all rewards of a group (of all its steps, if steps have rewards) are equal, None
-    ignored: with a baseline of the group every advantage is then 0, unless --kl_in is reward."""
-    rewards = {reward for r in group for _, reward in r.steps or [(0, r.reward)]}
-    return len(rewards - {None}) <= 1
+    """True if all rewards of a group are equal, None ignored: with a baseline of the group every
+    advantage is then 0."""
+    return len({r.reward for r in group} - {None}) <= 1
 
 
 def wilson_interval(hits, n):
@@ -133,3 +136,53 @@ def first_part(rollout):
 def is_right(rollout):
     """Whether the first reward function gave 1."""
     return first_part(rollout) == 1
+
+
+def peak(rows):
+    """Highest peak memory of all stages in these rows of metrics, in GiB."""
+    return max(x for row in rows for name, x in row.items() if name.startswith("memory/"))
+
+
+@contextlib.contextmanager
+def timed(metrics, stage):
+    """Adds the seconds of a with-block to metrics["seconds/<stage>"] and puts its peak memory, in
+    GiB, into metrics["memory/<stage>"]."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    metrics[f"seconds/{stage}"] = metrics.get(f"seconds/{stage}", 0.0) + seconds
+    metrics[f"memory/{stage}"] = max(metrics.get(f"memory/{stage}", 0.0), memory.peak_gib())
+
+
+def step_summary(cfg, trained_groups, sampled_groups, metrics):
+    """Metrics of a step's completions and their cost, over all ranks. Collective. Rewards and
+    lengths are those of all sampled groups, the FLOPs in `mfu` of the trained rollouts."""
+    own = [(r.reward, r.length, r.truncated, r.parts) for group in sampled_groups for r in group]
+    rewards, lengths, truncated, parts = zip(*dist.all_gather(own))
+    judged = [x for x in rewards if x is not None] or [0.0]
+    by_part = {}  # name -> verdicts; rows may have rewards of their own
+    for name, x in (item for own_parts in parts for item in own_parts.items()):
+        if x is not None:
+            by_part.setdefault(f"reward/{name}", []).append(x)
+    # forward and backward are 3 forward passes; what checkpointing recomputes does not count
+    passes = 3 * cfg.epochs + (cfg.epochs * cfg.minibatches > 1)
+    if cfg.kl_coef:
+        passes += 1  # the reference
+    trained = [r for group in trained_groups for r in group if r.weight]
+    [flops] = dist.all_sum(passes * ModelShape.of(cfg.model).forward_flops(trained))
+    return {
+        "reward/mean": fmean(judged),
+        "reward/std": pstdev(judged),
+        "reward/no_verdict": rewards.count(None) / len(rewards),
+        **{name: fmean(given) for name, given in by_part.items()},
+        "group/flat": fmean(dist.all_gather([is_flat(group) for group in sampled_groups])),
+        "completion/length": fmean(lengths),
+        "completion/truncated": fmean(truncated),
+        "tokens": sum(lengths),
+        "tokens_per_second": sum(lengths) / stage_seconds([metrics]),
+        "mfu": flops / (metrics["seconds/update"] * peak_flops(cfg.dtype) * dist.world_size()),
+    }

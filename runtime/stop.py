@@ -5,7 +5,6 @@ the run before its next step. The same signal again, two seconds later or more, 
 """
 import contextlib
 import ctypes
-import io
 import os
 import shlex
 import signal
@@ -100,18 +99,3 @@ def with_one_line(*kinds, cfg=None, folder=None):
         if dist.rank() > 0:
             time.sleep(3)  # if rank 0 failed too, it prints the line, and torchrun sends a signal
         raise SystemExit(1 if dist.rank() > 0 and received else line + where) from None
-
-
-def keep_printing():
-    """print() continues when nobody reads the output any more, as after `| head -3`."""
-    class Pipe(io.FileIO):
-        def write(self, data):
-            with contextlib.suppress(OSError):  # a closed pipe, a lost terminal, a full disk
-                return super().write(data)
-            return len(data)
-
-    if sys.stdout is sys.__stdout__ is not None:  # not replaced by a notebook or a test, not closed
-        for name, number in (("stdout", 1), ("stderr", 2)):
-            stream = io.BufferedWriter(Pipe(number, "w", closefd=False))
-            setattr(sys, name,
-                    io.TextIOWrapper(stream, "utf-8", "backslashreplace", line_buffering=True))

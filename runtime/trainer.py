@@ -6,7 +6,7 @@ import torch
 
 from runtime import dist, memory
 from runtime.batch import collate, pack_evenly
-from runtime.model import merge_adapter, on_device
+from runtime.model import merge_adapter
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")  # per trained parameter: weights, first and second moment
 
@@ -125,20 +125,3 @@ def token_logps(model, rollouts, filler, cfg):
         for r, own in zip(packed, logp.split(batch.lengths.tolist())):
             found[id(r)] = own.tolist()
     return [found[id(r)] for r in rollouts]
-
-
-def store_kl(policy, ref, groups, filler, cfg):
-    """--kl_in reward: fills r.kl, the sum of k1 = log pi - log ref over the sequence. Collective.
-
-    Both log-probs come from the trainer, so k1 is exactly 0 while the two models are equal. With
-    vLLM's, a group of equal rewards would be normalised by the noise of its kernels. Returns the
-    mean of k1 as a metric.
-    """
-    rollouts = [r for group in groups for r in group]
-    with on_device(ref):
-        ref_logps = token_logps(ref, rollouts, filler, cfg)
-    policy_logps = token_logps(policy, rollouts, filler, cfg)
-    for r, own, fixed in zip(rollouts, policy_logps, ref_logps):
-        r.kl = sum(a - b for a, b in zip(own, fixed))
-    total, tokens = dist.all_sum(sum(r.kl for r in rollouts), sum(r.length for r in rollouts))
-    return {"kl": total / tokens} if tokens else {}

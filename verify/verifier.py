@@ -1,20 +1,14 @@
 """Runs the rewards of a spec in processes that can be killed (pool.py), weights and adds them."""
 import asyncio
 import contextlib
-import difflib
-import functools
-import importlib.util
 import inspect
-import itertools
 import math
-import operator
 import sys
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
 
 from verify.pool import Pool
+from verify.user_code import load
 
 # by the trainer and by Verifier
 ADDED_COLUMNS = {"prompts", "step", "sample_index", "completion_ids", "index", "correct"}
@@ -46,13 +40,7 @@ class Verifier(contextlib.AbstractContextManager):
     parts     {name: one unweighted value per completion}; None where a row does not name it
     metrics   reward/timeouts and reward/crashes: how many completions have no verdict for that
 
-    A reward function may give a list of steps for a completion: (end, value), where `end` is the
-    number of characters of the text that the step covers, 1..len(text), and rises from step to
-    step. If one with a weight other than 0 does, the reward is a list of steps, see _weighted, and
-    its part is the mean of their values: 1 if every step is right. No steps are no verdict.
-
-    The column `reward` may hold a spec per completion in place of `spec` (None or "": `spec`). All
-    of them are given in row_specs. `known`: see parse_spec; rewards.Verifier fills it in.
+    `known`: see parse_spec; rewards.Verifier fills it in.
 
     A column that is a list holds one value per completion. Any other column and the settings
     (max_tokens, random_seed, ...) reach every call unchanged. A call gets one completion, `timeout`
@@ -64,28 +52,19 @@ class Verifier(contextlib.AbstractContextManager):
     RuntimeError if no process starts. Both have one line.
     """
 
-    def __init__(self, spec, workers=None, timeout=5.0, messages=False, allow_unsafe_code=False,
-                 memory_mb=512, *, known, row_specs=(), **settings):
-        settings = {"timeout": timeout, "allow_unsafe_code": allow_unsafe_code, **settings}
-        specs = [spec, *(other for other in row_specs if other)]
-        for other in specs:
-            if not isinstance(other, str):
-                raise ValueError(f"column 'reward': {other} is no text such as math:1,format:0.1")
-        args = list(dict.fromkeys(specs)), known, settings
+    def __init__(self, spec, workers=None, timeout=5.0, messages=False,
+                 memory_mb=512, *, known, **settings):
+        settings = {"timeout": timeout, **settings}
+        args = spec, known, settings
         self.pool = Pool("verify.verifier:_make_handler", args, workers, timeout, memory_mb << 20)
-        self.spec, self.messages = spec, messages
-        self.weights, self.traits = self.pool.about  # {spec: {name: weight}}, {name: Traits}
+        self.messages = messages
+        self.weights, self.traits = self.pool.about  # {name: weight}, {name: Traits}
         self.crashes = {}  # name of a function -> last line of its first crash
-
-    def weights_of(self, spec=None):
-        """{name: weight} of the spec of a row, in its order; for None and "" of the Verifier's."""
-        return self.weights[spec or self.spec]
 
     def __call__(self, completions, **columns):
         """Judge a batch: returns (rewards, parts, metrics), see the class.
 
-        Raises ValueError if a column has another number of values than there are completions,
-        KeyError for a spec that was not in row_specs.
+        Raises ValueError if a column has another number of values than there are completions.
         """
         n = len(completions)
         columns["index"] = list(range(n))
@@ -94,33 +73,26 @@ class Verifier(contextlib.AbstractContextManager):
                 raise ValueError(f"column {name!r} has {len(values)} values for {n} completions")
         if self.messages:
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-        specs = columns.get("reward")
-        specs = specs if isinstance(specs, (list, tuple)) else [specs] * n
-        specs = [spec or self.spec for spec in specs]
-        weights = [self.weights[spec] for spec in specs]
-        values = {name: [None] * n for name in self.traits}  # or numbers, steps, errors as text
-        whole = {name for name, traits in self.traits.items() if traits.whole_batch}
-        calls = [(name, [i]) for i in range(n) for name in weights[i] if name not in whole]
+        values = {name: [None] * n for name in self.traits}  # or numbers, errors as text
+        whole = [name for name, traits in self.traits.items() if traits.whole_batch]
+        single = [name for name in self.traits if name not in whole]
+        calls = [(name, [i]) for i in range(n) for name in single]
         self._judge(calls, completions, columns, values)
-        for spec in dict.fromkeys(specs):
-            rows = [i for i in range(n) if specs[i] == spec]
-            names = self.weights[spec]
-            first = next((name for name in names if name not in whole), None)
-            correct = {"correct": list(map(_part, values[first]))} if first else {}
-            calls = [(name, rows) for name in names if name in whole]
-            self._judge(calls, completions, columns | correct, values)
+        correct = {"correct": list(map(_number, values[single[0]]))} if single else {}
+        self._judge([(name, range(n)) for name in whole], completions, columns | correct, values)
 
         rewards = [None] * n
         for i in range(n):
-            given = [(weight, values[name][i]) for name, weight in weights[i].items()
+            given = [(weight, values[name][i]) for name, weight in self.weights.items()
                      if values[name][i] is not None]
             if given and not any(isinstance(value, str) for _, value in given):
-                rewards[i] = _weighted(given, completions[i])
+                rewards[i] = sum(weight * value for weight, value in given)
         errors = [x for column in values.values() for x in column if isinstance(x, str)]
         timeouts = errors.count(Pool.TIMEOUT)
         metrics = {"reward/timeouts": float(timeouts),
                    "reward/crashes": float(len(errors) - timeouts)}
-        return rewards, {name: list(map(_part, column)) for name, column in values.items()}, metrics
+        parts = {name: list(map(_number, column)) for name, column in values.items()}
+        return rewards, parts, metrics
 
     def _judge(self, calls, completions, columns, values):
         """Make calls (name of a function, indices of completions) and enter what they return."""
@@ -139,20 +111,16 @@ class Verifier(contextlib.AbstractContextManager):
             for i, value in zip(rows, [result] * len(rows) if isinstance(result, str) else result):
                 values[name][i] = value
 
-    def _judged_by(self, name, examples):
-        return [example for example in examples if name in self.weights_of(example.get("reward"))]
-
     def check_columns(self, examples, source):
         """Raises ValueError if a reward function needs a column that is None or missing in all of
-        the `examples` (dicts) that it judges. `source` is their name."""
+        the `examples` (dicts). `source` is their name."""
+        present = {key for example in examples for key, value in example.items()
+                   if value is not None}
         for name, traits in self.traits.items():
-            judged = self._judged_by(name, examples)
-            present = {key for example in judged for key, value in example.items()
-                       if value is not None}
-            for column in sorted(traits.needs - present - ADDED_COLUMNS) if judged else ():
+            for column in sorted(traits.needs - present - ADDED_COLUMNS):
                 raise ValueError(
                     f"reward {name}: it reads the column '{column}', which {source} does not have "
-                    f"in the rows with this reward (it has {', '.join(map(str, judged[0]))})")
+                    f"(it has {', '.join(map(str, examples[0]))})")
 
     def count_unreadable(self, examples, notify=print):
         """Call notify(text) for each reward that cannot read some gold answers of the `examples`
@@ -161,8 +129,7 @@ class Verifier(contextlib.AbstractContextManager):
         Each judges an empty completion of every example; of more than 256, of an even sample.
         """
         for name in [name for name, traits in self.traits.items() if traits.reads_gold]:
-            judged = self._judged_by(name, examples)
-            sample = judged[::math.ceil(len(judged) / 256) or 1]
+            sample = examples[::math.ceil(len(examples) / 256) or 1]
             rows = [{key: [value] for key, value in example.items()} for example in sample]
             values = self.pool.run([(name, [""], row) for row in rows])
             bad = [e for e, value in zip(sample, values) if value != [0.0]]
@@ -193,46 +160,15 @@ def text_of(completion):
     return "".join(message.get("content") or "" for message in completion)
 
 
-def _part(value):
-    """The mean of the values of a list of steps; None for an error; a number or None as it is."""
-    if isinstance(value, list):
-        return fmean(x for _, x in value)
+def _number(value):
+    """None for an error, which is a text; a number or None as it is."""
     return None if isinstance(value, str) else value
 
 
-def _weighted(given, completion):
-    """The reward of a completion from pairs (weight, number or list of steps), in the same forms.
-
-    Steps are weighted and added where they end at the same place; beside steps, a number is a step
-    at the end of the text. Functions with weight 0 add no steps.
-
-    >>> _weighted([(1.0, [(2, 1.0), (5, 0.0)]), (0.5, 1.0), (0.0, [(3, 1.0)])], "14+2=16")
-    [(2, 1.0), (5, 0.0), (7, 0.5)]
-    """
-    if not any(weight and isinstance(value, list) for weight, value in given):
-        return sum(weight * _part(value) for weight, value in given)
-    steps = {}
-    for weight, value in given:
-        value = value if isinstance(value, list) else [(len(text_of(completion)), value)]
-        for end, x in value if weight else ():
-            steps[end] = steps.get(end, 0.0) + weight * x
-    return sorted(steps.items())
-
-
-def _make_handler(specs, known, settings):
-    """Runs in the fork server. specs: the Verifier's own, then those of rows."""
-    functions, weights = {}, {}
-    for spec in specs:
-        try:
-            parts = parse_spec(spec, known)
-            for name, _, where in parts:
-                function = load(*where.rsplit(":", 1))
-                if functions.setdefault(name, function) is not function:
-                    raise ValueError(f"another reward is named {name!r} too")
-        except ValueError as e:
-            where = "" if spec == specs[0] else f"column 'reward', {spec[:200]!r}: "
-            raise ValueError(f"{where}{e}") from None
-        weights[spec] = {name: weight for name, weight, _ in parts}
+def _make_handler(spec, known, settings):
+    """Runs in the fork server."""
+    parts = parse_spec(spec, known)
+    functions = {name: load(*where.rsplit(":", 1)) for name, _, where in parts}
     for function in functions.values():
         if hasattr(function, "check"):
             function.check(**settings)
@@ -244,7 +180,7 @@ def _make_handler(specs, known, settings):
         return _call(functions[name], completions, settings | columns)
 
     traits = {name: _traits(name, function, settings) for name, function in functions.items()}
-    return handle, (weights, traits)
+    return handle, ({name: weight for name, weight, _ in parts}, traits)
 
 
 def _traits(name, function, settings):
@@ -263,7 +199,7 @@ def _traits(name, function, settings):
 
 
 def _call(function, completions, columns):
-    """Returns a list with a number, None or a list of steps per completion, or an error as text."""
+    """Returns a list with a number or None per completion, or an error as text."""
     try:
         parameters = inspect.signature(function).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -274,30 +210,22 @@ def _call(function, completions, columns):
         if len(given) != len(completions):
             raise ValueError(f"returned {str(values)[:200]}, no list with a value for each of "
                              f"{len(completions)} completions")
-        return [_checked(value, completion) for value, completion in zip(given, completions)]
+        return [_checked(value) for value in given]
     except TimeoutError:
         return Pool.TIMEOUT
     except BaseException:  # SystemExit too: a reward function must not end the worker
         return traceback.format_exc(limit=-5)
 
 
-def _checked(value, completion):
-    """What a function returned for a completion as a float, None or a list of steps."""
-    if not isinstance(value, (list, tuple)):
-        if isinstance(value, str):
-            raise TypeError(f"returned the text {value[:50]!r}; it must be a number or None")
-        if value is None or math.isnan(value):  # nan: TRL's form of None
-            return None
-        if math.isinf(value):
-            raise ValueError(f"returned {value}")
-        return float(value)
-    steps = [(operator.index(end), float(x)) for end, x in value]
-    ends, length = [0, *(end for end, _ in steps)], len(text_of(completion))
-    rise = all(a < b for a, b in itertools.pairwise(ends)) and ends[-1] <= length
-    if not rise or not all(math.isfinite(x) for _, x in steps):
-        raise ValueError(f"returned {str(value)[:200]}: the ends of the steps must rise within "
-                         f"1..len(text), here {length}, and their values must be finite")
-    return steps or None
+def _checked(value):
+    """What a function returned for a completion as a float or None."""
+    if isinstance(value, str):
+        raise TypeError(f"returned the text {value[:50]!r}; it must be a number or None")
+    if value is None or math.isnan(value):  # nan: TRL's form of None
+        return None
+    if math.isinf(value):
+        raise ValueError(f"returned {value}")
+    return float(value)
 
 
 def parse_spec(spec, known):
@@ -329,35 +257,3 @@ def parse_spec(spec, known):
             raise ValueError(f"reward {name!r} is named twice")
         parts.append((name, weight, where))
     return parts
-
-
-def user_error(e, file):
-    """An exception in a user's file, in one line with the last line number in this file."""
-    frames, path = traceback.extract_tb(e.__traceback__), str(Path(file).resolve())
-    lines = [frame.lineno for frame in frames if frame.filename == path]
-    at = f" (line {lines[-1]})" if lines else ""  # a SyntaxError names its line itself
-    return " ".join(f"{type(e).__name__}: {e}".split())[:500] + at
-
-
-@functools.cache  # a file named by several specs gives the same function
-def load(module, name, kind="reward"):
-    """The function `name` of "my_file.py" or "installed.module"; a one-line ValueError if none."""
-    path = Path(module).resolve() if module.endswith(".py") else None
-    if path and not path.is_file():
-        raise ValueError(f"{kind} file {module!r} does not exist")
-    try:
-        if path:
-            sys.path.append(str(path.parent))  # the file may import its neighbours
-            spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-            found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found)
-        else:
-            found = importlib.import_module(module)
-    except (Exception, SystemExit) as e:  # a user's file: any type
-        raise ValueError(f"{kind} {module}:{name}: {user_error(e, module)}") from None
-    function = getattr(found, name, None)
-    if not callable(function):
-        near = difflib.get_close_matches(name, vars(found).keys() - {name}, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{kind} {module}:{name} is not a function{hint}")
-    return function

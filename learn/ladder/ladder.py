@@ -82,7 +82,7 @@ def write(name, seed, rewards, samples, seconds, accuracy):
 
 def run_script(seed=0):
     """The script as step 6. Its figures come from its metrics.jsonl."""
-    from runtime.report import read
+    from runtime.records import read
     name = f"6_script-{seed}"
     shutil.rmtree(RUNS / name, ignore_errors=True)  # of an earlier call
     command = [sys.executable, str(ROOT / "nano_rlvr.py"), *SCRIPT, "--seed", str(seed)]
@@ -131,7 +131,7 @@ def write_table(results):
 
 def draw(results):
     """The mean reward of each batch, a line per step of the ladder."""
-    from runtime.report import figure
+    from runtime.records import figure
     fig = figure(figsize=(7, 4))
     axis = fig.subplots()
     for name, runs in results.items():

@@ -1,7 +1,8 @@
 """A jail for the programs that a model writes, built with Linux namespaces (unshare, setpriv).
 
 Inside there is no network, no environment variable, process or file of ours, and one small writable
-folder. A program ends together with everything it started.
+folder. A program ends together with everything it started. ALLOW_UNSAFE_CODE=1 in the environment
+lets programs run without a jail where none can be built.
 """
 import contextlib
 import functools
@@ -22,22 +23,22 @@ JAIL_PROCESSES = 32
 SCRATCH = "/scratch"
 
 
-def run_program(program, inputs, seconds=4.0, output=1 << 16, allow_unsafe_code=False):
+def run_program(program, inputs, seconds=4.0, output=1 << 16):
     r"""Run a Python program in a jail, once for each text of `inputs`, which is its standard input.
 
     Returns a list with the standard output of each run, cut at `output` bytes; None if the run
     failed, was killed or did not end within `seconds`, which all runs share. Raises RuntimeError
-    where no jail can be built, unless allow_unsafe_code.
+    where no jail can be built, see check.
 
     >>> run_program("print(int(input()) + 1)", ["1", "41", "x"])
     ['2\n', '42\n', None]
     """
     job = {"program": program, "runs": [[text, ""] for text in inputs], "output": output}
-    results = _run(job, seconds, check(allow_unsafe_code))
+    results = _run(job, seconds, check())
     return [out if status == 0 else None for status, out, _ in results]
 
 
-def run_asserts(program, tests, seconds=4.0, allow_unsafe_code=False):
+def run_asserts(program, tests, seconds=4.0):
     """Run a Python program, then each of `tests` (source with asserts) in its namespace.
 
     Returns a bool per test. A program passes no test by exiting early, by catching AssertionError
@@ -51,19 +52,19 @@ def run_asserts(program, tests, seconds=4.0, allow_unsafe_code=False):
     secret = secrets.token_hex(16)
     job = {"program": program, "harness": _source(_run_tests), "output": 0,
            "runs": [["", json.dumps([secret, tests])]]}
-    (_, _, report), = _run(job, seconds, check(allow_unsafe_code))
+    (_, _, report), = _run(job, seconds, check())
     if not report.startswith(secret):
         return [False] * len(tests)
     return json.loads(report[len(secret):])
 
 
-def check(allow_unsafe_code=False):
-    """Whether the jail works here. Where not, raises RuntimeError unless allow_unsafe_code."""
+def check():
+    """Whether the jail works here. Where not, raises RuntimeError unless ALLOW_UNSAFE_CODE is 1."""
     works = isolates()
-    if not works and not allow_unsafe_code:
+    if not works and os.environ.get("ALLOW_UNSAFE_CODE") != "1":
         raise RuntimeError(
             "no isolation for the model's programs on this machine: allow Linux namespaces "
-            "(unshare), or accept the risk with --allow_unsafe_code")
+            "(unshare), or accept the risk with ALLOW_UNSAFE_CODE=1")
     return works
 
 

@@ -1,0 +1,65 @@
+"""A reward for programs: 1 if the program of a completion passes its tests, which run in a jail.
+
+    python nano_rlvr.py --data my.jsonl --answer_key none --rewards examples/code_reward.py:code
+
+A row of my.jsonl has `question` and `tests`. ALLOW_UNSAFE_CODE=1 in the environment runs the
+programs without isolation, where jail.py cannot build a jail.
+"""
+import json
+import re
+import time
+
+import jail
+from rewards import after_thinking, each, final_answer
+
+FENCE = re.compile(r"```[ \t]{0,9}([\w+-]{0,20})[^\n`]{0,99}\n(.*?)\n?```", re.S)
+
+
+def program_of(text):
+    """The Python program of a completion: its last fenced block after </think>, else <answer>.
+
+    >>> program_of("<think>```python\\n1\\n```</think> Here:\\n```python\\nprint(2)\\n```")
+    'print(2)'
+    """
+    text = after_thinking(text)
+    # blocks of every language: the end of a bash block must not start a Python block
+    programs = [code for language, code in FENCE.findall(text)
+                if language.lower() in ("", "python", "python3", "py")]
+    if programs:
+        return programs[-1]
+    return final_answer(text) if "<answer>" in text else None
+
+
+def lines_of(text):
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+@each
+def code(text, tests, timeout=5.0):
+    """1.0 if the program passes every test, else 0.0; None without tests.
+
+    `tests` is a list, or its JSON text. A test is either {"input": "2 3", "output": "5"}, standard
+    input and output, compared line by line without spaces at line ends, or "assert add(2, 3) == 5",
+    Python that runs after the program. All tests of a completion share 0.9 * timeout seconds; a
+    program that needs longer fails. Raises RuntimeError where no jail can be built.
+    """
+    end = time.monotonic() + 0.9 * timeout
+    tests = json.loads(tests) if isinstance(tests, str) else tests
+    if not len(tests):
+        return None
+    asserts = [test for test in tests if isinstance(test, str)]
+    pairs = [test for test in tests if not isinstance(test, str)]
+    program, passed = program_of(text), []
+    if not program:
+        return 0.0
+    if asserts:
+        passed += jail.run_asserts(program, asserts, 0.9 * timeout)
+    if pairs:
+        outputs = jail.run_program(
+            program, [pair["input"] for pair in pairs], end - time.monotonic())
+        for output, pair in zip(outputs, pairs):
+            passed.append(output is not None and lines_of(output) == lines_of(pair["output"]))
+    return float(all(passed))
+
+
+code.check = lambda **settings: jail.check()  # before the workers are forked

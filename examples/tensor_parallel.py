@@ -1,0 +1,112 @@
+"""vLLM engines that several ranks share (tensor parallel): weights that do not fit one GPU.
+
+    torchrun --nproc_per_node 2 examples/tensor_parallel.py --tp 2       flags of nano_rlvr.py work
+
+Ranks 0 to tp - 1 share an engine, the next tp ranks the second one, and so on. vLLM's external
+launcher expects the same calls in the same order from every rank of an engine. So the ranks gather
+their prompts before each call, and each takes its own completions. After a sync they add up the
+checksums of their shards: each of them then knows whether all shards are right.
+"""
+import argparse
+import itertools
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch  # noqa: E402
+
+import nano_rlvr as nr  # noqa: E402
+from runtime import dist, memory, sampler  # noqa: E402
+
+
+class SharedEngine(nr.Sampler):
+    """nano_rlvr's Sampler, of which `ranks` ranks share one. All that it does is collective."""
+
+    def __init__(self, cfg, ranks):
+        if dist.world_size() % ranks:
+            raise dist.RunError(f"--tp {ranks}: must divide the number of ranks, "
+                                f"{dist.world_size()}")
+        self._group, _ = torch.distributed.new_subgroups(ranks)
+        sequences = min(memory.most_sequences(cfg) * ranks, 1024)
+        # vLLM's own all-reduce ends the process if segments are expandable (vLLM issue 42609)
+        super().__init__(cfg, tensor_parallel_size=ranks, disable_custom_all_reduce=True,
+                         max_num_seqs=sequences, process=self.gather(os.getpid())[0])
+        of_shard = sampler.own_checksums
+        sampler.own_checksums = lambda model, sent: of_engine(
+            self.gather(of_shard(model, sent)), sent)
+
+    def gather(self, item):
+        """The items of the ranks that share this engine. Collective among them."""
+        items = [None] * self._group.size()
+        torch.distributed.all_gather_object(items, item, self._group)
+        return items
+
+    def generate(self, prompts, params, **options):
+        """LLM.generate for the prompts of this rank: a RequestOutput each. The list may be empty.
+
+        params: one SamplingParams, or a list with one per prompt. Raises RunError if one with
+        temperature > 0 has no seed: the ranks would draw other tokens.
+        """
+        params = params if isinstance(params, list) else [params] * len(prompts)
+        requests = self.gather(list(zip(prompts, params)))  # a list per rank
+        everything = list(itertools.chain(*requests))
+        if any(p.temperature > 0 and p.seed is None for _, p in everything):
+            raise dist.RunError("--tp: a rollout function has to give each SamplingParams a seed")
+        outputs = self._llm.generate(
+            [prompt for prompt, _ in everything], [p for _, p in everything], **options)
+        first = sum(map(len, requests[:self._group.rank()]))
+        return outputs[first:first + len(prompts)]
+
+
+def of_engine(ranks, sent):
+    """sampler.own_checksums of each shard -> of the whole engine, as if it were on one rank.
+
+    The checksums of shards add up. Of what several ranks have a copy, all copies but one are
+    subtracted: every rank has a whole norm. If there are few key heads, several ranks have the same
+    rows of a fused parameter, but not of its first part (query, gate).
+    """
+    whole = {}
+    for name, (parts, *_) in ranks[0].items():
+        elements, total = (sum(rank[name][i] for rank in ranks) for i in (1, 2))
+        of_parts = [sent[part] for part in parts]
+        # once: the first part of a fused parameter; repeated: what `copies` ranks have a copy of
+        once, repeated = (of_parts[:1], of_parts[1:]) if parts[1:] else ([], of_parts)
+        size = sum(x.elements for x in repeated)
+        copies = (elements - sum(x.elements for x in once)) // size if size else 1
+        whole[name] = (parts, elements - (copies - 1) * size,
+                       total - (copies - 1) * sum(x.checksum for x in repeated))
+    return whole
+
+
+def plan_shards(ranks):
+    """Lets the memory plan count a share of vLLM's weights on each rank. Replaces two functions."""
+    step_bytes, kv_cache_bytes = memory.step_bytes, memory.kv_cache_bytes
+
+    def elsewhere(cfg, parameters):  # bytes of vLLM's weights on the other ranks of an engine
+        return parameters * getattr(torch, cfg.dtype).itemsize * (1 - 1 / ranks)
+
+    def step(cfg, shape, gpu):
+        parts = step_bytes(cfg, shape, gpu)
+        if gpu:
+            saved = elsewhere(cfg, shape.parameters)
+            in_host_memory = 2 * dist.local_world_size() * saved  # pinned, see memory.step_bytes
+            for name in ("vLLM, at least", "total"):
+                generate, update, host = parts[name]
+                parts[name] = [generate - saved, update, host - in_host_memory]
+        return parts
+
+    def cache(cfg):
+        found = kv_cache_bytes(cfg)
+        parameters = memory.ModelShape.of(cfg.model).parameters
+        return None if found is None else int(found + elsewhere(cfg, parameters))
+
+    memory.step_bytes, memory.kv_cache_bytes = step, cache
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tp", type=int, default=2)
+    own, argv = parser.parse_known_args()
+    plan_shards(own.tp)
+    nr.main(argv, sampler=lambda cfg: SharedEngine(cfg, own.tp))

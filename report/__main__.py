@@ -1,0 +1,35 @@
+"""Writes the report of one or several runs: one HTML file, which needs no network.
+
+    python -m report runs/a                        writes runs/a/report.html, as a run does
+    python -m report runs/a runs/b --out ab.html   several runs in one report
+    python -m report runs/a runs/b --out ab.png    only reward, accuracy and length
+
+A run is a line; bench/seeds.py has means over seeds. docs/report.md says how to read the report.
+"""
+import argparse
+import sys
+from pathlib import Path
+
+from report import page
+from runtime.hub import first_line
+
+
+def main(argv):
+    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("runs", nargs="+")
+    parser.add_argument("--out", type=Path, help="default: report.html in the folder of one run")
+    args = parser.parse_args(argv)
+    if len(args.runs) > 1 and not args.out:
+        parser.error("several runs need --out")
+    out = args.out or Path(args.runs[0]) / "report.html"
+    try:
+        page.write(args.runs, out)
+    except Exception as e:  # a damaged file can raise anything
+        sys.exit(f"report: {', '.join(args.runs)}: damaged, or not the folder of a run "
+                 f"({first_line(e)})")
+    print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
