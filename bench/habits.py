@@ -12,13 +12,14 @@ import common  # puts the repository on sys.path
 import data
 import nano_rlvr as nr
 import rewards
-from runtime import dist, flags
+from runtime import dist
+from runtime.model import load_tokenizer
 
 
 def main(argv):
     cfg = nr.parse_config(argv)
     dist.init_process_group()
-    _, examples = data.load_splits(cfg, flags.load_tokenizer(cfg))
+    _, examples = data.load_splits(cfg, load_tokenizer(cfg))
     llm = nr.Sampler(dataclasses.replace(cfg, eval_n=8))
     prompts = [e["prompt_ids"] for e in examples]
     seeds = [data.request_seed(0, "habits", i) for i in range(len(examples))]

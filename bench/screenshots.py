@@ -42,7 +42,7 @@ def browse(page, *flags, dark=False):
 def main(folder, images=ROOT / "docs/images"):
     from PIL import Image
 
-    from runtime import report
+    from report import page as report
     images.mkdir(parents=True, exist_ok=True)
     example = images.parent / "example_report.html"
     report.write([folder], example)

@@ -14,8 +14,8 @@ import time
 from statistics import median
 
 import common  # puts the repository on sys.path
+import jail
 import rewards
-from verify import jail
 
 DATA = common.ROOT.parent / "shared/data"
 PROGRAM = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"

@@ -127,9 +127,10 @@ def trl(argv, micro, folder, vllm=False):
     import data
     import nano_rlvr as nr  # for its flags
     from rewards import gsm8k_reward
-    from runtime import flags, memory
+    from runtime import memory
+    from runtime.model import load_tokenizer
     cfg = nr.parse_config([*argv, "--out", folder])
-    tokenizer = flags.load_tokenizer(cfg)
+    tokenizer = load_tokenizer(cfg)
     train_set, _ = data.load_splits(cfg, tokenizer)
     cfg, _ = memory.plan(cfg)
 

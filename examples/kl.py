@@ -58,28 +58,33 @@ def sequence_kls(policy, ref, rollouts, filler, cfg):
     return [sum(a - b for a, b in zip(x, y)) for x, y in zip(own, fixed)]
 
 
+def assign_advantages(groups, kls, cfg, running_mean):
+    """nano_rlvr's advantages of the rewards minus kl_coef times the KL of each rollout."""
+    kls, penalised = iter(kls), []
+    for group in groups:
+        copies = [dataclasses.replace(r) for r in group]
+        for r, kl in zip(copies, kls):
+            r.reward = None if r.reward is None else r.reward - cfg.kl_coef * kl
+        penalised.append(copies)
+    running_mean = nr.assign_advantages(penalised, cfg, running_mean)
+    for group, copies in zip(groups, penalised):
+        for r, copy in zip(group, copies):
+            r.advantages = copy.advantages
+    return running_mean
+
+
 def train_with_kl_in_reward(run):
     """nano_rlvr's loop without a KL in the loss: without a reference, none is computed."""
     ref, run.ref = run.ref, None
 
-    def assign_advantages(groups, cfg, running_mean):
+    def with_kl(groups, cfg, running_mean):
         rollouts = [r for group in groups for r in group]
         kls = sequence_kls(run.policy, ref, rollouts, run.filler, cfg)
         total, tokens = dist.all_sum(sum(kls), sum(r.length for r in rollouts))
         run.metrics["kl"] = total / max(tokens, 1)
-        penalised = []
-        for group in groups:
-            penalised.append([dataclasses.replace(r) for r in group])
-        copies = [r for group in penalised for r in group]
-        for r, kl in zip(copies, kls):
-            if r.reward is not None:
-                r.reward -= cfg.kl_coef * kl
-        running_mean = nr.assign_advantages(penalised, cfg, running_mean)
-        for r, copy in zip(rollouts, copies):
-            r.advantages = copy.advantages
-        return running_mean
+        return assign_advantages(groups, kls, cfg, running_mean)
 
-    nr.train(run, assign_advantages=assign_advantages)
+    nr.train(run, assign_advantages=with_kl)
 
 
 def make_sampler(cfg):

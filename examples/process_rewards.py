@@ -5,8 +5,9 @@
 
 A step reward function is f(completions, **columns) -> per completion [(end, value), ...]: a pair
 per step, which ends after `end` characters of the text. `end` rises from step to step, up to the
-length of the text. A completion without such a list has one step, its outcome. The values of all steps of a group are normalised together. A token's
-advantage is the sum of the advantages of the steps that end at it or later.
+length of the text. A completion without such a list has one step, its outcome. The values of all
+steps of a group are normalised together. A token's advantage is the sum of the advantages of the
+steps that end at it or later.
 
 --rewards still gives the outcome: the accuracy, the metrics and which groups count as flat. A step
 reward function runs in the trainer's process: nothing limits its time. Flags of nano_rlvr.py work.
@@ -93,9 +94,17 @@ def in_tokens(steps, r, tokenizer):
     return found
 
 
+def set_advantages(r, of_steps):
+    """Fills r.advantages: a token gets the sum of the advantages of the steps that end at it or
+    after it. of_steps: those of r.steps, in their order."""
+    at_end = [0.0] * len(r.completion)  # of the steps that end with this token
+    for (end, _), advantage in zip(r.steps, of_steps):
+        at_end[end - 1] += advantage
+    r.advantages = list(itertools.accumulate(reversed(at_end)))[::-1]
+
+
 def assign_advantages(groups, cfg, running_mean):
-    """As nano_rlvr's, from r.steps: [(end in tokens, reward), ...]; [] means one step, the outcome.
-    Collective."""
+    """As nano_rlvr's, from r.steps: [(end in tokens, value), ...]; [] is one step, the outcome."""
     rows = []
     for group in groups:
         for r in group:
@@ -113,12 +122,7 @@ def assign_advantages(groups, cfg, running_mean):
     first = sum(dist.all_gather([len(groups)])[:dist.rank()])  # number of this rank's first group
     for group, row in zip(groups, advantages[first:].tolist()):
         for i, r in enumerate(group):
-            own = row[i * S:]  # of the steps of r, then of others
-            at_end = [0.0] * len(r.completion)  # of the steps that end with this token
-            for (end, _), advantage in zip(r.steps, own):
-                at_end[end - 1] += advantage
-            from_end = itertools.accumulate(reversed(at_end))
-            r.advantages = list(from_end)[::-1]
+            set_advantages(r, row[i * S:(i + 1) * S])
     return running_mean if math.isnan(batch_mean) else 0.9 * running_mean + 0.1 * batch_mean
 
 

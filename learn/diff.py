@@ -15,8 +15,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import common  # noqa: E402
 from compare import differences  # noqa: E402
-from runtime.folder import FREE  # noqa: E402
-from runtime.shape import first_line  # noqa: E402
+from runtime.flags import FREE  # noqa: E402
+from runtime.hub import first_line  # noqa: E402
 
 # a difference by rounding, relative to the larger value or to 1: 64 roundings, in bf16 two
 ROUNDED = {"float64": 2**-46, "float32": 2**-17, "bfloat16": 2**-6}

@@ -59,8 +59,11 @@ def summary(examples, indices, greedy, groups, cfg):
     by_set = {}
     for _, value, answer in rows:
         by_set.setdefault(answer["set"], []).append(value)
-    sets, metrics = {name: set_metrics(of_set) for name, of_set in by_set.items()}, {}
+    sets = {name: set_metrics(of_set) for name, of_set in by_set.items()}
+    mean, metrics = mean_of(list(sets.values())) | {"n": len(rows)}, {}
     if len(sets) > 1:
-        metrics |= {f"eval/{name}/{key}": x for name, m in sets.items() for key, x in m.items()}
-    metrics |= {f"eval/{key}": x for key, x in mean_of(list(sets.values())).items()}  # of the sets
+        del mean["low"], mean["high"]  # the mean of intervals is no interval of the mean
+        for name, own in sets.items():
+            metrics |= {f"eval/{name}/{key}": x for key, x in own.items()}
+    metrics |= {f"eval/{key}": x for key, x in mean.items()}
     return metrics, [answer for _, _, answer in rows]

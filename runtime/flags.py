@@ -104,6 +104,9 @@ ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "offload", "vllm_memor
 
 
 
+MOVED = {  # flags of former versions -> what to use now
+    "tp": "examples/tensor_parallel.py --tp", "kl_in": "examples/kl.py --kl_in",
+    "allow_unsafe_code": "ALLOW_UNSAFE_CODE=1 with examples/code_reward.py"}
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECORD = "nano_rlvr.json"  # in the folder of a trained model: {"config": the fields of its run}
 ORGANISATIONS = {
@@ -118,6 +121,10 @@ def parse(config, algos, models, argv, description):
     the row of --algo in `algos`; the later one counts.
     """
     import tyro
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name in MOVED:
+            raise ValueError(f"--{name} is gone: use {MOVED[name]}")
     first = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in ("algo", "model", "name", "out"):  # the other defaults depend on them

@@ -258,7 +258,8 @@ def evaluation_text(metrics):
         m = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
         shares = ["no_verdict"] * (m["no_verdict"] > 0)
         shares += [name for name in m if re.match(r"\w+@", name)]  # from samples, of this set
-        line = f"{prefix[5:-1] or overall}: accuracy {m['accuracy']:.1%} (95 % interval "
-        line += f"{m['low']:.1%} to {m['high']:.1%}, n = {m['n']}), mean length {m['length']:.1f}"
+        interval = f"95 % interval {m['low']:.1%} to {m['high']:.1%}, " if "low" in m else ""
+        line = f"{prefix[5:-1] or overall}: accuracy {m['accuracy']:.1%} ({interval}n = {m['n']})"
+        line += f", mean length {m['length']:.1f}"
         lines.append(line + "".join(f", {name} {m[name]:.1%}" for name in shares))
     return "\n".join(lines)

@@ -37,7 +37,8 @@ def load_tokenizer(cfg):
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # the hub would convert a .bin
     code = dict(trust_remote_code=cfg.trust_remote_code)
     with loading("config.json", cfg, "code of its own needs --trust_remote_code"):
-        empty_model(cfg.model, **code)
+        model = empty_model(cfg.model, **code)
+    check_architecture(cfg, model)
     with loading("tokenizer", cfg, "copy the files of the model it was made from"):
         tokenizer = AutoTokenizer.from_pretrained(cfg.model, **code)
         if not tokenizer("1+1", add_special_tokens=False)["input_ids"]:
@@ -53,6 +54,18 @@ def load_tokenizer(cfg):
                          f"{len(faults)} tensors are missing, unknown or of another shape, "
                          f"one is {faults[0]}")
     return tokenizer
+
+
+def check_architecture(cfg, model):
+    """Raises ValueError for what the rehearsal does not notice: see guard.rehearse."""
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    settings = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attention_chunk_size")
+    found = [name for name in settings if getattr(config, name, None) not in (None, 1.0)]
+    if type(head) is not torch.nn.Linear or head.bias is not None:
+        found.append("an LM head that is no plain matrix")
+    if found:
+        raise ValueError(f"--model {cfg.model} ({config.model_type}) is not supported: it has "
+                         f"{' and '.join(found)}")
 
 
 def load_model(cfg):

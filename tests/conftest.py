@@ -105,7 +105,6 @@ def judged(values_of, **counts):
         values = values_of(texts, columns)
         return values, {"x": values}, counts
 
-    verify.weights_of = lambda spec=None: {"x": 1.0}
     return verify
 
 

@@ -13,6 +13,7 @@ import torch
 import vllm._custom_ops
 
 import nano_rlvr as nr
+import tensor_parallel
 from conftest import make_config
 from runtime import dist
 
@@ -58,8 +59,9 @@ def prompts_of(rank):
 def main(folder, model):
     vllm._custom_ops._supports_onednn = False  # before LLM(): it would keep repacked weights only
     dist.init_process_group()
-    base = dict(model=model, tp=dist.world_size(), lr=0.01, kl_coef=0.0)
-    llm, results = nr.Sampler(make_config(**base)), {"sampled": [], "mismatch": [], "damaged": {}}
+    base = dict(model=model, lr=0.01, kl_coef=0.0)
+    llm = tensor_parallel.SharedEngine(make_config(**base), dist.world_size())
+    results = {"sampled": [], "mismatch": [], "damaged": {}}
     prompts, seeds = prompts_of(dist.rank())
     for changes in POLICIES:
         cfg = make_config(**base | changes)

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 import data
 import nano_rlvr as nr
-import runtime.flags
 from conftest import ROOT
 from runtime.dist import RunError
 
@@ -24,7 +23,7 @@ FLAGS = [  # a command line, a part of the line
     ("--rollout my_rollout", "--rollout my_rollout: must be a file and a function in it"),
     ("--lora_rank 4 --zero_stage 3", "--lora_rank needs --zero_stage 1 or 2"),
     ("--prompts 6 --minibatches 4", "--minibatches 4 must divide the 6 prompts"),
-    ("--tp 2", "--tp 2: must divide the number of ranks, 1"),
+    ("--tp 2", "--tp is gone: use examples/tensor_parallel.py --tp"),
     ("--task chess", "--task chess: choose one of arithmetic"),
     ("--template nowhere.txt", "--template nowhere.txt: not one of chat, none"),
     ("--rewards gsm9k", "unknown reward 'gsm9k'"),
@@ -43,7 +42,7 @@ MAIN = [  # a command line, a part of the line: later checks, by main() itself
     ("--data {dir}", "{dir}: no such file, no task"),
     ("--data {dir}/a.jsonl --eval_data {dir}/a.jsonl", "nothing is left to train on"),
     ("--rewards os:getcwd", "--rewards getcwd: it is no reward function"),
-    ("--rewards code", "reward code: it reads the column 'tests', which arithmetic does"),
+    ("--rewards examples/code_reward.py:code", "reward code: it reads the column 'tests', which"),
     ("--model Qwen2.5-Math-99B", "--model Qwen/Qwen2.5-Math-99B: its config.json cannot"),
 ]
 THIRD = "def make(*_): return [{'question': '1', 'answer': answer} for answer in '22 ']"
@@ -151,5 +150,5 @@ def test_a_bad_model_folder_is_refused(fault, plant, says, tmp_path, refused):
     argv = f"--model {folder} --template chat --max_prompt 64 --max_tokens 32"
     with refused(says):
         cfg = nr.parse_config(argv.split())
-        data.encode(ROWS[0], runtime.flags.load_tokenizer(cfg), cfg.template)
+        data.encode(ROWS[0], nr.load_tokenizer(cfg), cfg.template)
         nr.load_model(cfg)

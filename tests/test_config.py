@@ -13,9 +13,8 @@ import torch
 
 import nano_rlvr as nr
 import runtime.flags
-import runtime.memory
+import runtime.hub
 import runtime.sampler
-import runtime.shape
 from conftest import ENV, ROOT, close, fixed_rollouts, make_config
 
 HINTS = typing.get_type_hints(nr.Config)
@@ -28,7 +27,7 @@ def test_every_numeric_flag_has_one_range_with_its_default_and_no_value_beyond_i
     for names, low, high in runtime.flags.RANGES:
         for name in names.split():
             for value in (low, high, getattr(nr.Config, name)):
-                if name not in ("minibatches", "tp"):  # they depend on the prompts and the ranks
+                if name != "minibatches":  # it depends on the prompts
                     make_config(**alone | {name: value})
             below, above = math.nextafter(low, -math.inf), math.nextafter(high, math.inf)
             for value in (below, above, math.nan, math.inf, -math.inf):
@@ -63,7 +62,7 @@ def test_needs_names_flags_that_exist_and_for_each_gate_the_flags_that_act_on_it
     ("--minibatches 2 --delta 2 --gate soft", "delta"), ("--epochs 2 --delta 2", ""),
     ("--minibatches 2 --clip_high 0.1 --gate soft", "clip_high"),
     ("--minibatches 2 --tau 2", "tau"), ("--minibatches 2 --tau 2 --gate soft", ""),
-    ("--kl_in reward --kl_coef 0", "kl_in"), ("--vllm_memory 0.5", "vllm_memory"),
+    ("--vllm_memory 0.5", "vllm_memory"),
     ("--correction_cap 3 --correction none", "correction_cap"), ("--correction_cap 3", ""),
     ("--warmup 9 --steps 8", "warmup"),
     # on-policy
@@ -72,7 +71,7 @@ def test_needs_names_flags_that_exist_and_for_each_gate_the_flags_that_act_on_it
 ])
 def test_flags_without_an_effect_are_in_a_note_and_change_no_gradient(
         argv, flags, tokenizer, capsys, monkeypatch):
-    monkeypatch.setattr(runtime.memory, "check_machine", lambda dtype: None)  # may print a note
+    monkeypatch.setattr(runtime.flags, "check_machine", lambda dtype: None)  # may print a note
     cfg = nr.parse_config(argv.split())
     err = capsys.readouterr().err
     notes = [re.findall(r"--(\w+)", x) for x in re.findall("note: (.*): no effect without", err)]
@@ -113,7 +112,7 @@ def test_without_the_hub_its_libraries_are_told_at_once_that_they_are_offline(mo
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert not runtime.shape.hub_answers.__wrapped__()  # without its cache
+    assert not runtime.hub.hub_answers.__wrapped__()  # without its cache
     assert constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
 
 

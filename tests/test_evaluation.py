@@ -1,7 +1,5 @@
-"""The evaluation: several sets, rewards of a row's own, templates, examples/test_time.py."""
+"""The evaluation: several sets, templates, examples/test_time.py."""
 import json
-import math
-import random
 
 import pytest
 
@@ -10,30 +8,34 @@ import nano_rlvr as nr
 import rewards
 import runtime.flags
 import test_time as example
-from conftest import ROOT, close, make_config, within, write_rows
-from runtime import evaluation, stats
+from conftest import close, make_config, write_rows
+from process_rewards import steps_reward
+from runtime import evaluation, log, stats
 
-INSTRUCTION = f"{ROOT}/examples/instructions.py:instruction"
-ROWS = [  # of a file: sums, and an instruction without an answer
-    {"question": "3+4+5", "answer": "12", "reward": ""},
-    {"question": "3+4-5", "answer": "2", "reward": " "},
-    {"question": "Say it.", "reward": INSTRUCTION,
-     "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}]
+ROWS = [{"question": "3+4+5", "answer": "12"}, {"question": "3+4-5", "answer": "2"}]
 
 
 # ---- sets
 
-def test_each_set_keeps_its_name_and_is_judged_by_its_own_rewards(tmp_path, tokenizer):
-    mixed = write_rows(tmp_path / "mixed.jsonl", ROWS)
-    cfg = make_config(eval_data=f"arithmetic, countdown,{mixed}", eval_size=8, max_prompt=400)
+def test_each_set_keeps_its_name_and_a_column_that_names_rewards_is_refused(tmp_path, tokenizer):
+    own = write_rows(tmp_path / "own.jsonl", ROWS)
+    cfg = make_config(eval_data=f"arithmetic, countdown,{own}", eval_size=8, max_prompt=400)
     _, examples = data.load_splits(cfg, tokenizer, notify=pytest.fail)
     assert [e["eval_set"] for e in examples] == (
-        ["arithmetic"] * 8 + ["countdown"] * 8 + ["mixed"] * 3)
-    assert [e.get("reward") for e in examples] == (
-        [None] * 8 + ["countdown:1,format:0.1"] * 8 + [None, None, INSTRUCTION])
-    assert examples[-1]["answer"] is None
-    cfg = make_config(eval_data="arithmetic", rewards="random", eval_size=4)
-    assert [e["reward"] for e in data.load_splits(cfg, tokenizer)[1]] == ["gsm8k:1"] * 4
+        ["arithmetic"] * 8 + ["countdown"] * 8 + ["own"] * 2)
+    file = write_rows(tmp_path / "reward.jsonl", [row | {"reward": "math"} for row in ROWS])
+    with pytest.raises(ValueError, match=r"reward.jsonl:1: .* column 'reward': rows cannot name"):
+        data.load(file)
+
+
+def test_gold_answers_of_an_evaluation_that_the_reward_cannot_read_are_said(group):
+    rows = [{"question": "q", "answer": x} for x in (r"\\frac{x}{2}", "5")]
+    with rewards.start_verifier(make_config(rewards="math"), rows[1:], rows, pytest.fail):
+        pass
+    said = []
+    with rewards.start_verifier(make_config(), rows[1:], rows, said.append):
+        pass
+    assert said and "reward gsm8k: 1 of 2 answers cannot be read" in said[0]
 
 
 def test_names_of_sets_differ_and_no_set_may_be_empty(tmp_path, tokenizer):
@@ -47,20 +49,17 @@ def test_names_of_sets_differ_and_no_set_may_be_empty(tmp_path, tokenizer):
         data.load_splits(cfg, tokenizer, notify=lambda _: None)
 
 
-def test_the_interval_of_several_sets_holds_their_mean_19_times_in_20():
+def test_the_mean_over_sets_counts_each_set_once_and_has_no_interval():
     one = evaluation.set_metrics([{"accuracy": i < 3, "length": 2 * i} for i in range(10)])
     assert (one["accuracy"], one["n"], one["length"]) == (0.3, 10, 9)
     assert (one["low"], one["high"]) == stats.wilson_interval(3, 10)
-    for name, x in evaluation.mean_of_sets([one]).items():  # of one set: its own
-        close(x, one[name])
-    rng, sets, held, trials = random.Random(0), ((0.1, 30), (0.5, 100), (0.9, 50)), 0, 2000
-    for _ in range(trials):
-        drawn = [[{"accuracy": rng.random() < p} for _ in range(n)] for p, n in sets]
-        mean = evaluation.mean_of_sets(list(map(evaluation.set_metrics, drawn)))
-        assert mean["n"] == 180
-        held += mean["low"] <= 0.5 <= mean["high"]  # the mean of the three p
-    # five standard errors of the share, and one hundredth: the interval is an approximation
-    within(abs(held / trials - 0.95), 5 * math.sqrt(0.95 * 0.05 / trials) + 0.01)
+    examples = [{"question": "q", "eval_set": name} for name in "aab"]
+    greedy = [nr.Rollout([0], [0], "", False, [0.0], parts={"x": x}) for x in (1.0, 1.0, 0.0)]
+    metrics, _ = evaluation.summary(examples, [0, 1, 2], greedy, [], make_config())
+    assert (metrics["eval/a/accuracy"], metrics["eval/accuracy"], metrics["eval/n"]) == (1, 0.5, 3)
+    assert "eval/a/low" in metrics and "eval/low" not in metrics
+    text = log.evaluation_text(metrics)
+    assert "a: accuracy 100.0% (95 % interval" in text and "mean: accuracy 50.0% (n = 3)" in text
 
 
 # ---- templates
@@ -88,8 +87,8 @@ def test_a_run_keeps_the_text_of_its_template_and_a_trained_model_brings_it(tmp_
 # ---- the real engine
 
 def test_an_evaluation_of_two_sets_with_vllm(llm, tokenizer, tmp_path, monkeypatch):
-    mixed = write_rows(tmp_path / "mixed.jsonl", ROWS)
-    cfg = make_config(eval_data=f"arithmetic,{mixed}", eval_size=16, eval_n=4)
+    own = write_rows(tmp_path / "own.jsonl", ROWS)
+    cfg = make_config(eval_data=f"arithmetic,{own}", eval_size=16, eval_n=4)
     _, examples = data.load_splits(cfg, tokenizer, notify=lambda _: None)
     calls, rollout = [], nr.rollout
 
@@ -97,19 +96,16 @@ def test_an_evaluation_of_two_sets_with_vllm(llm, tokenizer, tmp_path, monkeypat
         calls.append(rollout(*arguments, **sampling))
         return calls[-1]
     monkeypatch.setattr(nr, "rollout", recorded)
-    specs = [e.get("reward") for e in examples]
-    with rewards.Verifier(cfg.rewards, messages=True, row_specs=specs) as verifier:
+    with rewards.Verifier(cfg.rewards, messages=True) as verifier:
         metrics, rows = nr.evaluate(llm, examples, verifier, cfg)
     greedy, samples = calls  # each for both sets at once
-    assert len(greedy) == 19 and len(samples) == 4 * 19
+    assert len(greedy) == 18 and len(samples) == 4 * 18
     right = [rewards.gsm8k_reward([r.text], answer=[e["answer"]])[0]
-             for r, e in zip(greedy[:18], examples)]
-    right.append(float("," not in greedy[18].text and greedy[18].text.strip() != ""))
+             for r, e in zip(greedy, examples)]
     for row, e, r, x in zip(rows, examples, greedy, right, strict=True):
         assert (row["question"], row["completion"], row["right"]) == (e["question"], r.text, x == 1)
         assert row["set"] == e["eval_set"]
-    assert [set(row["parts"]) for row in rows] == [{"gsm8k"}] * 18 + [{"instruction"}]
-    shares = {"arithmetic": sum(right[:16]) / 16, "mixed": sum(right[16:]) / 3}
+    shares = {"arithmetic": sum(right[:16]) / 16, "own": sum(right[16:]) / 2}
     for name, share in shares.items():
         close(metrics[f"eval/{name}/accuracy"], share)
         assert metrics[f"eval/{name}/low"] <= share <= metrics[f"eval/{name}/high"]
@@ -205,12 +201,12 @@ def test_the_steps_before_the_first_wrong_one_are_kept(tokenizer):
     kept = {"<think>14+2=16\n16+9=26</think><answer>26</answer>": "<think>14+2=16",
             "<think>14+2=16\n16+9=25</think><answer>26</answer>": "<think>14+2=16\n16+9=25",
             "<think>14+2=17\n17+9=25</think><answer>25</answer>": "", "": ""}
-    found = [example.right_steps(r, e, rewards.steps_reward) for r in completions(*kept)]
+    found = [example.right_steps(r, e, steps_reward) for r in completions(*kept)]
     assert found == [*kept.values()]
 
 
 @pytest.mark.parametrize("selector", [  # the second is never content, and knows no steps
-    rewards.steps_reward, lambda texts, question: [-len(text) for text in texts]])
+    steps_reward, lambda texts, question: [-len(text) for text in texts]])
 def test_an_answer_with_a_wrong_step_is_revised_from_there_and_the_better_one_is_kept(
         llm, tokenizer, selector):
     sample, examples = Recorded(llm, 1.0), sums(tokenizer, *QUESTIONS)
@@ -252,10 +248,10 @@ def test_a_text_that_goes_on_is_not_judged_by_the_answer_that_it_does_not_have(t
     [e] = sums(tokenizer, "14+2+9")
     group = completions("<think>14+2=16\n", "<think>14+2=16\n16+9=26\n", "<think>\n", *2 * [
         "<think>14+2=16\n16+9=25</think><answer>1</answer>"])
-    found = example.values_of(group, e, rewards.steps_reward, until="\n")
+    found = example.values_of(group, e, steps_reward, until="\n")
     assert found == [1, 1 / 2, None, 2 / 3, 2 / 3]
-    assert example.values_of(group, e, rewards.steps_reward) == [1 / 2, 1 / 3, 0, 2 / 3, 2 / 3]
-    assert example.best_of(group, e, rewards.steps_reward) is group[3]
+    assert example.values_of(group, e, steps_reward) == [1 / 2, 1 / 3, 0, 2 / 3, 2 / 3]
+    assert example.best_of(group, e, steps_reward) is group[3]
     for values, best in (([None, 0.4, 0.5, 0.1, 0.2], 2), ([None] * 5, 0)):
         assert example.best_of(group, e, lambda texts, question: list(values)) is group[best]
 

@@ -5,11 +5,12 @@ import textwrap
 
 import pytest
 
+import jail
 import rewards
-from conftest import descendants, gone
-from verify import jail
+from conftest import ROOT, descendants, gone
 
 pytestmark = pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
+CODE = f"{ROOT}/examples/code_reward.py:code"
 
 
 def run(program, text="", **settings):
@@ -221,10 +222,11 @@ def test_no_test_is_passed_by_exiting_early_or_by_an_object_equal_to_everything(
 def test_without_isolation_code_raises_a_one_line_error(monkeypatch, tmp_path):
     monkeypatch.setattr(jail, "isolates", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path))  # no unshare, also in the pool
-    with pytest.raises(RuntimeError, match="^no isolation .*--allow_unsafe_code$"):
+    with pytest.raises(RuntimeError, match="^no isolation .*ALLOW_UNSAFE_CODE=1$"):
         jail.run_program("print(1)", [""])
-    with pytest.raises(ValueError, match="^no isolation .*--allow_unsafe_code$"):
-        rewards.Verifier("code")
-    rewards.Verifier("code", allow_unsafe_code=True).close()
+    with pytest.raises(ValueError, match="^no isolation .*ALLOW_UNSAFE_CODE=1$"):
+        rewards.Verifier(CODE)
+    monkeypatch.setenv("ALLOW_UNSAFE_CODE", "1")
+    rewards.Verifier(CODE).close()
     for program, output in (("print(input())", "a\n"), ("while True: pass", None)):
-        assert jail.run_program(program, ["a"], 1, allow_unsafe_code=True) == [output]
+        assert jail.run_program(program, ["a"], 1) == [output]

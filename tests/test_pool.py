@@ -1,17 +1,16 @@
-"""The pool and the verifier: no call delays, stops or outlives the trainer; steps and row specs."""
+"""The pool and the verifier: no call delays, stops or outlives the trainer."""
 import contextlib
+import functools
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+import data
 import rewards
 from conftest import ROOT, descendants, gone, processes_with
 from verify import pool, verifier
@@ -20,7 +19,9 @@ MARK = f"my-child-{os.getpid()}"
 FUNCTIONS = """
 import os, signal, subprocess, sys, threading, time
 import numpy as np
-from verify import jail
+sys.path.append(EXAMPLES)
+import jail
+os.environ["ALLOW_UNSAFE_CODE"] = "1"
 threading.Thread(target=time.sleep, args=[600]).start()  # it holds nothing up
 CHILD = [sys.executable, "-c", "import time; time.sleep(600)", MARK]
 DAEMON = f"import subprocess; subprocess.Popen({CHILD!r}, start_new_session=True)"
@@ -35,7 +36,7 @@ def misbehaves(completions, **_):
     if c == "die": os.kill(os.getpid(), signal.SIGKILL)
     if "child" in c: subprocess.Popen(CHILD)
     if "daemon" in c: subprocess.run([sys.executable, "-c", DAEMON])
-    if "program" in c: jail.run_program(PROGRAM, [""], 600, allow_unsafe_code=True)
+    if "program" in c: jail.run_program(PROGRAM, [""], 600)
     if "hang" in c: time.sleep(600)
     if "leave" in c: os._exit(0)
     if c == "ask": return [float(len(sys.stdin.read()))]
@@ -57,66 +58,40 @@ def greedy(completions, **_):
     return [float(len(bytearray(200 << 20)) > 0)]
 def pid(completions, **_):
     return [float(os.getpid())]
-def letters(completions, **_):  # a step per letter: 1 if it is upper case
-    return [[(i + 1, float(c.isupper())) for i, c in enumerate(text)] for text in completions]
 def size(completions, **_):
     return [float(len(c)) for c in completions]
 def one(completions, **_):
     return [1.0] * len(completions)
-def batch(completions, index, correct=None, **_):
-    correct = correct or [-1] * len(index)
-    return [[(1, float(i)), (2, float(c)), (3, float(len(index)))] for i, c in zip(index, correct)]
-batch.whole_batch = True
-def never(completions, **_):
-    raise KeyError("never")
-def code(completions, **_):
-    return [0.0]
 def asks(completions, **_):
     return [len(completions) + 1.0]
 asks.waits = True
-def kinds(completions, **_):
-    kind, _, _ = completions[0].partition(" ")
-    n = len(completions[0])
-    return [{"empty": [], "list": [[1, True]], "whole": [(n, 1.0)], "none": None, "number": 0.25,
-             "numpy": [(np.int64(3), np.float32(2))], "zero": [(0, 1.0)], "long": [(n + 1, 1.0)],
-             "equal": [(2, 1.0), (2, 1.0)], "float": [(2.0, 1.0)], "nan": [(2, float("nan"))],
-             "nothing": [(2, None)], "one": [(2,)], "bare": [1.0], "dict": {2: 1.0}}[kind]]
 """
-ADDED = [  # spec, what it gives the text "aBcD"
-    # a number is a step at the end
-    ("letters:2,size:0.5", [(1, 0), (2, 2), (3, 0), (4, 2 + 0.5 * 4)]),
-    ("letters:0,size", 4.0),  # without weight: no steps, only the part
-    # correct: the mean of the letters' steps
-    ("letters,batch:0.5", [(1, 0), (2, 1 + 0.5 * 0.5), (3, 0.5 * 1), (4, 1)]),
-    ("letters,never", None),
-]
 
 
 @pytest.fixture(scope="module")
 def my(tmp_path_factory):
     path = tmp_path_factory.mktemp("pool") / "my_own_file.py"
-    path.write_text(FUNCTIONS.replace("MARK", repr(MARK)))
+    examples = repr(str(ROOT / "examples"))
+    path.write_text(FUNCTIONS.replace("MARK", repr(MARK)).replace("EXAMPLES", examples))
     return path
 
 
 @pytest.fixture(scope="module")
 def judge(my):
-    """judge(spec, or one per text, texts, **columns) -> (rewards, parts of the specs, metrics)."""
-    files = {"gsm8k": "", "math": "",
-             "length_kimi": f"{ROOT}/examples/shaping_rewards.py:"}  # of all others: my
-    specs = ["misbehaves", "misbehaves:0.5,odd:2", "odd", "late", "strict,later:0.5", "greedy",
-             "pid", "modules", "length_kimi,gsm8k", "gsm8k,length_kimi:0.5", "length_kimi", "math",
-             *dict(ADDED), "kinds:2", "kinds:0.5,size:0.1", "asks,size:0.5", "size"]
-    full = {spec: ",".join(files.get(part.partition(":")[0], f"{my}:") + part
-                           for part in spec.split(",")) for spec in specs}
-    with rewards.Verifier(f"{my}:one", workers=2, row_specs=full.values()) as verify:
-        def judge(specs, texts, **columns):
-            specs = specs if isinstance(specs, list) else [specs] * len(texts)
-            values, parts, metrics = verify(
-                texts, reward=[spec and full[spec] for spec in specs], **columns)
-            named = {part.partition(":")[0] for s in specs for part in (s or "one").split(",")}
-            return values, {name: x for name, x in parts.items() if name in named}, metrics
-        judge.verify, judge.full = verify, full
+    """judge(spec, texts, **columns) -> (rewards, parts, metrics), with a Verifier per spec. Names
+    without a file are those of `my`, gsm8k, math and length_kimi."""
+    files = {"gsm8k": "", "math": "", "length_kimi": f"{ROOT}/examples/shaping_rewards.py:"}
+
+    with contextlib.ExitStack() as stack:
+        @functools.cache
+        def verifier_of(spec):
+            parts = [files.get(part.partition(":")[0], f"{my}:") + part for part in spec.split(",")]
+            return stack.enter_context(rewards.Verifier(",".join(parts), workers=2))
+
+        def judge(spec, texts, **columns):
+            return verifier_of(spec)(texts, **columns)
+
+        judge.verifier_of = verifier_of
         yield judge
 
 
@@ -185,7 +160,7 @@ def test_a_user_file_is_imported_in_the_fork_server_without_torch_and_the_traine
 
 
 def test_workers_and_fork_servers_that_died_between_batches_are_replaced(judge):
-    server = judge.verify.pool.fork_server.pid
+    server = judge.verifier_of("pid").pool.fork_server.pid
     [worker] = map(int, judge("pid", ["x"])[0])
     for all_of_them in (False, True):
         killed = descendants([server]) - {server} if all_of_them else {worker}
@@ -209,12 +184,12 @@ def test_what_a_function_started_ends_with_its_worker_or_the_pool(my, text, valu
 
 def test_a_call_over_memory_mb_crashes_also_where_math_verify_says_unequal(my, judge):
     assert judge("greedy", ["x"])[0] == [1.0]  # 200 MB of 512
-    texts = [r"\boxed{(x+1)^{10^6}}", r"\boxed{6}", r"\boxed{(x+1)^{10^6}}", r"\boxed{x+1}", "x"]
-    specs = ["math"] * 4 + [f"{my}:greedy"]
-    with rewards.Verifier("math", workers=1, timeout=30, memory_mb=64, row_specs=specs) as verify:
-        values, _, metrics = verify(texts, answer=["5"] * 5, reward=specs)
-    assert values == [None, 0.0, None, 0.0, None]
-    assert metrics == {"reward/timeouts": 0.0, "reward/crashes": 3.0}
+    texts = [r"\boxed{(x+1)^{10^6}}", r"\boxed{6}", r"\boxed{(x+1)^{10^6}}", r"\boxed{x+1}"]
+    for spec, wanted in (("math", [None, 0.0, None, 0.0]), (f"{my}:greedy", [None] * 4)):
+        with rewards.Verifier(spec, workers=1, timeout=30, memory_mb=64) as verify:
+            values, _, metrics = verify(texts, answer=["5"] * 4)
+        assert values == wanted
+        assert metrics == {"reward/timeouts": 0.0, "reward/crashes": wanted.count(None)}
 
 
 def test_ctrl_c_in_a_call_leaves_a_verifier_that_works(judge):
@@ -234,99 +209,34 @@ def test_a_closed_verifier_raises_and_leaves_no_process(my):
         verify(["a"])
 
 
-# ---- rewards per step
-
-def test_steps_and_numbers_are_weighted_and_added_where_they_end(judge):
-    means = {"letters": 0.5, "size": 4, "batch": (0 + 0.5 + 1) / 3}
-    for spec, wanted in ADDED:
-        (value,), parts, _ = judge(spec, ["aBcD"])
-        assert value == wanted and type(value) is type(wanted)
-        assert parts == {name: [means.get(name)] for name in parts}
+# ---- columns
 
 
-def test_one_batch_may_hold_steps_numbers_and_no_verdicts(judge):
-    texts = ["whole", "none", "number", "empty", "list", "numpy"]
-    values, parts, metrics = judge("kinds:2", texts)
-    assert values == [[(5, 2.0)], None, 0.5, None, [(1, 2.0)], [(3, 4.0)]]
-    assert parts["kinds"] == [1.0, None, 0.25, None, 1.0, 2.0] and not any(metrics.values())
-    values, _, _ = judge("kinds:0.5,size:0.1", texts)  # a number becomes a step only beside steps
-    assert values[:3] == [[(5, 0.5 + 0.1 * 5)], 0.1 * 4, 0.5 * 0.25 + 0.1 * 6]
-    assert values[3] == 0.1 * 5
-    assert judge("letters:2,size:0.5", [""])[0] == [0.0]  # an empty completion has no steps
-
-
-def test_malformed_steps_are_crashes_with_a_reason(judge):
-    malformed = ["zero", "long", "equal", "float", "nan", "nothing", "one", "bare", "dict"]
-    values, _, metrics = judge("kinds:0.5,size:0.1", [kind + " ......" for kind in malformed])
-    assert values == [None] * 9 and metrics == {"reward/timeouts": 0.0, "reward/crashes": 9.0}
-    text = verifier._call(lambda completions: [[(0, 1.0)]], ["aBcDe"], {})
-    assert "ValueError: returned [(0, 1.0)]: the ends of the steps must rise within 1" in text
+def test_a_text_is_no_reward_and_a_function_that_waits_for_a_network_is_called_per_text(judge):
     text = verifier._call(lambda completions: ["yes"], ["aBcDe"], {})
     assert "TypeError: returned the text 'yes'; it must be a number or None" in text
+    assert judge("asks,size:0.5", ["cd", "e"])[0] == [2.0 + 0.5 * 2, 2.0 + 0.5]
 
 
-def test_the_example_in_the_docs_gives_the_steps_that_they_name(tmp_path):
-    page = (ROOT / "docs/data_and_rewards.md").read_text()
-    (code,) = re.findall(r"```python\n(# my_steps.py.*?)```", page, re.S)
-    (tmp_path / "my_steps.py").write_text(code)
-    spec = f"gsm8k:1,{tmp_path}/my_steps.py:short_lines:0.1"
-    with rewards.Verifier(spec, workers=1, messages=True) as verify:  # ends count the text
-        values, _, _ = verify(["It is 6*12.\n" + "x" * 61 + "\n#### 72", ""], answer=["72"] * 2)
-    assert values == [[(12, 0.1), (74, 0.0), (81, 0.1 + 1)], 0.0]
-
-
-STEPS = st.dictionaries(st.integers(1, 9), st.integers(-4, 4), min_size=1)
-STEPS = STEPS.map(lambda steps: sorted(steps.items()))
-
-
-@given(st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), STEPS | st.integers(-4, 4)),
-                min_size=1))
-def test_a_character_gets_the_weighted_sum_of_what_each_function_gives_it(given_values):
-    """It gets the values of the steps that end at or after it. All numbers are exact in binary."""
-    def later(value, at):
-        return sum(x for end, x in value if end > at) if isinstance(value, list) else value
-    value = verifier._weighted(given_values, "123456789")
-    has_steps = any(weight and isinstance(v, list) for weight, v in given_values)
-    assert isinstance(value, list) == has_steps
-    for at in range(9 if has_steps else 1):
-        assert later(value, at) == sum(weight * later(v, at) for weight, v in given_values)
-
-
-# ---- a reward per row
-
-
-def test_each_row_is_judged_by_its_own_spec_alone(judge):
-    """Also by a function that waits for a network, and by one that gets a whole batch."""
-    specs = ["letters,never", None, "", "asks,size:0.5", "letters,batch:0.5", "letters,batch:0.5"]
-    texts = ["a", "b", "x", "cd", "efg", "HIJ"]
-    values, parts, metrics = judge(specs, texts)
-    assert values[:4] == [None, 1.0, 1.0, 2.0 + 0.5 * 2]
-    assert values[4:] == [[(1, 2.0), (2, 0), (3, 1)], [(1, 3.5), (2, 1.5), (3, 2)]]
-    assert metrics["reward/crashes"] == 1
-    assert parts["batch"][:4] == [None] * 4 and parts["one"] == [None, 1.0, 1.0, None, None, None]
-    verify, spec = judge.verify, judge.full["asks,size:0.5"]
-    assert verify.weights_of("") == {"one": 1.0}
-    assert list(verify.weights_of(spec).items()) == [("asks", 1.0), ("size", 0.5)]
-    assert verify(texts)[0] == [1.0] * 6  # without the column
-    assert verify(texts, reward=spec)[0] == [2.0 + 0.5 * len(text) for text in texts]
-
-
-def test_a_row_spec_that_cannot_be_used_is_named_in_one_line(my):
-    for bad, says in ((0.5, "0.5 is no text such as math:1,format:0.1"),
-                      (f"{my}:code", "'.*file.py:code': another reward is named 'code' too")):
-        with pytest.raises(ValueError, match=f"^column 'reward'[,:] {says}$"):
-            rewards.Verifier("code", allow_unsafe_code=True, row_specs=["format", bad])
-
-
-def test_columns_are_checked_in_the_rows_that_a_function_judges():
-    rows = [{"question": "q", "answer": "7", "tests": None, "reward": None, "prompt_ids": [1]},
-            {"question": "q", "answer": None, "tests": ["assert True"], "reward": "code"}]
-    with rewards.Verifier("gsm8k", allow_unsafe_code=True, row_specs=["code"]) as verify:
+def test_a_column_that_no_row_has_is_named_in_one_line():
+    rows = [{"question": "q", "answer": "7", "prompt_ids": [1]}, {"question": "q", "answer": None}]
+    says = "^reward gsm8k: it reads the column 'answer', which x.jsonl does not have"
+    with rewards.Verifier("gsm8k") as verify:
         verify.check_columns(rows, "x.jsonl")
-        with pytest.raises(ValueError, match="^reward code: it reads the column 'tests', which x"):
-            verify.check_columns([rows[0], rows[0] | {"reward": "code"}], "x.jsonl")
-        with pytest.raises(ValueError, match="^reward gsm8k: it reads the column 'answer', "):
-            verify.check_columns([rows[1], rows[1] | {"reward": None}], "x.jsonl")
+        with pytest.raises(ValueError, match=says):
+            verify.check_columns(rows[1:], "x.jsonl")
+
+
+def test_the_rows_of_mixed_tasks_are_each_judged_by_their_own_reward():
+    file = f"{ROOT}/examples/mixed_tasks.py"
+    rows = data.load(f"{file}:make", size=64)
+    own = [e for e in rows if e["numbers"] is None]
+    assert 0 < len(own) < 64 and all(e["target"] is None for e in own)
+    answers = ["<answer>40</answer>", "<answer>(3+2)*4</answer>", "4"]
+    with rewards.Verifier(f"{file}:mixed,format:0.1", workers=1) as verify:
+        values, parts, _ = verify(answers, answer=["40", "2", None],
+                                  numbers=[None, [2, 3, 4], None], target=[None, 20, None])
+    assert parts["mixed"] == [1.0, 1.0, None] and values == [1.0, 1.0, 0.0]
 
 
 # ---- a trainer that ends

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import nano_rlvr as nr
+import report.__main__
+import report.page
 from bench import screenshots
 from conftest import EPS, fixed_rollouts, make_config, within, write_rows
-from runtime import report, trainer
+from runtime import records, trainer
 from runtime.log import Log
 
 in_chromium = pytest.mark.skipif(not screenshots.CHROMIUM,
@@ -112,7 +114,7 @@ def visit(page, states, width=1280, dark=False):
 def one(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one") / "run"
     rollouts = write_run(folder)
-    report.write([folder], folder / "report.html")
+    report.page.write([folder], folder / "report.html")
     return folder / "report.html", rollouts
 
 
@@ -176,10 +178,10 @@ def test_the_color_of_a_token_has_the_sign_and_the_size_of_its_number(one, seen)
 @in_chromium
 def test_a_chart_has_values_on_hover_and_its_hint_and_marks_the_step_of_a_click(seen):
     charts = {chart["title"]: chart for chart in seen[""]["charts"]}
-    assert list(charts) == [title for title, *_ in report.CHARTS if title != "Accuracy by set"]
+    assert list(charts) == [title for title, *_ in report.page.CHARTS if title != "Accuracy by set"]
     assert charts["Held-out accuracy"]["tip"] == "step 4\n● eval/accuracy 0.767 (0.4 to 0.95)"
     assert charts["Reward parts"]["tip"] == "step 3\n● reward/a 0.5\n● reward/b 0.5"
-    for title, _, _, _, hint in report.CHARTS:
+    for title, _, _, _, hint in report.page.CHARTS:
         assert not hint or charts[title]["hint"] == "Is this normal?" + hint
         assert set(re.findall(r"--(\w+)", hint)) <= nr.Config.__dataclass_fields__.keys()
     assert {chart["marks"] for chart in seen["click"]["charts"]} == {1}
@@ -191,7 +193,7 @@ def test_a_chart_has_values_on_hover_and_its_hint_and_marks_the_step_of_a_click(
 def test_a_phone_scrolls_in_one_direction_is_dark_and_draws_400_tokens_of_a_long_text(
         seen, tmp_path):
     write_run(tmp_path / "long", length=410)
-    report.write([tmp_path / "long"], tmp_path / "report.html")
+    report.page.write([tmp_path / "long"], tmp_path / "report.html")
     [dark] = visit(tmp_path / "report.html", [""], width=390, dark=True)
     assert dark["wide"] <= 0
     assert len({card["box"]["top"] for card in dark["cards"]}) == 1  # still side by side
@@ -213,7 +215,8 @@ def test_the_page_refers_to_nothing_in_a_network_and_carries_no_text_of_a_model_
 def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(tmp_path):
     for seed in range(2):
         write_run(tmp_path / f"run-{seed}", seed=seed)
-    report.main([f"{tmp_path}/run-0", f"{tmp_path}/run-1", "--out", f"{tmp_path}/all.html"])
+    runs = [f"{tmp_path}/run-0", f"{tmp_path}/run-1"]
+    report.__main__.main([*runs, "--out", f"{tmp_path}/all.html"])
     page = (tmp_path / "all.html").read_text()
     flags = re.findall(r"<tr><td>(\w*)<td>", page[page.index("Settings</summary>"):])
     assert flags == ["", "seed", "steps", "samples"]
@@ -230,25 +233,25 @@ def test_a_damaged_file_of_a_run_is_one_line_and_no_traceback(tmp_path, name):
     for line in (b"no json", b"[]", b"\xff", b'{"step": "x"}', b"[" * 9**5):
         (tmp_path / "run" / name).write_bytes(line + b'\n{"step": 1}\n')
         with pytest.raises(SystemExit, match=r"\Areport: .*/run: damaged, or not .*\Z"):
-            report.main([str(tmp_path / "run")])
+            report.__main__.main([str(tmp_path / "run")])
 
 
 def test_a_last_line_that_is_cut_off_is_skipped_with_a_note(tmp_path, capsys):
     path, whole = tmp_path / "metrics.jsonl", b'{"step": 0, "reward/mean": 0.5}\n'
     for cut in (b'{"step": 1, "rew', b'{"step": 1, "name": "\xc3'):
         path.write_bytes(whole + cut)
-        assert report.read(tmp_path) == [json.loads(whole)]
+        assert records.read(tmp_path) == [json.loads(whole)]
         assert capsys.readouterr().err == f"note: {path}:2 is cut off: skipped\n"
 
 
 def test_the_report_has_whole_groups_of_at_most_2000_rollouts_in_every_kth_step():
-    rng, limit = random.Random(0), report.LIMIT
+    rng, limit = random.Random(0), records.LIMIT
     for _ in range(100):
         samples, groups, steps = rng.randint(1, 3000), rng.randint(1, 900), rng.randint(1, 400)
         per_step = min(samples * groups, max(samples, limit // samples * samples))
         rollouts = range(samples * groups)
-        shown = [s for s in range(steps) if report.shown(s, rollouts, samples, steps)]
-        assert report.shown(0, rollouts, samples, steps) == rollouts[:per_step]
+        shown = [s for s in range(steps) if records.shown(s, rollouts, samples, steps)]
+        assert records.shown(0, rollouts, samples, steps) == rollouts[:per_step]
         k = shown[1] if len(shown) > 1 else steps
         assert shown == list(range(0, steps, k))
         assert len(shown) * per_step <= limit or shown == [0]
@@ -275,7 +278,7 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
     nr.update(policy, [nr.collate(rollouts)], cfg)
     after, new = logps()
     written.write(0, {}, groups, token_logps=zip(shown, before, after))
-    rows = report.read(written.folder, "rollouts.jsonl")
+    rows = records.read(written.folder, "rollouts.jsonl")
     assert len(rows) == len(shown) == 8  # those that are kept
     for row, r, x, y in zip(rows, rollouts, old, new):
         vllm = itertools.compress(r.vllm_logps, r.sampled)
@@ -292,7 +295,7 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
 def test_the_texts_of_the_tokens_are_the_text_also_where_a_character_has_several_tokens(tokenizer):
     text = "<think>1+2=3\né 漢字 🙂</think>"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces = report.texts(ids, tokenizer)
+    pieces = records.texts(ids, tokenizer)
     assert "".join(pieces) == text and len(pieces) == len(ids) > len(text) - len("<think></think>")
     assert pieces[0] == "<think>" and "" in pieces and "漢" in pieces
 

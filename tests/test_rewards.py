@@ -1,4 +1,5 @@
 """The rewards: what earns how much, and that no completion makes a reward raise or block."""
+import contextlib
 import doctest
 import functools
 import http.server
@@ -14,15 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import code_reward
 import data
 import instructions
+import jail
 import judge as judging
 import nano_rlvr as nr
+import process_rewards
 import rewards
 import shaping_rewards as shaping
 from conftest import ROOT, SHARED
 from runtime import batch, stats
-from verify import answer, jail, verifier
+from verify import answer, user_code, verifier
 
 needs_jail = pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
 JUDGE = f"{ROOT}/examples/judge.py:judge"
@@ -31,7 +35,7 @@ OWN = {name: f"{ROOT}/examples/shaping_rewards.py:{name}"
 FUNCTIONS = rewards.REWARDS | {name: getattr(shaping, name) for name in OWN}
 FUNCTIONS["instruction"] = instructions.instruction
 OWN["instruction"] = f"{ROOT}/examples/instructions.py:instruction"
-# columns with which every reward runs on any completion (judge and code have tests of their own)
+# columns with which every reward runs on any completion; judge and code have tests of their own
 COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}"}, "format": {},
            "countdown": {"numbers": [3, 5, 2], "target": 21},
            "instruction": {"instruction_id_list": list(instructions.INSTRUCTIONS), "kwargs": [
@@ -41,7 +45,7 @@ COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}
                {"num_bullets": 1}, {"num_highlights": 1}, {}, {"num_placeholders": 1},
                {"postscript_marker": "P.S."}, {}, {"end_phrase": "x"}, {}, {"language": "en"}]},
            "language": {"question": "How many eggs are there?"}, "repetition": {},
-           "random": {"prompts": "p"}, "steps": {"question": "1+2+3"},
+           "random": {"prompts": "p"},
            "overlong": {"completion_ids": [1] * 9, "max_tokens": 10},
            "length_kimi": {"prompts": "p", "correct": 1.0}}
 SPECS = {name: OWN.get(name, name) for name in COLUMNS}
@@ -53,10 +57,13 @@ def one(name, text, **columns):
 
 @pytest.fixture(scope="module")
 def verify():
-    """One pool for all tests."""
-    specs = SPECS.values()
-    with rewards.Verifier("gsm8k", timeout=40.0, max_tokens=10, row_specs=specs) as made:
-        yield made
+    """verify(name of a reward) -> its Verifier, one for all tests."""
+    with contextlib.ExitStack() as stack:
+        @functools.cache
+        def verifier_of(name):
+            return stack.enter_context(
+                rewards.Verifier(SPECS[name], timeout=40.0, max_tokens=10))
+        yield verifier_of
 
 
 # ---- the table
@@ -96,19 +103,19 @@ def adversarial_cases():
 def test_every_completion_of_the_table_earns_what_it_says_within_the_time_limit(verify):
     cases = adversarial_cases()
     assert len({str(case[:3]) for case in cases}) == len(cases) > 900
-    names = {name for case in cases for name in case[2]}
-    columns = {name: [case[2].get(name) for case in cases] for name in names}
-    columns["reward"] = [SPECS[case[0]] for case in cases]
-    values, _, metrics = verify([case[1] for case in cases], **columns)
-    wrong = [(value, name, text[:99], given, wanted, why)
-             for value, (name, text, given, wanted, why) in zip(values, cases)
-             if (value is None) != (wanted is None) or value != pytest.approx(wanted)]
-    assert wrong == [] and not any(metrics.values())
+    for reward in {case[0] for case in cases}:
+        own = [case for case in cases if case[0] == reward]
+        columns = {name: [case[2][name] for case in own] for name in own[0][2]}
+        values, _, metrics = verify(reward)([case[1] for case in own], **columns)
+        wrong = [(value, name, text[:99], given, wanted, why)
+                 for value, (name, text, given, wanted, why) in zip(values, own)
+                 if (value is None) != (wanted is None) or value != pytest.approx(wanted)]
+        assert wrong == [] and not any(metrics.values())
 
 
 @pytest.mark.parametrize("module", [
-    nr, data, batch, stats, rewards, instructions, answer, verifier, shaping,
-    pytest.param(jail, marks=needs_jail)])
+    nr, data, batch, stats, rewards, instructions, answer, verifier, shaping, code_reward,
+    process_rewards, pytest.param(jail, marks=needs_jail)])
 def test_the_examples_in_the_docstrings_are_true(module):
     failed, tried = doctest.testmod(module)
     assert tried > 0 and failed == 0
@@ -142,7 +149,7 @@ def test_every_math500_answer_gets_1_and_0_against_the_next_answer(verify):
     same = [(22, "5", "x=5"), (186, "7", "7"), (403, "3", "3")]  # neighbours with equal answers
     sentences = [f"The final answer is ${a}$. I hope it is correct." for a in answers]
     for texts in solutions, sentences, [f"The answer is:\n$$\n{a}\n$$\nDone." for a in answers]:
-        values, _, metrics = verify(texts * 2, answer=answers + following, reward="math")
+        values, _, metrics = verify("math")(texts * 2, answer=answers + following)
         assert values[:500] == [1.0] * 500 and not any(metrics.values())
         found = [(i, answers[i], following[i]) for i, v in enumerate(values[500:]) if v]
         assert found == same
@@ -153,11 +160,12 @@ def test_every_math500_answer_gets_1_and_0_against_the_next_answer(verify):
 
 def test_gold_answers_that_cannot_be_read_are_counted_and_if_none_can_be_it_is_an_error(verify):
     said = []
-    count = functools.partial(verify.count_unreadable, notify=said.append)
+    count = functools.partial(verify("gsm8k").count_unreadable, notify=said.append)
     examples = [{"question": "q", "answer": f"#### {n or 'none'}"} for n in range(600)]
     for part in examples, examples[1:], []:
         count(part)
-    count([{"answer": gold, "reward": "math"} for gold in ("5", r"\frac{1}", "north", "???")])
+    verify("math").count_unreadable(
+        [{"answer": gold} for gold in ("5", r"\frac{1}", "north", "???")], said.append)
     says = "reward {}: {} answers cannot be read, one is '{}'; their completions get no verdict"
     assert said == [says.format("gsm8k", "1 of 200", "#### none"),
                     says.format("math", "2 of 4", r"\\frac{1}")]
@@ -181,7 +189,7 @@ def test_a_row_that_lacks_a_column_gets_the_default_of_each():
 def test_a_bad_spec_raises_a_one_line_error(spec, says):
     with pytest.raises(ValueError) as caught:
         for _, _, where in rewards.parse_spec(spec):
-            verifier.load(*where.rsplit(":", 1))
+            user_code.load(*where.rsplit(":", 1))
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -218,14 +226,13 @@ ANY_TEXT = st.lists(PIECES | st.text(st.characters(), max_size=30), max_size=30)
 @settings(max_examples=8, deadline=None)
 @given(st.lists(ANY_TEXT, min_size=30, max_size=30))
 def test_any_text_gets_a_number_or_none_and_always_the_same(verify, texts):
-    """Of steps, the mean of their values."""
     for name, columns in COLUMNS.items():
         columns = {key: [value] * 30 for key, value in columns.items() if key != "max_tokens"}
-        values, parts, metrics = verify(texts, reward=SPECS[name], **columns)
+        values, parts, metrics = verify(name)(texts, **columns)
         assert metrics["reward/crashes"] == 0
         assert all(value is None or -1 <= value <= 1 for value in parts[name])
         if name != "math":  # where it times out, it may have been slow by chance
-            assert verify(texts, reward=SPECS[name], **columns)[0] == values
+            assert verify(name)(texts, **columns)[0] == values
 
 
 @pytest.mark.exercise_10
@@ -243,38 +250,6 @@ def test_countdown_agrees_with_python_on_expressions_of_its_kind(numbers, rng):
     assert one("countdown", text, numbers=numbers + [1], target=value) == 0.0
 
 
-# ---- the reward `steps`
-
-REAL = [  # completions of the bundled model: question, text, the ends of the steps and their values
-    ("13-2-3-1+6-13", "<think></think><answer>0</answer>", [("</answer>", 1)]),  # a right guess
-    # the left side does not count; a total after a wrong one may be right again
-    ("4+15+2+18", "<think>4+15=19\n18+2=+2\n19+18=39</think><answer>44</answer>",
-     [("4+15=19", 1), ("18+2=", 0), ("=39", 1), ("</answer>", 0)]),
-    # one total too many
-    ("17-10-4+17",
-     "<think>17-1\ufffd<think>17-10=7\n7-4=3\n3+17=20\n20+17=20</think><answer>20</answer>",
-     [("=7", 1), ("=3", 1), ("=20", 1), ("+17=20", 0), ("</answer>", 1)]),
-    ("9+18-16", "<think>9+18=27<think>9-16=11", [("=27", 1), ("=11", 0)]),  # cut off: no answer
-]
-
-
-@pytest.mark.exercise_12
-def test_steps_judges_running_totals_and_the_answer():
-    for question, text, wanted in REAL:
-        (steps,) = rewards.steps_reward([text], question=[question])
-        assert [value for _, value in steps] == [value for _, value in wanted]
-        assert all(text[:end].endswith(tail) for (end, _), (tail, _) in zip(steps, wanted))
-        assert steps[-1][0] == len(text)
-        # spaces in the question, TRL's messages and an equal answer change nothing
-        message = [{"role": "assistant", "content": text}]
-        assert rewards.steps_reward([message], " ".join(question)) == [steps]
-
-
-def test_steps_has_no_verdict_for_a_question_that_is_no_sum_and_0_for_an_empty_text():
-    questions = ["Why?", "2*3", "", "5", "2+", "+2+3", "9" * 5000 + "+1", "1+2"]
-    assert rewards.steps_reward([""] * 8, question=questions) == [None] * 7 + [0.0]
-
-
 # ---- code
 
 
@@ -285,10 +260,10 @@ def test_code_takes_the_last_block_after_thinking():
     right = [f"<think>{bad}</think>{bad}{good}", "<answer>print(int(input()) * 2)</answer>",
              "```bash\npip install x\n```\n" + good + "It prints:\n```text\n4\n```"]
     wrong = [good + bad, f"<think>{good}</think>{bad}", "print(4)", "", good[:-4]]
-    assert rewards.code_reward(right + wrong, [tests] * 8) == [1.0] * 3 + [0.0] * 5
+    assert code_reward.code(right + wrong, [tests] * 8) == [1.0] * 3 + [0.0] * 5
     both = json.dumps(["assert double(2) == 4", {"input": "2", "output": "0"}])
     program = "```\ndef double(x): return 2 * x\nprint('0  \\n')\n```"
-    assert rewards.code_reward([program, good], tests=[both, []]) == [1.0, None]
+    assert code_reward.code([program, good], tests=[both, []]) == [1.0, None]
 
 
 # ---- judge
@@ -454,7 +429,7 @@ def test_random_is_a_fair_coin_that_ignores_the_answer_and_is_reproducible(verif
     for other in ({"random_seed": 1}, {"step": 1}, {"prompts": ["q"] * n}):
         changed = rewards.random_reward(texts, **columns | other)
         assert 0.4 < sum(a != b for a, b in zip(coins, changed)) / n < 0.6
-    in_workers = verify(texts[:99], prompts=["p"] * 99, sample_index=[*range(99)], reward="random")
+    in_workers = verify("random")(texts[:99], prompts=["p"] * 99, sample_index=[*range(99)])
     assert in_workers[0] == coins[:99]
 
 

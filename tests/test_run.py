@@ -81,7 +81,6 @@ def test_two_ranks_have_the_first_step_of_one_and_stop_with_a_checkpoint_if_torc
     for name in ("reward/mean", "completion/length", "loss", "grad_norm", "entropy",
                  "eval/accuracy", "eval/length", "eval/n"):
         within(abs(one[name] - two[name]), 100 * EPS * max(1, abs(one[name])))
-    assert "seconds/wait" in two and "seconds/wait" not in one
 
 
 @pytest.mark.parametrize("lag", [1, 2])

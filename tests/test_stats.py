@@ -14,8 +14,8 @@ from tokenizers import processors
 import data
 import nano_rlvr as nr
 from conftest import close, judged, make_config, write_rows
-from runtime import evaluation, guard, log, memory, report, shape, stats
-from runtime.batch import step_ends_in_tokens
+from report import page
+from runtime import evaluation, guard, memory, shape, stats
 from runtime.dist import RunError
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -63,66 +63,24 @@ def test_values_of_samples_by_hand():
     group = [completion(rf"\boxed{{{a}}}", parts={"x": float(a != "5")}) for a in forms]
     cut = [completion("<answer>5", truncated=True, parts={"x": 0.0}) for _ in range(4)]
     values = evaluation.sample_values(group + cut)  # 3 of 9 are right
-    assert values.pop("maj@9") and not values.pop("best@9/logprob")  # equal log-probs: the first
+    assert values.pop("maj@9") 
     wanted = {f"pass@{k}": 1 - math.comb(6, k) / math.comb(9, k) for k in (2, 4, 8, 9)}
     assert values.keys() == wanted.keys() | {"mean@9"}
     close([values[name] for name in wanted], list(wanted.values()))
     close(values["mean@9"], 1 / 3)
 
 
-def test_the_sample_with_the_highest_mean_log_prob_of_its_sampled_tokens_is_chosen():
-    def best(*group):
-        return evaluation.sample_values([
-            nr.Rollout([0], [0] * len(logps), "", False, logps, sampled, parts={"x": float(right)})
-            for right, logps, sampled in group])["best@2/logprob"]
-
-    # the sum would choose the first
-    assert best((0, [-1.0, -1.0], None), (1, [-0.5, -1.0, -0.75], None))
-    # three tokens of a tool's output
-    assert best((1, [-1.0] * 4, None), (0, [-3.0, 0.0, 0.0, 0.0], [True, False, False, False]))
+def test_a_group_is_flat_if_all_rewards_that_it_has_are_equal():
+    for rewards, wanted in (((1.0, None, 1.0), True), ((None, None), True), ((1.0, 0.0), False)):
+        assert stats.is_flat([completion(reward=x) for x in rewards]) == wanted
 
 
-def test_a_group_is_flat_if_the_rewards_of_all_steps_agree():
-    assert stats.is_flat([completion(steps=[(1, 1.0), (2, 1.0)]), completion(steps=[(2, 1.0)])])
-    # the same sums
-    assert not stats.is_flat([completion(steps=[(1, x), (2, 1.0 - x)]) for x in (1.0, 0.0)])
-
-
-@pytest.mark.parametrize("text", ["12+3=15\n", "1×2=2, 3÷3=1 \U0001f600."])
-def test_a_step_ends_with_the_token_that_completes_its_last_character(tokenizer, text):
-    """× has two tokens, a byte each. A step that covers the whole text covers the end of the
-    sequence too, which has no text."""
-    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    prefixes = [tokenizer.decode(ids[:k], skip_special_tokens=True) for k in range(len(ids) + 1)]
-    ends = range(1, len(text) + 1)
-    wanted = [next(k for k, x in enumerate(prefixes) if x[:end] == text[:end]) for end in ends]
-    r = nr.Rollout([0], ids, text, False, [0.0] * len(ids), steps=[(end, end / 8) for end in ends])
-    step_ends_in_tokens([r], tokenizer)
-    assert r.steps == [(k, end / 8) for k, end in zip([*wanted[:-1], len(ids)], ends)]
-
-
-def test_score_sums_the_rewards_of_steps_and_rewards_get_the_tokens_of_a_tool_too():
-    seen, rollouts = {}, [completion(tokens=2, sampled=[True, False]) for _ in range(3)]
-    verify = judged(lambda texts, columns: seen.update(columns) or [
-        [(1, 0.5), (2, -0.25)], None, 0.75])
+def test_rewards_get_the_tokens_of_a_tool_too():
+    seen, rollouts = {}, [completion(tokens=2, sampled=[True, False]) for _ in range(2)]
+    verify = judged(lambda texts, columns: seen.update(columns) or [None, 0.75])
     nr.score(rollouts, [{"question": "q"}], verify)
-    assert [(r.reward, r.steps) for r in rollouts] == [
-        (0.25, [(1, 0.5), (2, -0.25)]), (None, []), (0.75, [])]
-    assert seen["completion_ids"] == [[1, 1]] * 3  # as in TRL
-
-
-@torch.no_grad()
-def test_the_kl_in_the_reward_is_that_of_the_sampled_tokens_and_is_not_in_the_loss_too(model):
-    policy, ref = nr.TokenLogps(model, 2.0), nr.TokenLogps(model, 1.0)
-    a = nr.Rollout([5, 6], [7, 8, 9], "", False, [-1.0, 0.0, -2.0], [True, False, True])
-    b = nr.Rollout([5, 6], [10], "", False, [-3.0])
-    batch, cfg = nr.collate([a, b]), make_config(pack_tokens=6, kl_in="reward")
-    k1 = policy(batch)[0] - ref(batch)[0]  # (3,)
-    metrics = nr.trainer.store_kl(policy, ref, [[b, a]], a, cfg)
-    close([a.kl, b.kl], [k1[:2].sum().item(), k1[2].item()])
-    close(metrics["kl"], (a.kl + b.kl) / 3)
-    nr.store_fixed_logps(policy, ref, [batch], cfg)
-    assert batch.ref is None
+    assert [(r.reward, r.parts) for r in rollouts] == [(None, {"x": None}), (0.75, {"x": 0.75})]
+    assert seen["completion_ids"] == [[1, 1]] * 2  # as in TRL
 
 
 def test_metrics_are_means_over_the_tokens_of_all_optimizer_steps(group):
@@ -168,7 +126,7 @@ def test_the_rewards_of_a_step_by_hand(group):
     """None, "no verdict", enters no mean; a reward without any verdict in the step is absent."""
     parts = [{"a": 1.0, "judge": None}, {"a": 0.0, "judge": None}, {"a": None}, {"b": 2.0}]
     rollouts = [completion(reward=x, parts=own) for x, own in zip((1.0, 0.0, None, 2.0), parts)]
-    m = log.step_summary(make_config(), [], [rollouts], SECONDS)
+    m = stats.step_summary(make_config(), [], [rollouts], SECONDS)
     assert (m["reward/a"], m["reward/b"], m["reward/mean"]) == (0.5, 2.0, 1.0)
     assert "reward/judge" not in m and m["reward/no_verdict"] == 1 / 4 and m["group/flat"] == 0
     close(m["reward/std"], math.sqrt(2 / 3))  # of the population
@@ -178,7 +136,7 @@ def test_a_tools_output_is_in_no_length(group):
     """--overlong_buffer is a part of --max_tokens, which counts both."""
     rollouts = [completion(tokens=len(sampled), sampled=sampled, reward=1.0, parts={"x": 1.0})
                 for sampled in ([True] + [False] * 6 + [True], [True] * 4)]
-    metrics = log.step_summary(make_config(samples=2), [rollouts], [rollouts], SECONDS)
+    metrics = stats.step_summary(make_config(samples=2), [rollouts], [rollouts], SECONDS)
     found = [metrics[name] for name in ("completion/length", "tokens", "tokens_per_second")]
     assert found == [3, 6, 2]
     found, _ = evaluation.summary([{"question": "q"}] * 2, [0, 1], rollouts, [], make_config())
@@ -212,12 +170,12 @@ def test_a_chat_template_that_writes_the_beginning_of_sequence_gets_no_second_on
     (dict(kl_coef=0.1, epochs=3), 11)])
 def test_mfu_counts_three_passes_per_epoch_one_for_the_reference_and_one_for_the_old_log_probs(
         changes, passes, group, monkeypatch):
-    monkeypatch.setattr(log, "peak_flops", lambda dtype: 1e9)
+    monkeypatch.setattr(stats, "peak_flops", lambda dtype: 1e9)
     cfg = make_config(**changes)
     rollouts = [nr.Rollout([0, i], [1] * 9, "", False, [0.0] * 9, reward=1.0, weight=weight,
                            parts={"x": 1.0})
                 for i, weight in ((1, 0.1), (2, 0.0))]  # the second one had no gradient
-    metrics = log.step_summary(cfg, [rollouts], [rollouts], SECONDS)
+    metrics = stats.step_summary(cfg, [rollouts], [rollouts], SECONDS)
     one = shape.ModelShape.of(cfg.model).forward_flops(rollouts[:1])
     close(metrics["mfu"], passes * one / (2.0 * 1e9))
 
@@ -243,7 +201,7 @@ def test_the_report_compares_the_first_evaluation_with_the_last(tmp_path):
          "completion": f"step {i}, {j}"}
         for i, step in enumerate([[True, False], [True, True], [False, True]])
         for j, right in enumerate(step)])
-    report.write([tmp_path], tmp_path / "report.html")
+    page.write([tmp_path], tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     table = text[text.index("<table class=\"summary\">"):text.index("</table>")]
     assert re.findall(r"[\d.]+%", table) == ["25.0%", "50.0%"]

@@ -14,6 +14,7 @@ import torch
 
 import kl
 import nano_rlvr as nr
+import process_rewards
 from conftest import EXACT, ROOT, make_config, within
 from runtime.batch import pack
 from vectors import adapters, check, make
@@ -21,7 +22,7 @@ from vectors import adapters, check, make
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 FOLDER = ROOT / "tests/vectors"
 CASES = json.loads((FOLDER / "cases.json").read_text())
-OPTIONS = CASES[0]["options"].keys()
+OPTIONS = CASES[0]["options"].keys() - {"kl_in"}  # that is an option of examples/kl.py
 EXERCISES = {  # number in learn/exercises.md -> the cases that prove it, by name
     1: "kl_coef", 2: r"baseline .*(group|batch|none)$", 3: "gate clip", 4: "aggregate", 5: "ratio",
     6: "correction (?!none)", 11: "scale mean$", 12: "process rewards"}
@@ -76,30 +77,36 @@ def rollouts_of(case):
             ids = range(len(tables["logp"]), len(tables["logp"]) + n)
             for name, table in tables.items():
                 table += c[name] or c["logp"]
-            groups[-1].append(nr.Rollout(
-                [1000 + g], list(ids), "", bool(c["truncated"]), c["vllm"],
-                list(map(bool, c["sampled"])),
-                reward=sum(value for _, value in steps) if steps else None,
-                steps=[] if len(steps) == 1 and steps[0][0] == n else steps))
+            r = nr.Rollout([1000 + g], list(ids), "", bool(c["truncated"]), c["vllm"],
+                           list(map(bool, c["sampled"])),
+                           reward=sum(value for _, value in steps) if steps else None)
+            r.steps = [] if len(steps) == 1 and steps[0][0] == n else steps
+            groups[-1].append(r)
     return groups, {name: torch.tensor(table) for name, table in tables.items()}
 
 
 def solve(case, budget, policy_loss=nr.policy_loss):
     """The script's results for a case, with at most `budget` tokens per pack."""
-    cfg = make_config(**case["options"] | dict(samples=len(case["groups"][0]), pack_tokens=budget))
+    options = {name: case["options"][name] for name in OPTIONS}
+    cfg = make_config(**options | dict(samples=len(case["groups"][0]), pack_tokens=budget))
     groups, tables = rollouts_of(case)
     rollouts, logp = [r for group in groups for r in group], tables["logp"].requires_grad_()
-    if case["options"]["kl_in"] == "reward":
+    before = math.nan if case["running_mean"] is None else case["running_mean"]
+    in_reward = case["options"]["kl_in"] == "reward"
+    if in_reward:
         policy, ref = Table(), Table()
         policy.logps, ref.logps = tables["old"], tables["ref"]
-        nr.trainer.store_kl(policy, ref, [rollouts], rollouts[0], cfg)
-    before = math.nan if case["running_mean"] is None else case["running_mean"]
-    running_mean = nr.assign_advantages(groups, cfg, before)
+        kls = kl.sequence_kls(policy, ref, rollouts, rollouts[0], cfg)
+        running_mean = kl.assign_advantages(groups, kls, cfg, before)
+    elif any(r.steps for r in rollouts):
+        running_mean = process_rewards.assign_advantages(groups, cfg, before)
+    else:
+        running_mean = nr.assign_advantages(groups, cfg, before)
     loss = torch.zeros(())
     for members in pack(nr.assign_token_weights(rollouts, cfg), budget):
         batch = nr.collate(members)
         old = tables["old"][batch.targets] if case["groups"][0][0]["old"] else None  # (R,)
-        has_kl = cfg.kl_coef and cfg.kl_in == "loss"
+        has_kl = cfg.kl_coef and not in_reward
         ref = tables["ref"][batch.targets] if has_kl else None  # (R,)
         loss = loss + policy_loss(logp[batch.targets], old, ref, batch, cfg)[0]
     (loss + 0 * logp.sum()).backward()

@@ -48,7 +48,7 @@ def all_in(groups):
 
 
 def step_rewards(c, o):
-    """Rewards of a completion's steps; [] = no verdict. With kl_in reward the last has the KL."""
+    """Rewards of a completion's steps; [] = no verdict. kl_in reward subtracts the KL."""
     values = [value for _, value in c["rewards"]]
     if values and o["kl_in"] == "reward" and o["kl_coef"]:
         for policy, ref, sampled in zip(c["old"] or c["logp"], c["ref"], c["sampled"]):
@@ -285,7 +285,7 @@ def cases():
     yield make_case("kl_coef 0.2", correction="none")
     yield make_case("kl_coef 0.2, on-policy", correction="none", off=False)
     for name, changes in {
-            "kl_in reward": {}, "kl_in reward, process rewards": STEPS,
+            "kl_in reward": {},
             "kl_in reward, tokens not sampled": TOOL,
             "kl_in reward, leave one out": dict(baseline="leave_one_out", scale="none"),
             "kl_in reward, no verdict": dict(rewards=MISSING)}.items():
