@@ -27,30 +27,23 @@ H hidden size, V vocabulary.
 Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import math
-import os
-import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# Set before torch is imported: idle threads do not spin; large arrays on a CPU get 2 MB pages.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning about NUMA that nobody needs
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # pack sizes vary
-
+import runtime  # noqa: F401  before torch: it sets environment variables that torch reads
 import torch
 
 import data
 import rewards
 from runtime import dist, evaluation, flags, guard, memory, stats, stop, trainer
-from runtime.batch import (Rollout, balance, collate, pack_evenly, sequence_mean, sequence_sum)
+from runtime.batch import (Rollout, balance, collate, deal, flatten, in_groups, pack_evenly,
+                           sequence_mean, sequence_sum)
 from runtime.checkpoint import Checkpoints
 from runtime.log import Log, claim_folder
 from runtime.model import (CHUNK, HeadLogps, WithoutAdapters, load_model, load_tokenizer,
                            on_device)
 from runtime.sampler import Sampler
 from runtime.stats import timed
-from verify.user_code import load
 
 # ------------------------------------------------------------------------------------------ config
 
@@ -58,7 +51,8 @@ from verify.user_code import load
 class Config(flags.RunFlags):
     """The flags that a student turns. Those of model, data, memory and files: runtime/flags.py.
 
-    Defaults for 1.5B parameters on one GPU. MODELS replaces some, then ALGOS, then your flags.
+    Defaults for 1.5B parameters on one GPU. flags.MODELS has others for the bundled model. A row
+    of ALGOS comes next, then what you give.
     """
 
     # rollout
@@ -117,18 +111,11 @@ ALGOS = {
     "maxrl": dict(scale="mean", aggregate="constant", kl_coef=0.0),  # 2602.02710
     "kimi": dict(scale="none", ratio="product", gate="squared", tau=0.1, kl_coef=0.0),  # 2501.12599
 }
-# model -> its differences from Config's defaults, which suit 1.5B parameters on one GPU
-MODELS = {
-    "models/tiny": dict(task="arithmetic", template="chat", steps=50, prompts=32, samples=16,
-                        max_prompt=1536, max_tokens=96, lr=1e-4, lr_end=0.1, kl_coef=0.1,
-                        eval_every=10),
-}
 
 
 def parse_config(argv=None):
     """Command line -> checked Config: see flags.parse. Raises ValueError with one line."""
-    argv = sys.argv[1:] if argv is None else argv
-    return flags.parse(Config, ALGOS, MODELS, argv, description=__doc__.split("\n\n")[0])
+    return flags.parse(Config, ALGOS, argv, description=__doc__.partition("\n")[0])
 
 
 # -------------------------------------------------------------------------------------- 1. rollout
@@ -142,92 +129,99 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     from vllm import SamplingParams
     tokenizer = llm.get_tokenizer()
     turn_end = tokenizer.get_vocab().get("<|im_end|>")  # ends a ChatML turn; EOS may differ
-    sampling = dict(  # logprobs=0: of the sampled token, without alternatives
+    settings = dict(  # logprobs=0: of the sampled token, without alternatives
         n=n, temperature=temperature, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
-        detokenize=False, stop_token_ids=[] if turn_end is None else [turn_end]) | sampling
-    params = [SamplingParams(seed=seed, **sampling) for seed in seeds or [None] * len(prompts)]
+        detokenize=False,  # all texts are decoded at once below, which is faster
+        stop_token_ids=[] if turn_end is None else [turn_end])
+    settings |= sampling  # what the caller asks for counts
+    params = [SamplingParams(seed=seed, **settings) for seed in seeds or [None] * len(prompts)]
     requests = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    samples = [(prompt, sample) for prompt, request in zip(prompts, requests)
-               for sample in request.outputs]
-    texts = tokenizer.batch_decode(
-        [list(sample.token_ids) for _, sample in samples], skip_special_tokens=True)
     rollouts = []
-    for (prompt, sample), text in zip(samples, texts):
-        logps = sample.logprobs.logprobs  # one per sampled token, of logits / temperature
-        truncated = sample.finish_reason == "length"
-        rollouts.append(Rollout(prompt, list(sample.token_ids), text, truncated, logps))
+    for prompt, request in zip(prompts, requests):
+        for sample in request.outputs:
+            truncated = sample.finish_reason == "length"
+            logps = sample.logprobs.logprobs  # one per sampled token, of logits / temperature
+            rollouts.append(Rollout(prompt, list(sample.token_ids), "", truncated, logps))
+    texts = tokenizer.batch_decode([r.completion for r in rollouts], skip_special_tokens=True)
+    for r, text in zip(rollouts, texts):
+        r.text = text
     return rollouts
 
 
 def rollout_function(name):
     """The function that samples: rollout, or that of --rollout my_file.py:my_rollout."""
-    if not name:
-        return rollout
-    return guard.checked(load(*name.rsplit(":", 1), kind="rollout"), name)
+    return guard.load_rollout(name) if name else rollout
 
 
 # --------------------------------------------------------------------------------------- 2. reward
 
 def score(rollouts, examples, verifier, step=0):
-    """Fills reward and parts of the rollouts of these examples. Returns counts of failures.
+    """Fills reward and parts, the value of each reward function, of the rollouts of these examples.
 
-    parts: the value of each reward function, f(completions, **columns) -> list with a float or None
-    per completion. A completion is a text, with --template chat a list of one message. Columns:
-    those of the examples, None where one lacks it; prompts (the questions), completion_ids and step
-    (of the loop); sample_index, the number of a completion among those of its prompt.
+    Returns counts of failures. What a reward function gets: see rewards.columns_of.
     """
-    n = len(rollouts) // len(examples)
-    names = set().union(*examples) - {"prompt_ids", "completions"}
-    columns = {name: [e.get(name) for e in examples for _ in range(n)] for name in names}
-    columns |= {"prompts": columns["question"], "step": step,
-                "sample_index": [*range(n)] * len(examples),
-                "completion_ids": [r.completion for r in rollouts]}
+    columns = rewards.columns_of(rollouts, examples, step)
     values, parts, counts = verifier([r.text for r in rollouts], **columns)
     for i, r in enumerate(rollouts):
-        r.parts = {name: part[i] for name, part in parts.items()}
         r.reward = values[i]
+        r.parts = {name: part[i] for name, part in parts.items()}
     return counts
 
 
-def collect_rollouts(run, step):
-    """Stages 1 and 2 for this rank. -> (split: groups to train on per minibatch, groups sampled).
+def sample_groups(run, step, draw=0):
+    """Stages 1 and 2: samples and scores this rank's part of a batch of prompts -> its groups.
 
-    With drop_flat_groups, groups whose rewards are all the same are left out. With resample, new
-    prompts are then drawn until the ranks together have enough: DAPO's dynamic sampling. Of the
-    groups of all ranks, the first in the order of the data are kept. Step s owns 1 + resample
-    batches of prompts, drawn or not, so its data does not depend on earlier steps. Collective.
+    Step s always uses the batches s * (1 + resample) and following, whether they are drawn or not:
+    a resumed run sees the same data without knowing how often earlier steps drew.
     """
-    cfg, share = run.cfg, run.cfg.prompts // dist.world_size()
-    first = dist.rank() * share  # number of this rank's first prompt in a batch
-    groups = {}  # number of the prompt in this step -> its group, if it can be trained
-    sampled_groups = []
+    cfg = run.cfg
+    number = step * (1 + cfg.resample) + draw
+    examples = data.batch_at(
+        run.train_set, number, cfg.prompts, cfg.seed, dist.rank(), dist.world_size())
+    prompts = [example["prompt_ids"] for example in examples]
+    first = dist.rank() * len(prompts)  # number of this rank's first prompt in the batch
+    seeds = [data.request_seed(cfg.seed, step, draw, first + i) for i in range(len(prompts))]
+    with timed(run.metrics, "rollout"):
+        rollouts = rollout_function(cfg.rollout)(
+            run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds, top_p=cfg.top_p)
+    with timed(run.metrics, "reward"):
+        counts = score(rollouts, examples, run.verifier, step)
+    stats.add_counts(run.metrics, counts, "reward")
+    run.metrics["draws"] = draw + 1
+    return in_groups(rollouts, cfg.samples)
+
+
+def sample_until_enough(run, step):
+    """DAPO's dynamic sampling: leaves out groups whose rewards are all the same. Collective.
+
+    With resample, it draws new prompts until the ranks together have enough groups. Of these it
+    keeps the first in the order of the data. -> (groups, with None for those of other ranks; all
+    groups that this rank sampled)
+    """
+    cfg, sampled, trainable = run.cfg, [], {}  # trainable: number of the prompt -> its group
     for draw in range(1 + cfg.resample):
-        batch_number = step * (1 + cfg.resample) + draw
-        examples = data.batch_at(
-            run.train_set, batch_number, cfg.prompts, cfg.seed, dist.rank(), dist.world_size())
-        prompts = [e["prompt_ids"] for e in examples]
-        seeds = [data.request_seed(cfg.seed, step, draw, first + i) for i in range(share)]
-        with timed(run.metrics, "rollout"):
-            rollouts = rollout_function(cfg.rollout)(
-                run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
-                top_p=cfg.top_p)
-        with timed(run.metrics, "reward"):
-            counts = score(rollouts, examples, run.verifier, step)
-        stats.add_counts(run.metrics, counts, "reward")
-        for i in range(share):
-            group = rollouts[i * cfg.samples:(i + 1) * cfg.samples]
-            sampled_groups.append(group)
-            if not (cfg.drop_flat_groups and stats.is_flat(group)):
-                groups[draw * cfg.prompts + first + i] = group
-        kept = sorted(dist.all_gather(list(groups)))[:cfg.prompts]  # numbers, of all ranks
+        groups = sample_groups(run, step, draw)
+        sampled += groups
+        first = draw * cfg.prompts + dist.rank() * len(groups)
+        for number, group in enumerate(groups, first):
+            if not stats.is_flat(group):
+                trainable[number] = group
+        kept = sorted(dist.all_gather(list(trainable)))[:cfg.prompts]  # numbers, of all ranks
         if len(kept) == cfg.prompts:
             break
-    run.metrics["draws"] = draw + 1
-    own_rewards = [r.reward for group in sampled_groups for r in group]
+    return [trainable.get(number) for number in kept], sampled
+
+
+def collect_rollouts(run, step):
+    """Stages 1 and 2 for this rank. -> (split: groups to train on per minibatch, groups sampled)"""
+    cfg = run.cfg
+    if cfg.drop_flat_groups:
+        groups, sampled = sample_until_enough(run, step)
+    else:
+        groups = sampled = sample_groups(run, step)
+    own_rewards = [r.reward for r in flatten(sampled)]
     guard.check_verdicts("reward", own_rewards, run.metrics, run.verifier)
-    split = [[groups[number] for number in kept[i::cfg.minibatches] if number in groups]
-             for i in range(cfg.minibatches)]
-    return split, sampled_groups
+    return deal(groups, cfg.minibatches), sampled
 
 
 # ------------------------------------------------------------------------------------ 3. advantage
@@ -247,8 +241,7 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
     """
     group_mean, group_std = stats.nan_mean_std(group_rewards, dim=1)  # (G, 1), (G, 1)
     batch_mean, batch_std = stats.nan_mean_std(group_rewards, dim=(0, 1))  # (1, 1), (1, 1)
-    no_verdict = group_rewards.isnan()  # (G, n)
-    n = (~no_verdict).sum(1, keepdim=True)  # (G, 1) rewards that are not NaN
+    n = (~group_rewards.isnan()).sum(1, keepdim=True)  # (G, 1) rewards that are not NaN
     advantages = {
         "group": group_rewards - group_mean,
         # r - mean of the others, from r - mean of all
@@ -261,9 +254,9 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
         "group": group_std + eps,
         "batch": batch_std + eps,
         "mean": torch.where(group_mean > 0, group_mean + eps, torch.inf),
-        "none": torch.ones_like(group_std),
-    }[scale]  # (G, 1) or (1, 1)
-    return (advantages / divisor).masked_fill(no_verdict, 0.0)  # (G, n)
+        "none": 1.0,
+    }[scale]  # (G, 1), (1, 1) or a number
+    return (advantages / divisor).nan_to_num(0.0)  # (G, n)
 
 
 def assign_advantages(groups, cfg, running_mean):
@@ -271,17 +264,16 @@ def assign_advantages(groups, cfg, running_mean):
 
     running_mean: moving average of the reward, for --baseline running; NaN before the first step.
     """
-    own = [[math.nan if r.reward is None else r.reward for r in group] for group in groups]
-    all_rewards = torch.tensor(dist.all_gather(own)).view(-1, cfg.samples)  # (G, n) all ranks
+    rollouts = flatten(groups)
+    own = [math.nan if r.reward is None else r.reward for r in rollouts]
+    all_rewards = torch.tensor(dist.all_gather(own)).view(-1, cfg.samples)  # (G, n) of all ranks
     batch_mean = all_rewards.nanmean().item()  # NaN if no group is left
-    if math.isnan(running_mean):
-        running_mean = batch_mean
-    advantages = group_advantages(all_rewards, cfg.baseline, cfg.scale, running=running_mean)
-    first = sum(dist.all_gather([len(groups)])[:dist.rank()])  # number of this rank's first group
-    for group, row in zip(groups, advantages[first:].tolist()):
-        for r, advantage in zip(group, row):
-            r.advantages = [advantage] * len(r.completion)  # the same for each of its tokens
-    return running_mean if math.isnan(batch_mean) else 0.9 * running_mean + 0.1 * batch_mean
+    before = batch_mean if math.isnan(running_mean) else running_mean
+    advantages = group_advantages(all_rewards, cfg.baseline, cfg.scale, running=before)  # (G, n)
+    first = sum(dist.all_gather([len(own)])[:dist.rank()])  # number of this rank's first rollout
+    for r, advantage in zip(rollouts, advantages.flatten()[first:].tolist()):
+        r.advantages = [advantage] * len(r.completion)  # the same for each of its tokens
+    return stats.moving_mean(before, batch_mean)
 
 
 # ----------------------------------------------------------------------------------------- 4. pack
@@ -324,7 +316,7 @@ def assign_token_weights(rollouts, cfg):
 
 def make_batches(groups, filler, cfg):
     """A batch per pack (see collate). Ranks with fewer add `filler`, a rollout, with weight 0."""
-    trained = assign_token_weights([r for group in groups for r in group], cfg)
+    trained = assign_token_weights(flatten(groups), cfg)
     trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
     packs = pack_evenly(trained, filler, cfg.pack_tokens)
     return [collate(pack, dist.device()) for pack in packs]  # all on the GPU: 60 bytes per token
@@ -367,9 +359,6 @@ def store_fixed_logps(policy, ref, batches, cfg):
 
 # ----------------------------------------------------------------------------------------- 6. loss
 
-MAX_LOG_RATIO = 20.0  # a ratio beyond e^20 is constant; the value of verl, SkyRL and OpenRLHF
-
-
 def k3(logp, ref):
     """Schulman's estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
 
@@ -392,32 +381,26 @@ def importance(mismatch, batch, cfg):
         return weight.clamp(max=cap)  # (R,)
     if cfg.correction == "token_mask":
         return torch.where(weight <= cap, weight, 0.0)  # (R,) where: 0 * inf is NaN
-    if cfg.correction == "sequence_mask":
-        mean = sequence_mean(mismatch, batch).exp()  # (R,)
-        return ((mean <= cap) & (mean >= 1 / cap)).to(mismatch)  # (R,)
-    raise ValueError(f"unknown correction {cfg.correction!r}")
+    mean = sequence_mean(mismatch, batch).exp()  # (R,) sequence_mask
+    return ((mean <= cap) & (mean >= 1 / cap)).to(mismatch)  # (R,)
 
 
 def gated_objective(ratio, log_ratio, logp, advantage, cfg):
-    """(R,) objective per token with a bounded ratio, (R,) whether the bound made its gradient 0."""
-    beyond = log_ratio.abs() > MAX_LOG_RATIO  # (R,) policy_loss makes the ratio constant there
+    """(R,) objective per token, with a ratio that cannot grow without bound."""
     if cfg.gate == "clip":  # PPO, arXiv:1707.06347
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
         # delta > 1 + clip_high, so it changes the minimum only for negative advantages
         bounded = ratio.clamp(max=cfg.delta) if cfg.delta else ratio  # (R,)
         # the minimum: a token that has moved far enough in the right direction gets no gradient
-        objective = torch.minimum(bounded * advantage, clipped * advantage)  # (R,)
-        return objective, beyond | (objective != ratio * advantage)
+        return torch.minimum(bounded * advantage, clipped * advantage)
     if cfg.gate == "detach":  # CISPO: every token keeps its gradient; its weight is bounded
         weight = ratio.clamp(max=1 + cfg.clip_high).detach()  # (R,)
-        return weight * advantage * logp, torch.zeros_like(beyond)
+        return weight * advantage * logp
     if cfg.gate == "soft":  # SAPO: at ratio 1 the gradient is the advantage; it fades on both sides
         tau = torch.full_like(ratio, cfg.tau_neg).masked_fill(advantage > 0, cfg.tau)  # (R,)
-        gate = torch.sigmoid(tau * (ratio - 1))  # (R,)
-        return gate * 4 / tau * advantage, beyond | (gate == 1)  # rounded to 1: derivative 0
-    if cfg.gate == "squared":  # Kimi k1.5, eq. 3: no bound, but a penalty on the squared log-ratio
-        return advantage * log_ratio - cfg.tau / 2 * log_ratio**2, torch.zeros_like(beyond)
-    raise ValueError(f"unknown gate {cfg.gate!r}")
+        return torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage
+    # squared: Kimi k1.5, eq. 3: no bound, but a penalty on the squared log-ratio
+    return advantage * log_ratio - cfg.tau / 2 * log_ratio**2
 
 
 def policy_loss(logp, old, ref, batch, cfg):
@@ -433,13 +416,11 @@ def policy_loss(logp, old, ref, batch, cfg):
         log_ratio = sequence_mean(log_ratio, batch)  # (R,)
     elif cfg.ratio == "product":  # RLOO: every token has the ratio of its whole sequence
         log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (B,) -> (R,)
-    elif cfg.ratio != "token":
-        raise ValueError(f"unknown ratio {cfg.ratio!r}")
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (R,) exp() could be inf
-    objective, clipped = gated_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,), (R,)
-    token_loss = -objective  # (R,)
-    terms = {"ratio": ratio, "clipped": clipped, "mismatch": old - batch.vllm_logps,
-             "mismatch/k3": k3(batch.vllm_logps, old)}  # KL(vLLM || trainer)
+    # beyond e^20 the ratio is constant, as in verl, SkyRL and OpenRLHF: exp() could be inf
+    ratio = log_ratio.clamp(-stats.MAX_LOG_RATIO, stats.MAX_LOG_RATIO).exp()  # (R,)
+    token_loss = -gated_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,)
+    terms = {"ratio": ratio, "clipped": stats.is_clipped(ratio, batch.advantage, cfg),
+             "mismatch": old - batch.vllm_logps}  # (R,) each
     if cfg.correction != "none":
         terms["correction"] = importance(terms["mismatch"], batch, cfg)  # (R,)
         token_loss = token_loss * terms["correction"]  # (R,)
@@ -492,7 +473,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 
 def sync_weights(policy, llm):
     """Wakes vLLM with the policy's weights; RunError if their checksums differ. Collective."""
-    trainer.place_frozen_weights(policy, "cpu")  # LoRA with offload: they make room for vLLM's
+    trainer.sleep(policy)
     llm.load(trainer.named_weights(policy), trainer.count_weights(policy))
 
 
@@ -521,7 +502,9 @@ class Run:
         """
         cfg, log, progress = self.cfg, self.log, self.checkpoints.progress
         for step in range(progress.step, cfg.steps + 1):
-            self.metrics, self.answers, progress.step = {}, [], step
+            progress.step = step
+            self.metrics.clear()
+            self.answers = []
             is_last = step == cfg.steps  # no training step is left
             stop.check(self.checkpoints)
             if step % cfg.eval_every == 0 or is_last:
@@ -529,7 +512,7 @@ class Run:
                 with timed(self.metrics, "evaluate"):
                     found, self.answers = evaluate(self.llm, self.eval_set, self.verifier, cfg)
                 self.metrics |= found
-            if is_last or cfg.save_every and step % cfg.save_every == 0:
+            if is_last or (cfg.save_every and step % cfg.save_every == 0):
                 self.checkpoints.save(final=is_last)
             if not is_last:
                 yield step
@@ -539,56 +522,53 @@ class Run:
 
 def evaluate(llm, examples, verifier, cfg):
     """-> (metrics, a dict per greedy completion). Accuracy: first reward is 1. Collective."""
-    metrics, groups, draw = {}, [], rollout_function(cfg.rollout)
+    metrics, groups, sample = {}, [], rollout_function(cfg.rollout)
     indices = range(dist.rank(), len(examples), dist.world_size())  # of this rank
-    mine = [examples[i] for i in indices]
-    prompts = [e["prompt_ids"] for e in mine]
-    greedy = draw(llm, prompts, 1, 0.0, cfg.max_tokens)
-    stats.add_counts(metrics, score(greedy, mine, verifier), "eval")
-    if n := cfg.eval_n:
+    own = [examples[i] for i in indices]
+    prompts = [example["prompt_ids"] for example in own]
+    greedy = sample(llm, prompts, 1, 0.0, cfg.max_tokens)
+    stats.add_counts(metrics, score(greedy, own, verifier), "eval")
+    if cfg.eval_n:
         seeds = [data.request_seed(cfg.seed, "eval", i) for i in indices]
-        samples = draw(llm, prompts, n, cfg.temperature, cfg.max_tokens, seeds)
-        stats.add_counts(metrics, score(samples, mine, verifier), "eval")
-        groups = [samples[i:i + n] for i in range(0, len(samples), n)]
+        samples = sample(llm, prompts, cfg.eval_n, cfg.temperature, cfg.max_tokens, seeds)
+        stats.add_counts(metrics, score(samples, own, verifier), "eval")
+        groups = in_groups(samples, cfg.eval_n)
     guard.check_verdicts("eval", [stats.first_part(r) for r in greedy], metrics, verifier)
-    found, answers = evaluation.summary(mine, indices, greedy, groups, cfg)
-    return metrics | found, answers
+    summary, answers = evaluation.summary(own, indices, greedy, groups, cfg)
+    return metrics | summary, answers
 
 
 def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advantages,
           policy_loss=policy_loss):
     """The loop. With a stage of yours: main(argv, train=partial(train, policy_loss=yours))."""
-    cfg, llm, policy, ref = run.cfg, run.llm, run.policy, run.ref
+    cfg, llm, policy, metrics = run.cfg, run.llm, run.policy, run.metrics
     progress = run.checkpoints.progress
     sync_weights(policy, llm)  # wakes vLLM, which has the starting weights: --resume has others
     for step in run.steps():  # evaluates and saves before a step
         split, sampled = collect_rollouts(run, step)  # 1. 2. split: groups of each minibatch
-        groups = [group for part in split for group in part]
-        run.filler = min((r for group in sampled for r in group), key=len)  # len: with prompt
-        with timed(run.metrics, "sync"):
-            llm.sleep()  # GPU memory: from vLLM to the trainer; sync_weights wakes it up
-            trainer.place_frozen_weights(policy, dist.device())
-        shown = run.log.rollouts_with_tokens(step, sampled)  # for the report; mostly none
-        with timed(run.metrics, "report"):
-            before = trainer.token_logps(policy, shown, run.filler, cfg)
-        with timed(run.metrics, "update"):
-            progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
-            minibatches = [make_batches(part, run.filler, cfg) for part in split]  # 4.
-            store_fixed_logps(policy, ref, sum(minibatches, []), cfg)  # 5. ref, old
-            run.metrics["lr"] = trainer.set_lr(policy, step, cfg)
-            history = []
-            for _ in range(cfg.epochs):
-                for batches in filter(None, minibatches):  # skips those with nothing to train
-                    history.append(update(policy, batches, cfg, policy_loss))  # 5. 6. 7.
-            run.metrics |= stats.step_means(history)
-            progress.skipped = guard.count_skipped(
-                progress.skipped, step, history, groups, run.log.folder)
-        with timed(run.metrics, "report"):
-            after = trainer.token_logps(policy, shown, run.filler, cfg)
-        with timed(run.metrics, "sync"):
+        groups = flatten(split)
+        run.filler = min(flatten(sampled), key=len)  # the shortest, with its prompt
+        with timed(metrics, "sync"):
+            llm.sleep()  # GPU memory: from vLLM to the trainer; sync_weights wakes vLLM
+            trainer.wake(policy)
+        with run.log.token_changes(step, sampled, policy, run.filler, metrics):  # for the report
+            with timed(metrics, "update"):
+                progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
+                minibatches = [make_batches(part, run.filler, cfg) for part in split]  # 4.
+                store_fixed_logps(policy, run.ref, flatten(minibatches), cfg)  # 5. ref, old
+                metrics["lr"] = trainer.set_lr(policy, step, cfg)
+                history = []
+                for _ in range(cfg.epochs):
+                    for batches in minibatches:
+                        if batches:  # there is something to train
+                            history.append(update(policy, batches, cfg, policy_loss))  # 5. 6. 7.
+                metrics |= stats.step_means(history)
+                progress.skipped = guard.count_skipped(
+                    progress.skipped, step, history, groups, run.log.folder)
+        with timed(metrics, "sync"):
             sync_weights(policy, llm)  # 8.
-        run.metrics |= stats.step_summary(cfg, groups, sampled, run.metrics)
-        run.log.write(step, run.metrics, sampled, run.answers, zip(shown, before, after))
+        metrics |= stats.step_summary(cfg, groups, sampled, metrics)
+        run.log.write(step, metrics, sampled, run.answers)
 
 
 # ------------------------------------------------------------------------------------------- main

@@ -14,8 +14,8 @@ import time
 from statistics import median
 
 import common  # puts the repository on sys.path
-import jail
 import rewards
+from examples import jail
 
 DATA = common.ROOT.parent / "shared/data"
 PROGRAM = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
@@ -77,7 +77,7 @@ def main():
     measure("math", "math", *math())
     measure("hung", "math", *hung(), pools=1, alone=False)
     jail.check()
-    measure("code", "code", *code(), pools=1)
+    measure("code", "examples/code_reward.py:code", *code(), pools=1)
 
 
 if __name__ == "__main__":

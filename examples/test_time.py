@@ -4,8 +4,8 @@
 
 Prints the accuracy and the sampled tokens per question of six methods: thinking budgets, "Wait"
 forcing, best of n, best of n by difficulty, refinement, and tree search. The last four need a
-selector: a reward function that gets the question and no gold answer. Here it is `steps`, which
-works out the sum itself and so never errs. With a learned verifier, expect less of these methods.
+selector: a reward function that gets the question and no gold answer. Here it is steps_reward,
+which works out the sum itself and so never errs. With a learned verifier, expect less of them.
 """
 import itertools
 import sys
@@ -113,9 +113,19 @@ def values_of(group, example, selector, until=None):
 
 def best_of(group, example, selector):
     """The sample to which a reward function gives the highest value; None is no value."""
-    values = values_of(group, example, selector)
-    known = [i for i, value in enumerate(values) if value is not None]
-    return group[max(known, key=values.__getitem__, default=0)]
+    return highest(group, values_of(group, example, selector))
+
+
+def highest(group, scores):
+    """The sample with the highest score, the first of equals; None is no score."""
+    scores = list(scores)
+    known = [i for i, score in enumerate(scores) if score is not None]
+    return group[max(known, key=scores.__getitem__, default=0)]
+
+
+def mean_logp(r):
+    """The mean log-prob of the sampled tokens, a score that costs nothing."""
+    return fmean(itertools.compress(r.vllm_logps, r.sampled))
 
 
 def by_difficulty(sample, examples, n, probes, selector):

@@ -52,10 +52,29 @@ class Rollout:
         return sum(self.sampled)
 
 
+def flatten(lists):
+    """The items of all lists, in one list."""
+    return list(itertools.chain.from_iterable(lists))
+
+
+def in_groups(rollouts, n):
+    """Rollouts in prompt order, n of each prompt -> a list of n per prompt."""
+    return [rollouts[i:i + n] for i in range(0, len(rollouts), n)]
+
+
+def deal(groups, hands):
+    """Groups i, i + hands, i + 2 hands, ... for each i; None, a group of another rank, is left out.
+
+    >>> deal(["a", "b", None, "d", "e"], 2)
+    [['a', 'e'], ['b', 'd']]
+    """
+    return [list(filter(None, groups[i::hands])) for i in range(hands)]
+
+
 # ---- packs and ranks
 
 def by_prompt(rollouts):
-    """Lists of neighbours with the same prompt."""
+    """Splits the list into runs of rollouts that share a prompt."""
     return [list(group) for _, group in itertools.groupby(rollouts, key=lambda r: r.prompt)]
 
 
@@ -85,7 +104,7 @@ def divide(parts, cost):
     a prompt, the most expensive first, each go to the cheapest rank so far (Graham 1969). One that
     would bring this rank above TOLERANCE times the mean is halved first, down to single rollouts.
     If the most expensive rank gains nothing, all stays as it is."""
-    rollouts = [r for part in parts for r in part]
+    rollouts = flatten(parts)
     most = TOLERANCE * cost(rollouts) / len(parts)
     costs, divided = [0] * len(parts), [[] for _ in parts]
     units = sorted(by_prompt(rollouts), key=cost)

@@ -63,6 +63,13 @@ class RunFlags:
     seed: int = 0  # seed of data order, sampling and everything else
 
 
+# model -> its differences from Config's defaults, which suit 1.5B parameters on one GPU
+MODELS = {
+    "models/tiny": dict(task="arithmetic", template="chat", steps=50, prompts=32, samples=16,
+                        max_prompt=1536, max_tokens=96, lr=1e-4, lr_end=0.1, kl_coef=0.1,
+                        eval_every=10),
+}
+
 # (flags, smallest, largest value): one row for each numeric flag. inf and nan are in no range.
 RANGES = (
     ("steps warmup save_every keep_rollouts pack_tokens kl_coef clip_high delta weight_decay "
@@ -114,13 +121,14 @@ ORGANISATIONS = {
     "gemma": "google", "phi": "microsoft", "mistral": "mistralai", "olmo": "allenai"}
 
 
-def parse(config, algos, models, argv, description):
+def parse(config, algos, argv, description):
     """argv -> checked config(...). Exits with the usage for an unknown flag, choice or type.
 
-    Defaults: those of `config`, the row of --model in `models`, the run that --resume continues,
+    argv: None for that of the process. Defaults: those of `config`, the row of --model in MODELS, the run that --resume continues,
     the row of --algo in `algos`; the later one counts.
     """
     import tyro
+    argv = sys.argv[1:] if argv is None else argv
     for word in argv:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if word.startswith("--") and name in MOVED:
@@ -137,7 +145,7 @@ def parse(config, algos, models, argv, description):
     if algo not in algos:
         raise ValueError(f"--algo {algo}: choose one of {', '.join(algos)}")
     row = {} if algo == saved.get("algo") else algos[algo]
-    defaults = config(**model_row(model, models) | chosen | row)
+    defaults = config(**model_row(model) | chosen | row)
     cfg = check(tyro.cli(
         config, args=argv, default=defaults, description=description, use_underscores=True))
     return check_resumed(cfg, saved) if saved else cfg
@@ -256,13 +264,13 @@ def find_model(name):
     return name
 
 
-def model_row(model, rows):
+def model_row(model):
     """The defaults that suit a model: its row or, of the record in its folder, what a row names."""
     path = Path(find_model(model)) / RECORD
     if path.is_file():
-        names = set().union(*rows.values())
+        names = set().union(*MODELS.values())
         return {name: x for name, x in read_settings(path)["config"].items() if name in names}
-    by_path = {os.path.realpath(find_model(name)): row for name, row in rows.items()}
+    by_path = {os.path.realpath(find_model(name)): row for name, row in MODELS.items()}
     return by_path.get(os.path.realpath(find_model(model)), {})
 
 

@@ -14,7 +14,7 @@ from runtime.dist import RunError
 from runtime.hub import empty_model
 from runtime.model import on_device
 from runtime.trainer import adamw_states, set_lr
-from verify.user_code import user_error
+from verify.user_code import load, user_error
 
 MOST_SKIPPED = 3  # steps in a row
 
@@ -144,9 +144,11 @@ def rehearse(policy, ref, cfg):
             state[name] = state[name].zero_() if torch.is_tensor(state[name]) else 0
 
 
-def checked(rollout, spec):
-    """The function of --rollout (its value: spec). It raises RunError, with the user's line, for an
-    exception in it and for a Rollout that does not fit. ValueError, now, for other arguments."""
+def load_rollout(spec):
+    """The function of --rollout, my_file.py:my_rollout. It raises RunError, with the user's line,
+    for an exception in it and for a Rollout that does not fit. ValueError, now, for other arguments
+    or if it cannot be loaded."""
+    rollout = load(*spec.rsplit(":", 1), kind="rollout")
     try:
         for positional in (5, 6):  # the greedy evaluation gives no seeds
             inspect.signature(rollout).bind(*range(positional), top_p=1.0)

@@ -1,4 +1,5 @@
 """The folder of a run, which one process holds at a time; what it writes there and prints."""
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -23,7 +24,8 @@ from runtime.dist import RunError
 from runtime.flags import ROUNDING
 from runtime.hub import first_line
 from runtime.records import STAGES, sha256, stage_seconds, sync, to_json
-from runtime.stats import peak
+from runtime.stats import peak, timed
+from runtime.trainer import token_logps
 
 _held = []  # the open file whose lock this process holds
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")  # one JSON object per line
@@ -105,6 +107,7 @@ class Log:
     def __init__(self, cfg, tokenizer, plan=None):
         self.cfg, self.tokenizer, self.folder = cfg, tokenizer, Path(cfg.out) / cfg.name
         self.rows, self.wandb, self.start = [], None, time.perf_counter()
+        self.changes = ()  # see token_changes
         if dist.rank() > 0:
             return
         from tqdm import tqdm
@@ -173,16 +176,23 @@ class Log:
         count = math.ceil(self.cfg.keep_rollouts / self.cfg.samples)
         return [r for group in groups[:count] for r in group]
 
-    def rollouts_with_tokens(self, step, groups):
-        """The rollouts of a step whose tokens get numbers for the report; none in most steps."""
-        return records.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
+    @contextlib.contextmanager
+    def token_changes(self, step, groups, policy, filler, metrics):
+        """Around the update of a step: keeps for the report, of most steps of none, the log-probs
+        of tokens before and after it. Collective."""
+        shown = records.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
+        with timed(metrics, "report"):
+            before = token_logps(policy, shown, filler, self.cfg)
+        yield
+        with timed(metrics, "report"):
+            after = token_logps(policy, shown, filler, self.cfg)
+        self.changes = zip(shown, before, after)
 
-    def write(self, step, metrics, groups=(), answers=(), token_logps=()):
+    def write(self, step, metrics, groups=(), answers=()):
         """At the end of a step: metrics.jsonl, the first groups in rollouts.jsonl, and the screen.
 
         answers: the dicts of an evaluation, for eval.jsonl. Like the metrics, they are written
-        after the checkpoint of their step: a run that continues there evaluates again.
-        token_logps: of rollouts_with_tokens, (rollout, log-probs before, after the update)."""
+        after the checkpoint of their step: a run that continues there evaluates again."""
         if dist.rank() > 0:
             return
         self.rows.append({"step": step, **metrics})
@@ -193,7 +203,7 @@ class Log:
                  "parts": r.parts, "advantage": r.advantages[0],
                  "prompt_tokens": len(r.prompt), "tokens": r.length,
                  "finish": "length" if r.truncated else "stop"} for r, prompt in zip(kept, prompts)]
-        for row, (r, before, after) in zip(rows, token_logps):  # the first of `kept`
+        for row, (r, before, after) in zip(rows, self.changes):  # the first of `kept`
             row["per_token"] = records.numbers(r, before, after, self.tokenizer)
         self._append("rollouts.jsonl", rows)
         self._append("eval.jsonl", [{"step": step, **answer} for answer in answers])

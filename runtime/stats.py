@@ -10,11 +10,18 @@ from runtime import dist, memory
 from runtime.records import stage_seconds
 from runtime.shape import ModelShape, peak_flops
 
+MAX_LOG_RATIO = 20.0  # a ratio beyond e^20 is constant; the value of verl, SkyRL and OpenRLHF
+
 
 def is_flat(group):
     """True if all rewards of a group are equal, None ignored: with a baseline of the group every
     advantage is then 0."""
     return len({r.reward for r in group} - {None}) <= 1
+
+
+def moving_mean(mean, new):
+    """A moving average that takes a tenth of `new`, or nothing of NaN."""
+    return mean if math.isnan(new) else 0.9 * mean + 0.1 * new
 
 
 def wilson_interval(hits, n):
@@ -60,6 +67,21 @@ def nan_mean_std(x, dim):
     return smallest + mean_excess, variance.sqrt()
 
 
+def is_clipped(ratio, advantage, cfg):
+    """(R,) whether a bound of the ratio made a token's gradient 0: see gated_objective."""
+    is_constant = ratio.log().abs() > MAX_LOG_RATIO - 1e-3  # (R,) see policy_loss
+    if cfg.gate == "clip":
+        too_low = ratio < 1 - cfg.clip_low  # (R,)
+        if cfg.delta:
+            too_low |= ratio > cfg.delta
+        beyond = torch.where(advantage > 0, ratio > 1 + cfg.clip_high, too_low)  # (R,)
+        return is_constant | (beyond & (advantage != 0))
+    if cfg.gate == "soft":
+        tau = torch.full_like(ratio, cfg.tau_neg).masked_fill(advantage > 0, cfg.tau)  # (R,)
+        return is_constant | (torch.sigmoid(tau * (ratio - 1)) == 1)  # rounded: derivative 0
+    return torch.zeros_like(is_constant)
+
+
 def pack_sums(loss, terms, entropy, weight, cfg):
     """Metrics of a pack: sums over its tokens (0 for a filler), the loss, the largest mismatch.
 
@@ -67,7 +89,8 @@ def pack_sums(loss, terms, entropy, weight, cfg):
     """
     mismatch = terms.pop("mismatch")  # (R,)
     terms |= {"entropy": entropy, "tokens": torch.ones_like(entropy),
-              "mismatch/mean_abs": mismatch.abs()}
+              "mismatch/mean_abs": mismatch.abs(),
+              "mismatch/k3": mismatch.expm1() - mismatch}  # k3: KL(vLLM || trainer)
     if cfg.correction != "none":
         correction = terms.pop("correction")  # (R,)
         uncapped = 1.0 if cfg.correction == "sequence_mask" else mismatch.exp()  # (R,)

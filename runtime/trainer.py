@@ -96,6 +96,16 @@ def set_tensor(p, kind, value):
         p.copy_(value)
 
 
+def sleep(engine):
+    """Before vLLM wakes up: with LoRA and offload, the frozen weights make room for vLLM's."""
+    place_frozen_weights(engine, "cpu")
+
+
+def wake(engine):
+    """Once vLLM sleeps: with LoRA and offload, the frozen weights come back."""
+    place_frozen_weights(engine, dist.device())
+
+
 def place_frozen_weights(engine, device):
     """With --lora_rank and --offload optimizer, moves the frozen weights to `device`.
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/*.py", "runtime/*.html", "verify/*.py",
+PRODUCT = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/*.py", "report/*", "verify/*.py",
            "examples/*.py")  # where faults are planted
 DRAWN = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/batch.py", "runtime/evaluation.py",
          "runtime/guard.py", "runtime/model.py", "runtime/shape.py", "runtime/stats.py")

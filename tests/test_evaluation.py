@@ -256,6 +256,18 @@ def test_a_text_that_goes_on_is_not_judged_by_the_answer_that_it_does_not_have(t
         assert example.best_of(group, e, lambda texts, question: list(values)) is group[best]
 
 
+def test_the_likeliest_sample_has_the_highest_mean_log_prob_of_its_sampled_tokens():
+    def likeliest(*samples):
+        group = [nr.Rollout([0], [0] * len(logps), "", False, logps, sampled)
+                 for logps, sampled in samples]
+        return group.index(example.highest(group, map(example.mean_logp, group)))
+
+    # the sum would choose the first
+    assert likeliest(([-1.0, -1.0], None), ([-0.5, -1.0, -0.75], None)) == 1
+    # three tokens of a tool's output
+    assert likeliest(([-1.0] * 4, None), ([-3.0, 0.0, 0.0, 0.0], [True, False, False, False])) == 0
+
+
 def patience(text):
     """Likes the first step of a calculation better than an answer, and its next ones less."""
     return 1.2 - 0.4 * text.count("\n") if text.endswith("\n") else 0.5

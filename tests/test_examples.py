@@ -13,6 +13,7 @@ import data
 import distill
 import dpo
 import entropy
+import kl
 import nano_rlvr as nr
 import sft
 from conftest import ROOT, close, fixed_rollouts, make_config, naive_logps, write_rows
@@ -89,6 +90,29 @@ def test_sft_imitates_the_right_and_complete_lines_of_a_file_and_their_ends(toke
     demos = sft.read_demos(path, tokenizer, "chat")
     assert [tokenizer.decode(r.completion) for r in demos] == [
         "3<|endoftext|>", "5+6=11\n11+7=18<|endoftext|>"]
+
+
+def test_the_kl_in_the_reward_is_subtracted_from_it_and_not_in_the_loss(
+        models, tokenizer, monkeypatch):
+    """The rewards of a group are equal: what is left is the KL. The logged rewards stay."""
+    policy, ref = models
+    rollouts, cfg = fixed_rollouts(tokenizer, groups=1), make_config(scale="none", kl_coef=0.5)
+    for r in rollouts:
+        r.reward = 1.0
+    run = SimpleNamespace(policy=policy, ref=ref, filler=rollouts[0], metrics={}, cfg=cfg)
+    seen = []
+    monkeypatch.setattr(nr, "train", lambda run, assign_advantages: seen.append(
+        (run.ref, assign_advantages([rollouts], cfg, math.nan))))
+    kl.train_with_kl_in_reward(run)
+    for model in models:
+        model.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        kls = [(naive_logps(policy.model, r)[0] - naive_logps(ref.model, r)[0]).sum().item()
+               for r in rollouts]
+    close([r.advantages[0] for r in rollouts], [-0.5 * (x - sum(kls) / 4) for x in kls])
+    close(run.metrics["kl"], sum(kls) / sum(r.length for r in rollouts))
+    close(seen[0][1], 1 - 0.5 * sum(kls) / 4)
+    assert seen[0][0] is None and {r.reward for r in rollouts} == {1.0}
 
 
 def test_the_band_has_the_questions_in_it_or_the_nearest():

@@ -78,7 +78,7 @@ def trained(monkeypatch, tokenizer, function):
 def test_a_token_gets_the_advantages_of_the_steps_that_end_at_it_or_later(
         in_float64, tokenizer, monkeypatch):
     """The second completion has no steps: its outcome is one. The mean of 1, 0 and 1 is 2/3."""
-    def function(texts, question):
+    def function(texts, question, **columns):
         assert question == ["1+2+4"] * 2
         return [[(5, 1.0), (11, 0.0)], None]
 
@@ -93,5 +93,5 @@ def test_a_token_gets_the_advantages_of_the_steps_that_end_at_it_or_later(
     [(0, 1.0)], [(12, 1.0)], [(2, 1.0), (2, 1.0)], [(2, math.nan)], [(2,)], [2.0]])
 def test_malformed_steps_end_the_run_with_one_line(tokenizer, monkeypatch, steps):
     with pytest.raises(RunError, match="^--step_rewards mine.py:f: (Value|Type)Error: .+") as e:
-        trained(monkeypatch, tokenizer, lambda texts, question: [steps, None])
+        trained(monkeypatch, tokenizer, lambda texts, **columns: [steps, None])
     assert "\n" not in str(e.value)
