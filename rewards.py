@@ -77,9 +77,13 @@ def each(score_one):
 # -------------------------------------------------------------------------------- reading an answer
 
 MAX_ANSWER = 1000  # characters; a longer final answer does not count, which bounds the cost
-ANSWER_MARK = re.compile(r"<answer>|\\f?boxed\s{0,3}\{|####[ \t]{0,9}(?=[-+−$€£¥₹\\.\d])")
+ANSWER_MARK = re.compile(  # "#### 1. April" is a heading
+    r"<answer>|\\f?boxed\s{0,3}\{|####[ \t]{0,9}(?=[-+−$€£¥₹\\.\d])"
+    r"(?!\d{1,3}(?:\.\d{1,3})?(?:\\?[.):][ \t]{1,9}[^\s]|[ \t][-–—:][ \t]{1,9}[^\W\d]))")
 ANSWER_PHRASE = re.compile(  # "The answer is correct." states none; "A: north" may be an option
     r"(?im)(?:\banswer\W{0,4}(?:is\b|:|=)(?!\s{1,9}correct\b[^\d\\\n]*$)"
+    r"|^(?:\#{1,6}[ \t]|\*\*)(?:[^\w\n]|the\b|final\b){0,9}answer[:* \t]{0,9}\n"  # a heading
+    r"(?=\s{0,9}(?:[$*\\]|\S{1,99}\s{0,9}$))"
     r"|^[ \t]{0,9}A[ \t]?:(?=[\s:*]{0,9}[^\n]{0,99}[\d\\]))[\s:*]{0,9}")
 # between two boxes around a comma or "and": they are one answer
 AROUND_AND = re.compile(r"\\(?:text|mathrm|q?quad|[()\[\],;:! ])|[\s${}*~]")
@@ -322,9 +326,27 @@ def program_of(text):
     return final_answer(text) if "<answer>" in text else None
 
 
+def known_tests(tests):
+    """`tests` as a list, if each is of a form that code_reward runs. Others, such as those of APPS
+    ({"inputs": [...], "outputs": [...]}) or a `check` that nobody calls, raise ValueError."""
+    tests = json.loads(tests) if isinstance(tests, str) else tests
+    for test in tests if isinstance(tests, list) else [tests]:
+        if isinstance(test, str):
+            lines = ast.parse(test).body
+            asserts = any(isinstance(node, ast.Assert) for line in lines for node in ast.walk(line))
+            known = asserts and not isinstance(lines[-1], (ast.FunctionDef, ast.ClassDef))
+        else:
+            known = isinstance(test, dict) and test.keys() == {"input", "output"} and all(
+                isinstance(text, str) for text in test.values())
+        if not known:
+            raise ValueError(f"the form of a test is unknown: {str(test)[:200]}; write a list of "
+                             """{"input": text, "output": text} or of texts with assert""")
+    return tests
+
+
 @each
 def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False):
-    """1.0 if the program passes every test, else 0.0; None without tests.
+    """1.0 if the program passes every test, else 0.0; None without tests. ValueError for others.
 
     `tests` is a list, or its JSON text. A test is either {"input": "2 3", "output": "5"}, standard
     input and output, compared line by line without spaces at line ends, or "assert add(2, 3) == 5",
@@ -333,8 +355,8 @@ def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False):
     RuntimeError where it cannot be built.
     """
     end = time.monotonic() + 0.9 * timeout
-    tests = json.loads(tests) if isinstance(tests, str) else tests
-    if not len(tests):
+    tests = known_tests(tests)
+    if not tests:
         return None
     asserts = [test for test in tests if isinstance(test, str)]
     pairs = [test for test in tests if not isinstance(test, str)]
@@ -351,6 +373,7 @@ def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False):
     return float(all(passed))
 
 
+code_reward.reads_gold = True  # a row whose tests are unknown is found at the start
 code_reward.check = lambda allow_unsafe_code, **_: jail.check(allow_unsafe_code)
 
 
