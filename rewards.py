@@ -339,7 +339,7 @@ def known_tests(tests):
             known = isinstance(test, dict) and test.keys() == {"input", "output"} and all(
                 isinstance(text, str) for text in test.values())
         if not known:
-            raise ValueError(f"the form of a test is unknown: {str(test)[:200]}; write a list of "
+            raise ValueError(f"the form of a test is unknown: {test!r:.200}; write a list of "
                              """{"input": text, "output": text} or of texts with assert""")
     return tests
 

@@ -132,27 +132,21 @@ LATEX = [(re.compile(pattern), replacement) for pattern, replacement in (
     ("∞", r"\\infty "), ("[·∙]", r"\\cdot "), ("∈", r"\\in "), ("°", r"^\\circ "),
     ("−|(?<!\\d)(?<!\\d )–", "-"),
     (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "), (r"(?<![\\A-Za-z])oo(?![A-Za-z])", r"\\infty "),
+    (rf"(?<![\w.)}}]){E_NOTATION.pattern}(?![\w.])", lambda m: re.sub(
+        "[eE](.+)", r" \\cdot 10^{\1}", m[0])),
     (r"\*\*", "^"), (r"\^\s?(-\d+)", r"^{\1}"),
     # mixed numbers without LaTeX; the library multiplies
     (r"(?<![\d.^_/}])(?<!frac )(\d+)\s([1-9]\d?)/(\d{1,3})(?![\d.])", r"\1\\frac{\2}{\3}"),
     (r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s?\{?(\d+)\}?|(?<=\.)\((\d+)\))", _repeating),
     (r"(?<![\w^.])\(([\dA-F.]+)\)(?=_)", r"\1"),
-    (r"(?<![\w^.])([\dA-F]*\d[\dA-F.]*)_\s?(\w|\{(?:[^{}]|\{[^{}]*\})*\})", _based),
+    (r"(?<![\w^.])([\dA-F]*\d[\dA-F.]*(?=_\s?\{?1[1-6])|\d[\d.]*)"
+     r"_\s?(\w|\{(?:[^{}]|\{[^{}]*\})*\})", _based),
     # it takes all from the first \text to a } at the end for a unit: 5 \text{ to } \sqrt{36} was 5
     (r"\\(?:text|mbox|mathrm)\s?\{([^{}]*)\}(?=.+\}(?:\^\d)?$)", r" \1 "),
     # upright constants
     (r"\\(?:math(?:rm|it)|text(?:rm|it|normal)?|operatorname)\s?\{\s*([ei]|\\pi)\s*\}"
      r"|\{\\rm ([ei])\}", r"{\1\2}"), (r"I(?=\s?\^)", "{I}"),  # it drops I's exponent
 )]
-
-
-def _readable(latex):
-    """What stands for `latex` before math-verify."""
-    for pattern, replacement in LATEX:
-        latex = pattern.sub(replacement, latex)
-    if "_" not in latex:  # not an index: the imaginary unit, a real symbol to the library
-        latex = re.sub(r"(?<![A-Za-z\\])i(?![A-Za-z])", "{I}", latex)
-    return latex
 
 
 SECONDS = 5.0  # limit of a comparison outside Verifier, which has its own
@@ -190,9 +184,9 @@ def same_math(gold, answer):
 def _amounts(text):
     """[("10", "rabbits"), ("9", "chickens")] for "9 chickens and 10 \\text{ rabbits}"; [] if the
     text says more, or else."""
-    text = re.sub(r"\\(?:text|mathrm|mbox)\s?\{([^{}]*)\}", r" \1 ", text.lower())
-    text = re.sub(r"\band\b|[\\,;&~]", " ", text)
-    amount = r"\s*(\d+(?:\.\d+)?)\s*([a-z]{2}[a-z\s]*)"
+    text = re.sub(r"\\(?:text|mathrm|mbox)\s?\{([^{}]*)\}", r" \1 ", text)
+    text = re.sub(r"\band\b|[,;&]|\\(?=[\s,;&])", " ", text)
+    amount = r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]{2}[A-Za-z\s]*)"
     found = re.findall(amount, text) if re.fullmatch(f"(?:{amount})+", text) else []
     return sorted((number, " ".join(words.split())) for number, words in found)
 
@@ -257,10 +251,13 @@ def _math_verify():
 
     @functools.lru_cache(1 << 12)  # the completions of a group share their gold answer
     def read(text):  # its own timeout is signal.alarm, which cannot interrupt sympy's C code
-        texts = dict.fromkeys((_readable(text), text))  # such as (i, 2): no interval has the end I
+        for pattern, replacement in LATEX:
+            text = pattern.sub(replacement, text)
+        # i that is no index is I; to the library it is a letter. No interval (i, 2) ends at I
+        complex_text = text if "_" in text else re.sub(r"(?<![A-Za-z\\])i(?![A-Za-z])", "{I}", text)
         found = [parse(rf"\boxed{{{each}}}", latex, "no_fallback", "first_match",
-                       parsing_timeout=None) for each in texts]
-        return next(filter(None, found), [])
+                       parsing_timeout=None) for each in dict.fromkeys((complex_text, text))]
+        return found[0] or found[-1]
 
     def is_root(e):
         return isinstance(e, Pow) and e.exp.is_Rational and not e.exp.is_Integer
