@@ -314,9 +314,32 @@ def assign_token_weights(rollouts, cfg):
     return [r for r in judged if r.weight]
 
 
-def make_batches(groups, filler, cfg):
-    """A batch per pack (see collate). Ranks with fewer add `filler`, a rollout, with weight 0."""
+def skip_zero_advantages(rollouts, cfg):
+    """Without a KL term, a sequence whose advantages are all 0 has no gradient: it needs no pass.
+
+    Sets the weight of those to 0, and returns the others. The weights of the others stay: they come
+    from the counts of all sequences. If none is left, the shortest stays, because AdamW moves the
+    weights also when the gradient is 0.
+    """
+    if cfg.kl_coef or cfg.gate == "squared":  # its penalty has a gradient without an advantage
+        return rollouts
+    kept = [r for r in rollouts if any(r.advantages)]
+    skipped = sorted([r for r in rollouts if not any(r.advantages)], key=len)
+    if skipped and not kept:
+        kept = [skipped.pop(0)]
+    for r in skipped:
+        r.weight = 0.0
+    return kept
+
+
+def make_batches(groups, filler, cfg, loss=None):
+    """A batch per pack (see collate). Ranks with fewer add `filler`, a rollout, with weight 0.
+
+    loss: what the batches are for. Only for policy_loss are sequences without a gradient left out.
+    """
     trained = assign_token_weights(flatten(groups), cfg)
+    if loss is policy_loss:
+        trained = skip_zero_advantages(trained, cfg)
     trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
     packs = pack_evenly(trained, filler, cfg.pack_tokens)
     return [collate(pack, dist.device()) for pack in packs]  # all on the GPU: 60 bytes per token
@@ -554,7 +577,8 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         with run.log.token_changes(step, sampled, policy, run.filler, metrics):  # for the report
             with timed(metrics, "update"):
                 progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
-                minibatches = [make_batches(part, run.filler, cfg) for part in split]  # 4.
+                minibatches = [
+                    make_batches(part, run.filler, cfg, policy_loss) for part in split]  # 4.
                 store_fixed_logps(policy, run.ref, flatten(minibatches), cfg)  # 5. ref, old
                 metrics["lr"] = trainer.set_lr(policy, step, cfg)
                 history = []
@@ -597,7 +621,7 @@ def main(argv=None, train=train, sampler=Sampler):
             policy = make_policy(cfg)
             ref = make_reference(cfg, policy, plan["reference_stays"])
             if cfg.steps:  # --steps 0 only evaluates
-                log.say("rehearsal: two updates on the largest pack, at learning rate 0 ...")
+                log.say("rehearsal: an update on the largest pack, at learning rate 0 ...")
                 guard.rehearse(policy, ref, cfg)
             checkpoints.restore(policy)
             train(Run(cfg, train_set, eval_set, verifier, log, checkpoints, llm, policy, ref))

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 LIMIT = 2000  # rollouts of a run in its report
+SHARE = 32  # one of so many rollouts gets numbers per token, which take two forward passes
 STAGES = ("rollout", "reward", "update", "sync")
 
 
