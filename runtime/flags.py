@@ -219,6 +219,7 @@ def check_machine(dtype):
     """Raises ValueError if PyTorch finds no usable GPU or no bf16 on it, or without the compilers
     that Triton (on a GPU) and DeepSpeed (its CPU operators) need."""
     gpu = torch.cuda.is_available()
+    memory.keep_freed_memory()
     if torch.version.cuda and not gpu:  # it would run on the CPU
         raise ValueError("no usable GPU: install driver 580 or newer, or requirements-cpu.txt")
     if gpu and dtype == "bfloat16" and torch.cuda.get_device_capability(dist.device()) < (8, 0):

@@ -1,4 +1,5 @@
 """The memory plan, made before weights are loaded: upper bounds of what a step needs, what fits."""
+import ctypes
 import dataclasses
 import itertools
 import resource
@@ -18,7 +19,17 @@ VLLM_ASLEEP = 1.2 * GIB  # what vLLM keeps while it sleeps (vLLM issue 28714, Qw
 ZERO3_LIVE = 10**9  # weights that DeepSpeed keeps gathered: its stage3_max_live_parameters
 BUCKET = 2**26  # numbers in one gradient bucket of DeepSpeed (its default of 5e8 can take 3 GB)
 USABLE = 0.9  # the plan uses this fraction of the memory; the rest is for fragmentation
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 Device = namedtuple("Device", "gpu free total host", defaults=[float("inf")])  # bytes of memory
+
+
+def keep_freed_memory():
+    """On a CPU: glibc keeps what is freed for the next array. It would return large arrays to the
+    kernel, which fills each page with zeros again: a fifth of an update of a real model."""
+    libc = ctypes.CDLL(None)
+    if not torch.cuda.is_available() and hasattr(libc, "mallopt"):
+        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
+            libc.mallopt(option, value)
 
 
 def free_host_bytes():
