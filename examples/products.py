@@ -4,7 +4,7 @@
     python nano_rlvr.py --model models/smollm2        a real language model learns it in minutes
 
 The flags of this model are in runtime/flags.py. For another one: --task products --template chat.
-A control in which a coin rewards each completion: --rewards random,examples/products.py:right:0
+A control in which a coin rewards each completion: --rewards examples/products.py:right:0,random:1
 """
 import itertools
 import random

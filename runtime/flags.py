@@ -18,7 +18,7 @@ import torch
 
 import data
 import rewards
-from runtime import dist
+from runtime import dist, memory
 
 
 @dataclasses.dataclass
