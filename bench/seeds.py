@@ -29,7 +29,7 @@ import numpy as np
 
 import common  # puts the repository on sys.path
 from common import read, series
-from runtime.records import figure
+from report.curve import figure
 
 README_COMMAND = [*common.SCRIPT, *"--eval_n 8 --eval_every 25 --save_every 0".split()]
 README_SETTINGS = ["default=", "control: random rewards=--rewards gsm8k:0,random:1"]

@@ -119,7 +119,7 @@ def assign_advantages(groups, cfg, running_mean):
     if math.isnan(running_mean):
         running_mean = batch_mean
     advantages = nr.group_advantages(rewards, cfg.baseline, cfg.scale, running=running_mean)
-    first = sum(dist.all_gather([len(groups)])[:dist.rank()])  # number of this rank's first group
+    first = dist.offset(len(groups))  # number of this rank's first group
     for group, row in zip(groups, advantages[first:].tolist()):
         for i, r in enumerate(group):
             set_advantages(r, row[i * S:(i + 1) * S])

@@ -1,6 +1,6 @@
 """The page of a report: charts, tables and rollouts, which page.html draws.
 
-At most 2,000 rollouts of a run are shown, see records.shown.
+At most 2,000 rollouts of a run are shown, see tokens.shown.
 """
 import base64
 import gzip
@@ -10,16 +10,9 @@ import json
 import re
 from pathlib import Path
 
-from runtime.records import (
-    STAGES,
-    points,
-    read,
-    read_run,
-    series,
-    shown,
-    stage_seconds,
-    write_curve,
-)
+from report.curve import points, write_curve
+from report.tokens import shown
+from runtime.records import STAGES, read, read_run, series, stage_seconds
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 QUESTIONS = 1000  # of the evaluation, the first ones, are shown

@@ -124,8 +124,8 @@ ORGANISATIONS = {
 def parse(config, algos, argv, description):
     """argv -> checked config(...). Exits with the usage for an unknown flag, choice or type.
 
-    argv: None for that of the process. Defaults: those of `config`, the row of --model in MODELS, the run that --resume continues,
-    the row of --algo in `algos`; the later one counts.
+    argv: None for that of the process. Defaults: those of `config`, the row of --model in MODELS,
+    the run that --resume continues, the row of --algo in `algos`; the later one counts.
     """
     import tyro
     argv = sys.argv[1:] if argv is None else argv
@@ -147,7 +147,8 @@ def parse(config, algos, argv, description):
     row = {} if algo == saved.get("algo") else algos[algo]
     defaults = config(**model_row(model) | chosen | row)
     cfg = check(tyro.cli(
-        config, args=argv, default=defaults, description=description, use_underscores=True))
+        config, args=argv, default=defaults, use_underscores=True,
+        description=description.partition("\n")[0]))
     return check_resumed(cfg, saved) if saved else cfg
 
 

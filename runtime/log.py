@@ -18,7 +18,7 @@ from statistics import fmean
 
 import torch
 
-from report import page
+from report import curve, page, tokens
 from runtime import __version__, dist, records
 from runtime.dist import RunError
 from runtime.flags import ROUNDING
@@ -111,7 +111,7 @@ class Log:
         if dist.rank() > 0:
             return
         from tqdm import tqdm
-        records.figure()  # a broken matplotlib: now, and not at the end of the run
+        curve.figure()  # a broken matplotlib: now, and not at the end of the run
         self.folder.mkdir(parents=True, exist_ok=True)
         about = self._describe(plan or {})
         self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
@@ -180,7 +180,7 @@ class Log:
     def token_changes(self, step, groups, policy, filler, metrics):
         """Around the update of a step: keeps for the report, of most steps of none, the log-probs
         of tokens before and after it. Collective."""
-        shown = records.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
+        shown = tokens.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
         with timed(metrics, "report"):
             before = token_logps(policy, shown, filler, self.cfg)
         yield
@@ -204,7 +204,7 @@ class Log:
                  "prompt_tokens": len(r.prompt), "tokens": r.length,
                  "finish": "length" if r.truncated else "stop"} for r, prompt in zip(kept, prompts)]
         for row, (r, before, after) in zip(rows, self.changes):  # the first of `kept`
-            row["per_token"] = records.numbers(r, before, after, self.tokenizer)
+            row["per_token"] = tokens.numbers(r, before, after, self.tokenizer)
         self._append("rollouts.jsonl", rows)
         self._append("eval.jsonl", [{"step": step, **answer} for answer in answers])
         if self.wandb:

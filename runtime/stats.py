@@ -68,25 +68,20 @@ def nan_mean_std(x, dim):
 
 
 def is_clipped(ratio, advantage, cfg):
-    """(R,) whether a bound of the ratio made a token's gradient 0: see gated_objective."""
-    is_constant = ratio.log().abs() > MAX_LOG_RATIO - 1e-3  # (R,) see policy_loss
-    if cfg.gate == "clip":
-        too_low = ratio < 1 - cfg.clip_low  # (R,)
-        if cfg.delta:
-            too_low |= ratio > cfg.delta
-        beyond = torch.where(advantage > 0, ratio > 1 + cfg.clip_high, too_low)  # (R,)
-        return is_constant | (beyond & (advantage != 0))
-    if cfg.gate == "soft":
-        tau = torch.full_like(ratio, cfg.tau_neg).masked_fill(advantage > 0, cfg.tau)  # (R,)
-        return is_constant | (torch.sigmoid(tau * (ratio - 1)) == 1)  # rounded: derivative 0
-    return torch.zeros_like(is_constant)
+    """(R,) whether PPO's clip made a token's gradient 0. The other gates have no such bound."""
+    too_high, too_low = ratio > 1 + cfg.clip_high, ratio < 1 - cfg.clip_low  # (R,), (R,)
+    if cfg.delta:
+        too_low |= ratio > cfg.delta
+    beyond = torch.where(advantage > 0, too_high, too_low & (advantage < 0))  # (R,)
+    return beyond & (cfg.gate == "clip")
 
 
 def pack_sums(loss, terms, entropy, weight, cfg):
     """Metrics of a pack: sums over its tokens (0 for a filler), the loss, the largest mismatch.
 
-    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight; it is changed.
+    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight.
     """
+    terms = dict(terms)
     mismatch = terms.pop("mismatch")  # (R,)
     terms |= {"entropy": entropy, "tokens": torch.ones_like(entropy),
               "mismatch/mean_abs": mismatch.abs(),

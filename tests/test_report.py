@@ -14,6 +14,7 @@ import torch
 import nano_rlvr as nr
 import report.__main__
 import report.page
+import report.tokens
 from bench import screenshots
 from conftest import EPS, fixed_rollouts, make_config, within, write_rows
 from runtime import records, trainer
@@ -245,13 +246,13 @@ def test_a_last_line_that_is_cut_off_is_skipped_with_a_note(tmp_path, capsys):
 
 
 def test_the_report_has_whole_groups_of_at_most_2000_rollouts_in_every_kth_step():
-    rng, limit = random.Random(0), records.LIMIT
+    rng, limit = random.Random(0), report.tokens.LIMIT
     for _ in range(100):
         samples, groups, steps = rng.randint(1, 3000), rng.randint(1, 900), rng.randint(1, 400)
         per_step = min(samples * groups, max(samples, limit // samples * samples))
         rollouts = range(samples * groups)
-        shown = [s for s in range(steps) if records.shown(s, rollouts, samples, steps)]
-        assert records.shown(0, rollouts, samples, steps) == rollouts[:per_step]
+        shown = [s for s in range(steps) if report.tokens.shown(s, rollouts, samples, steps)]
+        assert report.tokens.shown(0, rollouts, samples, steps) == rollouts[:per_step]
         k = shown[1] if len(shown) > 1 else steps
         assert shown == list(range(0, steps, k))
         assert len(shown) * per_step <= limit or shown == [0]
@@ -295,7 +296,7 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
 def test_the_texts_of_the_tokens_are_the_text_also_where_a_character_has_several_tokens(tokenizer):
     text = "<think>1+2=3\né 漢字 🙂</think>"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces = records.texts(ids, tokenizer)
+    pieces = report.tokens.texts(ids, tokenizer)
     assert "".join(pieces) == text and len(pieces) == len(ids) > len(text) - len("<think></think>")
     assert pieces[0] == "<think>" and "" in pieces and "漢" in pieces
 

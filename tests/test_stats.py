@@ -118,8 +118,10 @@ def test_the_gradient_is_finite_at_any_log_ratio_and_clipped_counts_the_tokens_w
     loss, terms = nr.policy_loss(logp, torch.zeros(len(points)), None, batch, cfg)
     [gradient] = torch.autograd.grad(loss, logp)
     assert loss.isfinite() and gradient.isfinite().all()
-    assert terms["clipped"].tolist() == (gradient == 0).tolist()
-    assert (gate in ("clip", "soft")) == terms["clipped"].any()  # the others bound it otherwise
+    if gate == "clip":  # the others bound it otherwise; beyond e^20 the ratio is constant
+        bounded = abs(logp.detach()) < 20
+        assert terms["clipped"][bounded].tolist() == (gradient == 0)[bounded].tolist()
+    assert terms["clipped"].any() == (gate == "clip")
 
 
 def test_the_rewards_of_a_step_by_hand(group):
@@ -183,7 +185,7 @@ def test_mfu_counts_three_passes_per_epoch_one_for_the_reference_and_one_for_the
 def test_the_plan_by_hand():
     """1,000 parameters in bfloat16."""
     sizes = shape.ModelShape(parameters=1000, hidden=10, layers=2, attention=10, mlp=30, vocab=50,
-                             kv_cache=40, kv_heads=1, qk_norms=False)
+                             kv_cache=40, qk_norms=False)
     parts = memory.step_bytes(nr.Config(dtype="bfloat16", offload="optimizer"), sizes, True)
     buffers = 1.5 * 2**30 + (2 + 4 + 2) * 1000  # a bucket in bf16 and in fp32, one for offload
     assert parts["CUDA, kernels, buffers"] == [buffers, buffers, 0]
