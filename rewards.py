@@ -75,9 +75,13 @@ def each(score_one):
 # -------------------------------------------------------------------------------- reading an answer
 
 MAX_ANSWER = 1000  # characters; a longer final answer does not count, which bounds the cost
-ANSWER_MARK = re.compile(r"<answer>|\\f?boxed\s{0,3}\{|####[ \t]{0,9}(?=[-+−$€£¥₹\\.\d])")
+ANSWER_MARK = re.compile(  # "#### 1. April" is a heading
+    r"<answer>|\\f?boxed\s{0,3}\{|####[ \t]{0,9}(?=[-+−$€£¥₹\\.\d])"
+    r"(?!\d{1,3}(?:\.\d{1,3})?(?:\\?[.):][ \t]{1,9}[^\s]|[ \t][-–—:][ \t]{1,9}[^\W\d]))")
 ANSWER_PHRASE = re.compile(  # "The answer is correct." states none; "A: north" may be an option
     r"(?im)(?:\banswer\W{0,4}(?:is\b|:|=)(?!\s{1,9}correct\b[^\d\\\n]*$)"
+    r"|^(?:\#{1,6}[ \t]|\*\*)(?:[^\w\n]|the\b|final\b){0,9}answer[:* \t]{0,9}\n"  # a heading
+    r"(?=\s{0,9}(?:[$*\\]|\S{1,99}\s{0,9}$))"
     r"|^[ \t]{0,9}A[ \t]?:(?=[\s:*]{0,9}[^\n]{0,99}[\d\\]))[\s:*]{0,9}")
 # between two boxes around a comma or "and": they are one answer
 AROUND_AND = re.compile(r"\\(?:text|mathrm|q?quad|[()\[\],;:! ])|[\s${}*~]")

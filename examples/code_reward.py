@@ -5,6 +5,7 @@
 A row of my.jsonl has `question` and `tests`. ALLOW_UNSAFE_CODE=1 in the environment runs the
 programs without isolation, where jail.py cannot build a jail.
 """
+import ast
 import json
 import re
 import time
@@ -34,9 +35,27 @@ def lines_of(text):
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
+def known_tests(tests):
+    """`tests` as a list, if each is of a form that `code` runs. Others, such as those of APPS
+    ({"inputs": [...], "outputs": [...]}) or a `check` that nobody calls, raise ValueError."""
+    tests = json.loads(tests) if isinstance(tests, str) else tests
+    for test in tests if isinstance(tests, list) else [tests]:
+        if isinstance(test, str):
+            lines = ast.parse(test).body
+            asserts = any(isinstance(node, ast.Assert) for line in lines for node in ast.walk(line))
+            known = asserts and not isinstance(lines[-1], (ast.FunctionDef, ast.ClassDef))
+        else:
+            known = isinstance(test, dict) and test.keys() == {"input", "output"} and all(
+                isinstance(text, str) for text in test.values())
+        if not known:
+            raise ValueError(f"the form of a test is unknown: {test!r:.200}; write a list of "
+                             """{"input": text, "output": text} or of texts with assert""")
+    return tests
+
+
 @each
 def code(text, tests, timeout=5.0):
-    """1.0 if the program passes every test, else 0.0; None without tests.
+    """1.0 if the program passes every test, else 0.0; None without tests. ValueError for others.
 
     `tests` is a list, or its JSON text. A test is either {"input": "2 3", "output": "5"}, standard
     input and output, compared line by line without spaces at line ends, or "assert add(2, 3) == 5",
@@ -44,8 +63,8 @@ def code(text, tests, timeout=5.0):
     program that needs longer fails. Raises RuntimeError where no jail can be built.
     """
     end = time.monotonic() + 0.9 * timeout
-    tests = json.loads(tests) if isinstance(tests, str) else tests
-    if not len(tests):
+    tests = known_tests(tests)
+    if not tests:
         return None
     asserts = [test for test in tests if isinstance(test, str)]
     pairs = [test for test in tests if not isinstance(test, str)]
@@ -63,3 +82,4 @@ def code(text, tests, timeout=5.0):
 
 
 code.check = lambda **settings: jail.check()  # before the workers are forked
+code.reads_gold = True  # a row whose tests are unknown is found at the start

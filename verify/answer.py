@@ -8,8 +8,11 @@ import functools
 import logging
 import math
 import os
+import random
 import re
 import resource
+import unicodedata
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
@@ -39,6 +42,9 @@ PLAIN_NUMBER = re.compile(f"-?{PLAIN}")
 NUMBER = re.compile(  # sign, integer part of a mixed number, number, exponent, denominator
     rf"([-+]?)(?:(\d{{1,9}}) (?=\d+/))?({PLAIN})(?:[eE]([-+]?\d\d?))?"
     r"(?: ?/ ?(\d{1,99}))?")
+# as JSON, Python and calculators write them; 2e-5 may be Euler's number, 2e-05 is not
+E_NOTATION = re.compile(
+    r"-?(?:\d+(?:\.\d+)?[eE][-+]\d{2,3}|(?:1|\d+\.\d+)[eE]-?\d{1,2})")
 BARE_NUMBER = re.compile(r"(?:[\d\s.,/%${}+-]|\\(?:[dt]?frac|[!,;%$() \[\]]))+")
 
 
@@ -91,6 +97,58 @@ def _exact(candidate):
     return -value if sign == "-" else value
 
 
+def _plain(typed):
+    """Superscripts, fractions and full-width letters in ASCII: "⁻²" -> "-2", "½" -> "1/2"."""
+    return unicodedata.normalize("NFKC", typed).translate({0x2212: "-", 0x2044: "/"})
+
+
+def _based(m):
+    """25_8 -> 21 b_{8}: equal to another number in base 8 with this value, and to nothing else."""
+    digits, base = m[1], re.sub(r"\\[a-z]+|base|[^A-Za-z\d]", "", m[2]) or "0"
+    if base == "10":
+        return digits
+    try:
+        value = int(digits, int(base))
+    except ValueError:  # a base in words, a fraction or a digit that the base does not have
+        value = int(digits.replace(".", "z"), 36)
+    return rf"{value} b_{{{int(base, 36)}}} "
+
+
+def _repeating(m):
+    """0.1 and 6 in 0.1\\overline{6} -> \\frac{15}{90}"""
+    whole, first, period = m[1] or "0", m[2], m[3] or m[4]
+    numerator = int(whole + first + period) - int(whole + first)
+    return rf"\frac{{{numerator}}}{{{10**len(first) * (10**len(period) - 1)}}}"
+
+
+# What math-verify 0.9 and its latex2sympy2_extended 1.11 read wrongly or not at all
+LATEX = [(re.compile(pattern), replacement) for pattern, replacement in (
+    (r"[⁰¹²³⁴-⁾ⁿ]+", lambda m: f"^{{{_plain(m[0])}}}"),
+    (r"[₀-₉]+", lambda m: f"_{{{_plain(m[0])}}}"),
+    (r"[¼-¾⅐-⅞]", lambda m: r"\frac{%s}{%s}" % tuple(_plain(m[0]).split("/"))),
+    (r"([√∛∜])\s?(\d+(?:\.\d+)?|[^\W\d]|\([^()]*\)|(?=\{))",
+     lambda m: r"\sqrt[%d]" % ("√∛∜".find(m[1]) + 2) + (m[2] and f"{{{m[2]}}}")),
+    ("[！-～]", lambda m: _plain(m[0])),
+    ("∞", r"\\infty "), ("[·∙]", r"\\cdot "), ("∈", r"\\in "), ("°", r"^\\circ "),
+    ("−|(?<!\\d)(?<!\\d )–", "-"),
+    (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "), (r"(?<![\\A-Za-z])oo(?![A-Za-z])", r"\\infty "),
+    (rf"(?<![\w.)}}]){E_NOTATION.pattern}(?![\w.])", lambda m: re.sub(
+        "[eE](.+)", r" \\cdot 10^{\1}", m[0])),
+    (r"\*\*", "^"), (r"\^\s?(-\d+)", r"^{\1}"),
+    # mixed numbers without LaTeX; the library multiplies
+    (r"(?<![\d.^_/}])(?<!frac )(\d+)\s([1-9]\d?)/(\d{1,3})(?![\d.])", r"\1\\frac{\2}{\3}"),
+    (r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s?\{?(\d+)\}?|(?<=\.)\((\d+)\))", _repeating),
+    (r"(?<![\w^.])\(([\dA-F.]+)\)(?=_)", r"\1"),
+    (r"(?<![\w^.])([\dA-F]*\d[\dA-F.]*(?=_\s?\{?1[1-6])|\d[\d.]*)"
+     r"_\s?(\w|\{(?:[^{}]|\{[^{}]*\})*\})", _based),
+    # it takes all from the first \text to a } at the end for a unit: 5 \text{ to } \sqrt{36} was 5
+    (r"\\(?:text|mbox|mathrm)\s?\{([^{}]*)\}(?=.+\}(?:\^\d)?$)", r" \1 "),
+    # upright constants
+    (r"\\(?:math(?:rm|it)|text(?:rm|it|normal)?|operatorname)\s?\{\s*([ei]|\\pi)\s*\}"
+     r"|\{\\rm ([ei])\}", r"{\1\2}"), (r"I(?=\s?\^)", "{I}"),  # it drops I's exponent
+)]
+
+
 SECONDS = 5.0  # limit of a comparison outside Verifier, which has its own
 
 
@@ -113,12 +171,24 @@ def same_math(gold, answer):
         words = [re.sub(r"\\[a-z]+|[^a-z0-9]", "", side.lower()) for side in (gold, answer)]
         if words[0] == words[1] and words[0].isalpha():  # no digits: 5.4 cents is not 54 cents
             return True
+    if _amounts(gold) and _amounts(gold) == _amounts(answer):
+        return True
     if pool.in_pool.is_set():
         equal = _compare(gold, answer)
     else:
         [equal] = _own_pool(os.getpid()).run([(gold, answer)])
         equal = None if equal in (pool.Pool.TIMEOUT, pool.Pool.DIED) else equal
     return gold == answer if equal is None and gold.isalpha() else equal
+
+
+def _amounts(text):
+    """[("10", "rabbits"), ("9", "chickens")] for "9 chickens and 10 \\text{ rabbits}"; [] if the
+    text says more, or else."""
+    text = re.sub(r"\\(?:text|mathrm|mbox)\s?\{([^{}]*)\}", r" \1 ", text)
+    text = re.sub(r"\band\b|[,;&]|\\(?=[\s,;&])", " ", text)
+    amount = r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]{2}[A-Za-z\s]*)"
+    found = re.findall(amount, text) if re.fullmatch(f"(?:{amount})+", text) else []
+    return sorted((number, " ".join(words.split())) for number, words in found)
 
 
 @functools.cache
@@ -158,18 +228,22 @@ def _tidy(latex):
     end and the thousands separators of a number (1,000; 1 000; 11,\! 111)."""
     # before \! goes: "11, 111" would be a list
     latex = re.sub(r"(?<=\d),\\!\s*(?=\d{3})", ",", latex)
+    latex = re.sub(r"(?<!\\)\\[,; ](?!\d{3}(?!\d)|[a-z])|~", " ", latex)  # 2\ 3/4 is not 23/4
     spaces, invisible = r"(?<!\\)\\[!,; ](?![a-z])", r"[\u200b-\u200f\u202a-\u202e\u2066-\u2069]"
     latex = re.sub(rf"{spaces}|{invisible}|(?<!\\)(?:\$|\\[()\[\]])", "", latex)
     latex = latex.strip().removesuffix(".").rstrip()
+    if E_NOTATION.fullmatch(latex):
+        return format(Decimal(latex), "f")
     return re.sub("[ ,~]", "", latex) if PLAIN_NUMBER.fullmatch(latex) else latex
 
 
 @functools.cache
 def _math_verify():
-    from math_verify import LatexExtractionConfig, parse, verify  # takes 0.3 s
-    from sympy import FiniteSet, Symbol
+    from math_verify import LatexExtractionConfig, grader, parse, verify  # takes 0.3 s
+    from sympy import Abs, FiniteSet, Float, Pow, Rational, Symbol, Tuple, UnevaluatedExpr, sign
     from sympy.core.function import AppliedUndef
     from sympy.core.relational import Relational
+    from sympy.matrices import MatrixBase, MatrixExpr
 
     # it warns that its timeouts are off
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -177,8 +251,56 @@ def _math_verify():
 
     @functools.lru_cache(1 << 12)  # the completions of a group share their gold answer
     def read(text):  # its own timeout is signal.alarm, which cannot interrupt sympy's C code
-        return parse(rf"\boxed{{{text}}}", latex, "no_fallback", "first_match",
-                     parsing_timeout=None)
+        for pattern, replacement in LATEX:
+            text = pattern.sub(replacement, text)
+        # i that is no index is I; to the library it is a letter. No interval (i, 2) ends at I
+        complex_text = text if "_" in text else re.sub(r"(?<![A-Za-z\\])i(?![A-Za-z])", "{I}", text)
+        found = [parse(rf"\boxed{{{each}}}", latex, "no_fallback", "first_match",
+                       parsing_timeout=None) for each in dict.fromkeys((complex_text, text))]
+        return found[0] or found[-1]
+
+    def is_root(e):
+        return isinstance(e, Pow) and e.exp.is_Rational and not e.exp.is_Integer
+
+    def agree(a, b, tolerance):
+        """Whether a and b are equal to 60 digits; with letters, at each of 12 points at which what
+        is under a root is not negative. None if fewer than 3 are."""
+        rng, tried = random.Random(0), 0
+        a, b = (e.xreplace({x: Rational(str(x)) for x in e.atoms(Float)}) for e in (a, b))
+        letters = sorted(a.free_symbols | b.free_symbols, key=str)
+        roots = [e for e in a.atoms(Pow) | b.atoms(Pow) if is_root(e) and e.exp.q % 2 == 0]
+        a, b = (e.replace(  # the cube root of a real number is real
+            lambda p: is_root(p) and p.exp.q % 2,
+            lambda p: sign(p.base)**p.exp.p * Abs(p.base)**p.exp) for e in (a, b))
+        for n in range(12):
+            point = {letter: Rational(rng.randint(1, 999), rng.choice((10, 100, 1000)))
+                     * (1 if n < 6 else rng.choice((1, -1))) for letter in letters}
+            if not letters or all(root.base.subs(point).evalf() >= 0 for root in roots):
+                x, y = (e.subs(point).evalf(60) for e in (a, b))
+                if not abs(x - y) <= tolerance * max(abs(x), abs(y)):
+                    return False
+                tried += 1
+            if not letters:
+                return True
+        return True if tried >= 3 else None
+
+    library_equal = grader.sympy_numeric_eq
+
+    def numeric_equal(a, b, *digits):
+        """The library's verdict, corrected: it takes what is nearer than 1e-15 for equal, decimals
+        nearer than 1e-6, and sqrt(a b) for another number than sqrt(a) sqrt(b)."""
+        equal = library_equal(a, b, *digits)
+        pair = Tuple(a, b)
+        if pair.has(MatrixBase, MatrixExpr, UnevaluatedExpr):  # matrices entry by entry; percents
+            return equal
+        decimal = isinstance(a, Float) or isinstance(b, Float)
+        if equal or not decimal and pair.free_symbols and any(map(is_root, pair.atoms(Pow))):
+            with contextlib.suppress(Exception):  # of sympy, any type: no number
+                verdict = agree(a, b, 0.01 if decimal else 1e-40)
+                return equal if verdict is None else verdict
+        return equal
+
+    grader.sympy_numeric_eq = numeric_equal
 
     def is_range(answer, gold):
         """Whether the answer, such as 1 <= x < 2, may be compared with a gold interval.

@@ -135,8 +135,10 @@ class Verifier(contextlib.AbstractContextManager):
             bad = [e for e, value in zip(sample, values) if value != [0.0]]
             if not bad:
                 continue
-            says = (f"reward {name}: {len(bad)} of {len(sample)} answers cannot be read, one is "
-                    f"{str(bad[0].get('answer'))[:200]!r}")
+            crashed = [value for value in values if isinstance(value, str)]
+            one = (crashed[0].strip().splitlines()[-1] if crashed
+                   else f"one is {str(bad[0].get('answer'))[:200]!r}")
+            says = f"reward {name}: {len(bad)} of {len(sample)} answers cannot be read, {one}"
             if len(bad) == len(sample):
                 raise ValueError(f"{says}; choose another reward or --answer_key")
             notify(f"{says}; their completions get no verdict")
