@@ -526,7 +526,7 @@ class Run:
         progress = self.checkpoints.progress
         for step in range(progress.step, cfg.steps + 1):
             progress.step = step
-            self.metrics.clear()
+            self.metrics = {}
             self.answers = []
             is_last = step == cfg.steps  # no training step is left
             stop.check(self.checkpoints)
@@ -567,12 +567,12 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
           policy_loss=policy_loss):
     """The loop. With a stage of yours: main(argv, train=partial(train, policy_loss=yours))."""
     cfg = run.cfg
-    metrics = run.metrics
     llm = run.llm
     policy = run.policy
     progress = run.checkpoints.progress
     sync_weights(policy, llm)  # wakes vLLM, which has the starting weights: --resume has others
     for step in run.steps():  # evaluates and saves before a step
+        metrics = run.metrics
         split, sampled = collect_rollouts(run, step)  # 1. 2. split: groups of each minibatch
         groups = flatten(split)
         run.filler = min(flatten(sampled), key=len)  # the shortest, with its prompt

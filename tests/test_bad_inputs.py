@@ -99,7 +99,6 @@ MODELS = [  # id, fault of a copy of the bundled model, a part of the line
      "infinite values, first in " + UP),
     ("code of its own", config(auto_map={"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M"},
                                model_type="own"), "code of its own needs --trust_remote_code"),
-    ("few positions", config(max_position_embeddings=95), "or its sliding window are 95"),
     ("no tokenizer.json", lambda f: (f / "tokenizer.json").unlink(), "(ValueError: it has no"),
     ("no chat template", lambda f: (f / CHAT).unlink(), "chat_template is not set"),
     ("no question", content(CHAT, "Hello"), "leaves the question out"),

@@ -101,6 +101,7 @@ def test_metrics_are_means_over_the_tokens_of_all_optimizer_steps(group):
     wanted = {
         "ratio": ratio.mean(), "kl": kl.mean(), "entropy": entropy.mean(), "loss": 2.0,
         "mismatch/max": mismatch.abs().max(), "mismatch/mean_abs": mismatch.abs().mean(),
+        "mismatch/k3": (mismatch.exp() - 1 - mismatch).mean(),
         "correction/w": w.mean(), "correction/ess": w.mean()**2 / w.square().mean(),
         "correction/share": (w == 2.0).double().mean(), "grad_norm": 15 / 4, "skipped": 1 / 4}
     found = stats.step_means(history)

@@ -134,7 +134,7 @@ def loop(tmp_path, verify=by_index, **changes):
     base = dict(prompts=4, samples=4, eval_every=100, lr=1e-3, out=str(tmp_path), name="x",
                 kl_coef=0.0, correction="none", mismatch_bound=1e9)  # vLLM's log-probs are -1
     cfg, saved, progress = make_config(**base | changes), [], Progress()
-    log = MagicMock(folder=tmp_path, rollouts_with_tokens=lambda *_: [])
+    log = MagicMock(folder=tmp_path)
     checkpoints = SimpleNamespace(
         progress=progress, save=lambda final: saved.append((progress.step, final)))
     nr.train(nr.Run(cfg, TRAIN[:200], TRAIN[:2], verify, log, checkpoints, MagicMock(),
