@@ -48,11 +48,15 @@ def countdown(rng):
             return {"question": question, "answer": text[1:-1], "numbers": shown, "target": value}
 
 
-# name -> where its examples come from (`make`: a function of a random generator; `hub`: repository
-# and configuration), and its default for --rewards, the first of which the evaluation counts
+PRODUCTS = Path(__file__).parent / "examples/products.py"
+# name -> where its examples come from (`make`: a function of a random generator; `file`: one of a
+# file; `hub`: repository and configuration), and its default for --rewards, the first of which the
+# evaluation counts
 TASKS = {
     "arithmetic": {"make": arithmetic, "rewards": "gsm8k:1"},
     "countdown": {"make": countdown, "rewards": "countdown:1,format:0.1"},
+    "products": {"file": f"{PRODUCTS}:make",
+                 "rewards": f"{PRODUCTS}:right,{PRODUCTS}:anywhere:0"},
     "gsm8k": {"hub": ("openai/gsm8k", "main"), "rewards": "gsm8k:1"},
     "math": {"hub": ("DigitalLearningGmbH/MATH-lighteval", None), "rewards": "math:1"},
     "math500": {"hub": ("HuggingFaceH4/MATH-500", None), "rewards": "math:1", "test_only": True},
@@ -192,10 +196,11 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
     task = TASKS.get(source, {})
     if "make" in task:
         return generate(task["make"], split, size or 8192, seed)
+    source = task.get("file", source)
     path = Path(source)
     if path.is_file():
         rows = read_rows(path)
-    elif task:
+    elif "hub" in task:
         rows = hub_rows(*task["hub"], split)
     elif re.fullmatch(r".+\.py:\w+", source):
         rows = function_rows(source, split, size or 8192, seed)

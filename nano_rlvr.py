@@ -37,8 +37,8 @@ import data
 import rewards
 from runtime import (dist, evaluation, flags, guard, memory,
                      stats, stop, trainer)
-from runtime.batch import (Rollout, balance, collate, deal, flatten, in_groups,
-                           pack_evenly, sequence_mean, sequence_sum)
+from runtime.batch import (Rollout, balance, collate, deal, flatten, in_groups, pack_evenly,
+                           sequence_mean, sequence_sum, skip_zero_advantages)
 from runtime.checkpoint import Checkpoints
 from runtime.log import Log, claim_folder
 from runtime.model import (CHUNK, HeadLogps, WithoutAdapters,
@@ -325,9 +325,14 @@ def assign_token_weights(rollouts, cfg):
     return [r for r in judged if r.weight]
 
 
-def make_batches(groups, filler, cfg):
-    """A batch per pack (see collate). Ranks with fewer add `filler`, a rollout, with weight 0."""
+def make_batches(groups, filler, cfg, loss=None):
+    """A batch per pack (see collate). Ranks with fewer add `filler`, a rollout, with weight 0.
+
+    loss: what the batches are for. Only for policy_loss are sequences without a gradient left out.
+    """
     trained = assign_token_weights(flatten(groups), cfg)
+    if loss is policy_loss:
+        trained = skip_zero_advantages(trained, cfg)
     trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
     packs = pack_evenly(trained, filler, cfg.pack_tokens)
     return [collate(pack, dist.device()) for pack in packs]
@@ -582,7 +587,8 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         with run.log.token_changes(step, sampled, policy, run.filler, metrics):  # for the report
             with timed(metrics, "update"):
                 progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
-                minibatches = [make_batches(part, run.filler, cfg) for part in split]  # 4.
+                minibatches = [make_batches(part, run.filler, cfg, policy_loss)  # 4.
+                               for part in split]
                 store_fixed_logps(policy, run.ref, flatten(minibatches), cfg)  # 5. ref, old
                 metrics["lr"] = trainer.set_lr(policy, step, cfg)
                 history = []
@@ -624,7 +630,7 @@ def main(argv=None, train=train, sampler=Sampler):
             policy = make_policy(cfg)
             ref = make_reference(cfg, policy, plan["reference_stays"])
             if cfg.steps:  # --steps 0 only evaluates
-                log.say("rehearsal: two updates on the largest pack, at learning rate 0 ...")
+                log.say("rehearsal: an update on the largest pack, at learning rate 0 ...")
                 guard.rehearse(policy, ref, cfg)
             checkpoints.restore(policy)
             run = Run(cfg, train_set, eval_set, verifier,

@@ -3,6 +3,7 @@ import itertools
 import math
 
 LIMIT = 2000  # rollouts of a run
+SHARE = 32  # one of so many rollouts gets numbers per token, which take two forward passes
 
 
 def shown(step, rollouts, samples, steps):

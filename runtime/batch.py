@@ -73,6 +73,24 @@ def deal(groups, hands):
 
 # ---- packs and ranks
 
+def skip_zero_advantages(rollouts, cfg):
+    """Without a KL term, a sequence whose advantages are all 0 has no gradient: it needs no pass.
+
+    Sets the weight of those to 0, and returns the others. The weights of the others stay: they come
+    from the counts of all sequences. If none is left, the shortest stays, because AdamW moves the
+    weights also when the gradient is 0.
+    """
+    if cfg.kl_coef or cfg.gate == "squared":  # its penalty has a gradient without an advantage
+        return rollouts
+    kept = [r for r in rollouts if any(r.advantages)]
+    skipped = sorted([r for r in rollouts if not any(r.advantages)], key=len)
+    if skipped and not kept:
+        kept = [skipped.pop(0)]
+    for r in skipped:
+        r.weight = 0.0
+    return kept
+
+
 def by_prompt(rollouts):
     """Splits the list into runs of rollouts that share a prompt."""
     return [list(group) for _, group in itertools.groupby(rollouts, key=lambda r: r.prompt)]

@@ -68,6 +68,9 @@ MODELS = {
     "models/tiny": dict(task="arithmetic", template="chat", steps=50, prompts=32, samples=16,
                         max_prompt=1536, max_tokens=96, lr=1e-4, lr_end=0.1, kl_coef=0.1,
                         eval_every=10),
+    "models/smollm2": dict(task="products", template="chat", steps=8, prompts=8, samples=8,
+                           temperature=0.8, max_prompt=64, max_tokens=48, lr=2e-5, beta2=0.95,
+                           kl_coef=0.0, eval_every=8, eval_size=256, save_every=0),
 }
 
 # (flags, smallest, largest value): one row for each numeric flag. inf and nan are in no range.
@@ -259,6 +262,8 @@ def find_model(name):
     for folder in (Path(name), REPOSITORY / name):
         if folder.is_dir():
             return str(folder)
+    if (REPOSITORY / f"{name}.py").is_file():
+        raise ValueError(f"--model {name}: this folder is made by: python {name}.py")
     for family, organisation in ORGANISATIONS.items():
         if name.lower().startswith(family) and "/" not in name:
             return f"{organisation}/{name}"

@@ -112,30 +112,33 @@ def check_packing(policy, cfg):
 
 def largest_pack(cfg):
     """(prompt tokens, completion tokens) of each sequence of the largest pack that can occur: one
-    has the largest length, the others a prompt of one token, for the most rows of the LM head."""
+    has the largest length, the others a prompt of one token, for the most rows of the LM head.
+    A pack has no more sequences than a step."""
     sequences = [(cfg.max_prompt, cfg.max_tokens)]
     left = cfg.pack_tokens - cfg.max_prompt - cfg.max_tokens
-    while left >= 2:
+    while left >= 2 and len(sequences) < cfg.prompts * cfg.samples:
         sequences.append((1, min(left - 1, cfg.max_tokens)))
         left -= sum(sequences[-1])
     return sequences
 
 
 def rehearse(policy, ref, cfg):
-    """check_packing, then two steps on the largest pack at learning rate 0: too little memory shows
-    before step 0. Two, because the first creates AdamW's moments, which the second finds in memory.
-    Weights and optimizer are then as before. Raises RunError: see check_packing. Collective."""
+    """check_packing, then a step on the largest pack at learning rate 0: too little memory shows
+    before step 0. A step on one token comes first. It creates AdamW's moments, which the largest
+    pack then finds in memory. Weights and optimizer are then as before. Raises RunError: see
+    check_packing. Collective."""
     check_packing(policy, cfg)
     vocab = empty_model(cfg.model).config.get_text_config().vocab_size
     rollouts = [Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0)
                 for i, (prompt, n) in enumerate(largest_pack(cfg))]  # no prompt is shared
+    one_token = collate([Rollout([0], [0], "", True, [0.0], weight=1.0)], dist.device())
     largest = collate(rollouts, dist.device())
     set_lr(policy, 0, dataclasses.replace(cfg, lr=0.0))
     if ref is not None:
         with torch.no_grad(), on_device(ref):
             ref(largest)
-    for _ in range(2):
-        logp, _ = policy(largest)  # (R,)
+    for batch in (one_token, largest):
+        logp, _ = policy(batch)  # (R,)
         policy.backward(-logp.mean())
         policy.step()
     for state in adamw_states(policy):

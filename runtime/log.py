@@ -178,9 +178,11 @@ class Log:
 
     @contextlib.contextmanager
     def token_changes(self, step, groups, policy, filler, metrics):
-        """Around the update of a step: keeps for the report, of most steps of none, the log-probs
-        of tokens before and after it. Collective."""
+        """Around the update of a step: keeps log-probs before and after it for the report, of one
+        rollout in SHARE; of none in most steps of a long run or a small batch. Collective."""
         shown = tokens.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
+        share = sum(map(len, groups)) / tokens.SHARE  # of a step's rollouts
+        shown = shown[:max(1, int(share))] if step % math.ceil(1 / share) == 0 else []
         with timed(metrics, "report"):
             before = token_logps(policy, shown, filler, self.cfg)
         yield

@@ -178,7 +178,8 @@ def timed(metrics, stage):
 
 def step_summary(cfg, trained_groups, sampled_groups, metrics):
     """Metrics of a step's completions and their cost, over all ranks. Collective. Rewards and
-    lengths are those of all sampled groups, the FLOPs in `mfu` of the trained rollouts."""
+    lengths are those of all sampled groups. `trained` is the share of their rollouts that the
+    update runs; the FLOPs in `mfu` are those of these rollouts."""
     own = [(r.reward, r.length, r.truncated, r.parts) for group in sampled_groups for r in group]
     rewards, lengths, truncated, parts = zip(*dist.all_gather(own))
     judged = [x for x in rewards if x is not None] or [0.0]
@@ -191,7 +192,8 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
     if cfg.kl_coef:
         passes += 1  # the reference
     trained = [r for group in trained_groups for r in group if r.weight]
-    [flops] = dist.all_sum(passes * ModelShape.of(cfg.model).forward_flops(trained))
+    flops, count = dist.all_sum(
+        passes * ModelShape.of(cfg.model).forward_flops(trained), len(trained))
     return {
         "reward/mean": fmean(judged),
         "reward/std": pstdev(judged),
@@ -200,6 +202,7 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
         "group/flat": fmean(dist.all_gather([is_flat(group) for group in sampled_groups])),
         "completion/length": fmean(lengths),
         "completion/truncated": fmean(truncated),
+        "trained": count / len(lengths),
         "tokens": sum(lengths),
         "tokens_per_second": sum(lengths) / stage_seconds([metrics]),
         "mfu": flops / (metrics["seconds/update"] * peak_flops(cfg.dtype) * dist.world_size()),

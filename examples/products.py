@@ -1,0 +1,49 @@
+"""A task for a small language model: products of two numbers up to 12, asked in words.
+
+    python models/smollm2.py
+    python nano_rlvr.py --model models/smollm2        a real language model learns it in minutes
+
+The flags of this model are in runtime/flags.py. For another one: --task products --template chat.
+A control in which a coin rewards each completion: --rewards random,examples/products.py:right:0
+"""
+import itertools
+import random
+import re
+
+from rewards import each
+
+FORMS = ("What is {} times {}?", "What is {} multiplied by {}?", "Compute {} x {}.",
+         "How much is {} times {}?", "Calculate the product of {} and {}.",
+         "Multiply {} by {}.", "Find {} x {}.", "What do you get if you multiply {} by {}?",
+         "{} x {} = ?")
+
+
+def make(split, size, seed):
+    """Questions. A quarter of the pairs, in both orders, is for evaluation: in no training question
+    are these two numbers multiplied."""
+    rng = random.Random(0)  # not the seed: the split must be the same in every run
+    pairs = list(itertools.combinations_with_replacement(range(2, 13), 2))
+    rng.shuffle(pairs)
+    pairs = pairs[:len(pairs) // 4] if split == "test" else pairs[len(pairs) // 4:]
+    both_orders = sorted({*pairs, *[(b, a) for a, b in pairs]})
+    rows = [{"question": f"{form.format(a, b)} Answer with the number only.", "answer": str(a * b)}
+            for form, (a, b) in itertools.product(FORMS, both_orders)]
+    rng.shuffle(rows)
+    return rows[:size]
+
+
+def numbers(text):
+    return re.findall(r"-?\d+", text.replace(",", ""))
+
+
+@each
+def right(text, answer):
+    """1 if the last number of the text is the answer."""
+    return float(numbers(text)[-1:] == [answer])
+
+
+@each
+def anywhere(text, answer):
+    """1 if any number of the text is the answer: what the format alone can gain is the difference
+    to `right`. With weight 0 it is only shown."""
+    return float(answer in numbers(text))
