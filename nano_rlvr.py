@@ -7,8 +7,8 @@
 
 One step of the loop, in the order of this file; `train`, near the end, shows it on one screen:
 
-    1. rollout     vLLM samples n completions for each of G prompts, with log-probs of the tokens
-    2. reward      verifiers (rewards.py) turn texts into numbers; None is "no verdict", not 0
+    1. rollout     vLLM samples G completions for each of P prompts, with log-probs of the tokens
+    2. reward      verifiers (rewards.py) turn texts into numbers; None is "no reward", not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): no critic is needed
     4. pack        sequences lie end to end, without padding; a pack stores each prompt once
     5. log-probs   log pi(token) of each completion token, without storing logits
@@ -22,8 +22,8 @@ tokens. Each token has a weight, for GRPO 1 / (number of sequences * length of i
 over all ranks and micro-batches of the optimizer step. So the gradient is the same for any packing
 and any number of ranks, up to rounding.
 
-Shapes: G prompts, n completions per prompt. Per pack: B sequences, R sampled tokens. H hidden size,
-V vocabulary.
+Shapes: P prompts, G completions per prompt (the group size). Per pack: B sequences, R sampled
+tokens. H hidden size, V vocabulary.
 Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import math
@@ -56,29 +56,29 @@ class Config(flags.RunFlags):
     # rollout
     rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
     steps: int = 200  # rollout batches; each gives epochs * minibatches optimizer steps
-    prompts: int = 64  # G: prompts per step, over all ranks
-    samples: int = 8  # n: completions per prompt
+    prompts: int = 64  # P: prompts per step, over all ranks
+    samples: int = 8  # G: completions per prompt, the group size
     temperature: float = 1.0  # of sampling; the trainer's log-probs use the same temperature
     top_p: float = 1.0  # nucleus sampling in training; needs --correction none --temperature 1
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm: advantage = (reward - baseline) / scale
     baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = "group"  # subtracted
-    scale: Literal["group", "batch", "mean", "none"] = "group"  # the advantage is divided by it
+    scale: Literal["group", "batch", "group_mean", "none"] = "group"  # the divisor
     ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old; or of the sequence
-    gate: Literal["clip", "detach", "soft", "squared"] = "clip"  # what limits the ratio
+    surrogate: Literal["ppo", "cispo", "sapo", "kimi"] = "ppo"  # what limits the ratio
     aggregate: Literal["sequence", "token", "constant"] = "sequence"  # see token_weights
     clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low ...
     clip_high: float = 0.2  # ... and to 1 + clip_high at most
     delta: float = 0.0  # largest ratio for negative advantages (two-sided clip); 0 = off
-    tau: float = 1.0  # soft gate: temperature for positive advantages; squared: penalty weight
-    tau_neg: float = 1.05  # soft gate: temperature for negative advantages
+    tau: float = 1.0  # sapo: temperature for positive advantages; kimi: weight of the penalty
+    tau_neg: float = 1.05  # sapo: temperature for negative advantages
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference
     # vLLM's log-probs differ from the trainer's: see importance
     correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     correction_cap: float = 2.0  # largest importance weight pi_trainer / pi_vllm
-    drop_flat_groups: bool = False  # no update from groups in which all rewards are the same
-    resample: int = 0  # draw further prompts, up to this many times, until G groups are left
+    filter_groups: bool = False  # no update from groups in which all rewards are the same
+    resample: int = 0  # draw further prompts, up to this many times, until P groups are left
     mask_truncated: bool = False  # truncated completions count in the group but get no gradient
     overlong_buffer: float = 0.0  # penalty 0 to -1 over this last share of max_tokens; 0 = none
     epochs: int = 1  # passes over a rollout batch; 1 epoch of 1 minibatch: the ratio is 1, no clip
@@ -93,13 +93,13 @@ class Config(flags.RunFlags):
 
 
 # Differences from Config's defaults, which are GRPO's with R1's weight of the KL. With one update
-# per batch all gates have the same gradient: cispo is then bnpo, and sapo is grpo without the KL.
+# per batch all surrogates have the same gradient: cispo is then bnpo, sapo grpo without the KL.
 ALGOS = {
     "grpo": {},  # arXiv:2402.03300
     "dr_grpo": dict(scale="none", aggregate="constant", kl_coef=0.0),  # 2503.20783
     "dapo": dict(  # 2503.14476
         clip_high=0.28, aggregate="token", kl_coef=0.0,
-        drop_flat_groups=True, resample=3, overlong_buffer=0.2),
+        filter_groups=True, resample=3, overlong_buffer=0.2),
     "bnpo": dict(aggregate="token", kl_coef=0.0),  # TRL's name for one mean over all tokens
     "rloo": dict(  # 2402.14740
         baseline="leave_one_out", scale="none", ratio="product", kl_coef=0.0),
@@ -107,12 +107,12 @@ ALGOS = {
     "gspo": dict(  # 2507.18071
         ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0),
     "cispo": dict(  # 2506.13585
-        gate="detach", clip_high=4.0, aggregate="token", kl_coef=0.0),
-    "sapo": dict(gate="soft", kl_coef=0.0),  # 2511.20347
+        surrogate="cispo", clip_high=4.0, aggregate="token", kl_coef=0.0),
+    "sapo": dict(surrogate="sapo", kl_coef=0.0),  # 2511.20347
     "rft": dict(baseline="none", scale="none", kl_coef=0.0),  # weight = reward, 2308.01825
-    "maxrl": dict(scale="mean", aggregate="constant", kl_coef=0.0),  # 2602.02710
+    "maxrl": dict(scale="group_mean", aggregate="constant", kl_coef=0.0),  # 2602.02710
     "kimi": dict(  # 2501.12599
-        scale="none", ratio="product", gate="squared", tau=0.1, kl_coef=0.0),
+        scale="none", ratio="product", surrogate="kimi", tau=0.1, kl_coef=0.0),
 }
 
 
@@ -211,7 +211,7 @@ def sample_until_enough(run, step):
         sampled += groups
         first = draw * cfg.prompts + dist.rank() * len(groups)
         for number, group in enumerate(groups, first):
-            if not stats.is_flat(group):
+            if not stats.has_zero_std(group):
                 trainable[number] = group
         numbers = dist.all_gather(list(trainable))  # of all ranks
         kept = sorted(numbers)[:cfg.prompts]
@@ -223,11 +223,11 @@ def sample_until_enough(run, step):
 def collect_rollouts(run, step):
     """Stages 1 and 2 for this rank. -> (split: groups to train on per minibatch, groups sampled)"""
     cfg = run.cfg
-    if cfg.drop_flat_groups:
+    if cfg.filter_groups:
         groups, sampled = sample_until_enough(run, step)
     else:
         groups = sampled = sample_groups(run, step)
-    guard.check_verdicts(
+    guard.check_scored(
         "reward", [r.reward for r in flatten(sampled)], run.metrics, run.verifier)
     return deal(groups, cfg.minibatches), sampled
 
@@ -235,21 +235,21 @@ def collect_rollouts(run, step):
 # ------------------------------------------------------------------------------------ 3. advantage
 
 def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, running=0.0):
-    """(G, n) rewards -> (G, n) advantages. NaN is "no verdict": in no mean, and its advantage is 0.
+    """(P, G) rewards -> (P, G) advantages. NaN is "no reward": in no mean, and its advantage is 0.
 
     baseline: subtract the mean of the group, of the others in the group (leave_one_out), of the
     batch, the number `running`, or nothing. scale: divide by the standard deviation of the group or
     of the batch, by the group's mean (MaxRL; gives 0 where that is <= 0), each plus eps, or by 1.
 
-    The deviation is the population's, sqrt(1/n sum (r - mean)^2); the paper does not say which. TRL
-    and verl divide by n - 1: their advantages are ours times sqrt((n-1)/n), 6.5 % less at n = 8.
+    The deviation is the population's, sqrt(1/G sum (r - mean)^2); the paper does not say which. TRL
+    and verl divide by G - 1: their advantages are ours times sqrt((G-1)/G), 6.5 % less at G = 8.
 
     >>> group_advantages(torch.tensor([[1., 0., 0., 1.]]))
     tensor([[ 0.9998, -0.9998, -0.9998,  0.9998]])
     """
-    group_mean, group_std = stats.nan_mean_std(group_rewards, dim=1)  # (G, 1), (G, 1)
+    group_mean, group_std = stats.nan_mean_std(group_rewards, dim=1)  # (P, 1), (P, 1)
     batch_mean, batch_std = stats.nan_mean_std(group_rewards, dim=(0, 1))  # (1, 1), (1, 1)
-    known = (~group_rewards.isnan()).sum(1, keepdim=True)  # (G, 1) rewards that are not NaN
+    known = (~group_rewards.isnan()).sum(1, keepdim=True)  # (P, 1) rewards that are not NaN
     advantages = {
         "group": group_rewards - group_mean,
         # r - mean of the others, from r - mean of all
@@ -257,14 +257,14 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
         "batch": group_rewards - batch_mean,
         "running": group_rewards - running,
         "none": group_rewards,
-    }[baseline]  # (G, n)
+    }[baseline]  # (P, G)
     divisor = {
         "group": group_std + eps,
         "batch": batch_std + eps,
-        "mean": torch.where(group_mean > 0, group_mean + eps, torch.inf),
+        "group_mean": torch.where(group_mean > 0, group_mean + eps, torch.inf),
         "none": 1.0,
-    }[scale]  # (G, 1), (1, 1) or a number
-    return (advantages / divisor).nan_to_num()  # (G, n)
+    }[scale]  # (P, 1), (1, 1) or a number
+    return (advantages / divisor).nan_to_num()  # (P, G)
 
 
 def assign_advantages(groups, cfg, running_mean):
@@ -272,10 +272,10 @@ def assign_advantages(groups, cfg, running_mean):
     moving average of the reward, for --baseline running; NaN before the first step."""
     rollouts = flatten(groups)
     own = [math.nan if r.reward is None else r.reward for r in rollouts]
-    all_rewards = torch.tensor(dist.all_gather(own)).view(-1, cfg.samples)  # (G, n) of all ranks
+    all_rewards = torch.tensor(dist.all_gather(own)).view(-1, cfg.samples)  # (P, G) of all ranks
     batch_mean = all_rewards.nanmean().item()  # NaN if no group is left
     before = batch_mean if math.isnan(running_mean) else running_mean
-    advantages = group_advantages(all_rewards, cfg.baseline, cfg.scale, running=before)  # (G, n)
+    advantages = group_advantages(all_rewards, cfg.baseline, cfg.scale, running=before)  # (P, G)
     first = dist.offset(len(own))  # number of this rank's first rollout among those of all ranks
     for r, advantage in zip(rollouts, advantages.flatten()[first:].tolist()):
         r.advantages = [advantage] * len(r.completion)  # the same for each of its tokens
@@ -325,8 +325,8 @@ def assign_token_weights(rollouts, cfg):
     return [r for r in judged if r.weight]
 
 
-def make_batches(groups, filler, cfg, loss=None):
-    """A batch per pack (see collate). Ranks with fewer add `filler`, a rollout, with weight 0.
+def make_batches(groups, dummy, cfg, loss=None):
+    """A batch per pack (see collate). Ranks with fewer add `dummy`, a rollout, with weight 0.
 
     loss: what the batches are for. Only for policy_loss are sequences without a gradient left out.
     """
@@ -334,7 +334,7 @@ def make_batches(groups, filler, cfg, loss=None):
     if loss is policy_loss:
         trained = skip_zero_advantages(trained, cfg)
     trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
-    packs = pack_evenly(trained, filler, cfg.pack_tokens)
+    packs = pack_evenly(trained, dummy, cfg.pack_tokens)
     return [collate(pack, dist.device()) for pack in packs]
 
 
@@ -405,23 +405,23 @@ def importance(mismatch, batch, cfg):
     return inside.to(mismatch)  # (R,)
 
 
-def gated_objective(ratio, log_ratio, logp, advantage, cfg):
+def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
     """(R,) objective per token, with a ratio that cannot grow without bound."""
-    if cfg.gate == "clip":  # PPO, arXiv:1707.06347
+    if cfg.surrogate == "ppo":  # arXiv:1707.06347
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
         # delta > 1 + clip_high, so it changes the minimum only for negative advantages
         bounded = ratio.clamp(max=cfg.delta) if cfg.delta else ratio  # (R,)
         # the minimum: a token that has moved far enough in the right direction gets no gradient
         return torch.minimum(bounded * advantage, clipped * advantage)
-    if cfg.gate == "detach":  # CISPO: every token keeps its gradient; its weight is bounded
+    if cfg.surrogate == "cispo":  # every token keeps its gradient; its weight is bounded
         weight = ratio.clamp(max=1 + cfg.clip_high).detach()  # (R,)
         return weight * advantage * logp
-    if cfg.gate == "soft":  # SAPO: at ratio 1 the gradient is the advantage; it fades on both sides
+    if cfg.surrogate == "sapo":  # at ratio 1 the gradient is the advantage; it fades on both sides
         tau = torch.full_like(ratio, cfg.tau_neg)  # (R,)
         tau = tau.masked_fill(advantage > 0, cfg.tau)  # (R,)
         gate = torch.sigmoid(tau * (ratio - 1))  # (R,)
         return gate * 4 / tau * advantage
-    penalty = cfg.tau / 2 * log_ratio**2  # (R,) squared: Kimi k1.5, eq. 3, which has no bound
+    penalty = cfg.tau / 2 * log_ratio**2  # (R,) Kimi k1.5, eq. 3, which has no bound
     return advantage * log_ratio - penalty
 
 
@@ -440,10 +440,10 @@ def policy_loss(logp, old, ref, batch, cfg):
         log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (B,) -> (R,)
     # beyond e^20 the ratio is constant, as in verl, SkyRL and OpenRLHF: exp() could be inf
     ratio = log_ratio.clamp(-stats.MAX_LOG_RATIO, stats.MAX_LOG_RATIO).exp()  # (R,)
-    token_loss = -gated_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,)
+    token_loss = -surrogate_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,)
     terms = {  # (R,) each
         "ratio": ratio,
-        "clipped": stats.is_clipped(ratio, batch.advantage, cfg),
+        "clip_ratio": stats.is_clipped(ratio, batch.advantage, cfg),
         "mismatch": old - batch.vllm_logps,
     }
     if cfg.correction != "none":
@@ -521,7 +521,7 @@ class Run:
     ref: Any  # the frozen model of the KL, or None
     metrics: dict[str, float] = field(default_factory=dict)  # of the current step
     answers: Any = None  # a list of dicts, of its evaluation if there is one
-    filler: Any = None  # a rank's shortest rollout; ranks with fewer packs add it, weight 0
+    dummy: Any = None  # a rank's shortest rollout; ranks with fewer packs add it, weight 0
 
     def steps(self):
         """Yields the number of each step to take. Before a step: signals, evaluation, checkpoint.
@@ -563,7 +563,7 @@ def evaluate(llm, examples, verifier, cfg):
         samples = sample(llm, prompts, cfg.eval_n, cfg.temperature, cfg.max_tokens, seeds)
         stats.add_counts(metrics, score(samples, own, verifier), "eval")
         groups = in_groups(samples, cfg.eval_n)
-    guard.check_verdicts("eval", [stats.first_part(r) for r in greedy], metrics, verifier)
+    guard.check_scored("eval", [stats.first_part(r) for r in greedy], metrics, verifier)
     summary, answers = evaluation.summary(own, indices, greedy, groups, cfg)
     return metrics | summary, answers
 
@@ -580,14 +580,14 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         metrics = run.metrics
         split, sampled = collect_rollouts(run, step)  # 1. 2. split: groups of each minibatch
         groups = flatten(split)
-        run.filler = min(flatten(sampled), key=len)  # the shortest, with its prompt
+        run.dummy = min(flatten(sampled), key=len)  # the shortest, with its prompt
         with timed(metrics, "sync"):
             llm.sleep()  # GPU memory: from vLLM to the trainer; sync_weights wakes vLLM
             trainer.wake(policy)
-        with run.log.token_changes(step, sampled, policy, run.filler, metrics):  # for the report
+        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # for the report
             with timed(metrics, "update"):
                 progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
-                minibatches = [make_batches(part, run.filler, cfg, policy_loss)  # 4.
+                minibatches = [make_batches(part, run.dummy, cfg, policy_loss)  # 4.
                                for part in split]
                 store_fixed_logps(policy, run.ref, flatten(minibatches), cfg)  # 5. ref, old
                 metrics["lr"] = trainer.set_lr(policy, step, cfg)

@@ -2,7 +2,7 @@ r"""Rewards: what a completion is worth. Every reward is a function in TRL's con
 
     f(completions, **columns) -> list[float | None]
 
-with one value per completion. None means "no verdict": the completion is left out, it does not
+with one value per completion. None means "no reward": the completion is left out, it does not
 count as 0. Completions are strings or TRL's lists of messages, columns are those of the data set
 and what Verifier adds. So TRL's reward functions work here, and these functions work in TRL.
 REWARDS, at the end of this file, has their names; examples/README.md names more: a judge,

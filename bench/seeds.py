@@ -36,7 +36,7 @@ README_SETTINGS = ["default=", "control: random rewards=--rewards gsm8k:0,random
 PANELS = {"held-out accuracy": "eval/accuracy", "reward of the training samples": "reward/mean",
           "tokens per completion": "completion/length"}
 # beginnings of metrics that are shares, unless a value is above 1 (eval/length, a larger reward)
-SHARES = ("eval/", "reward/", "completion/truncated", "clipped", "group/flat")
+SHARES = ("eval/", "reward/", "completion/truncated", "clip_ratio", "group/zero_std")
 # Student's t: 95 % of the values lie in +- T[degrees of freedom - 1]
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 

@@ -114,7 +114,7 @@ def assign_advantages(groups, cfg, running_mean):
     rows = dist.all_gather(rows)  # of all ranks, in their order
     S = max(map(len, rows), default=1)
     rows = [row + [math.nan] * (S - len(row)) for row in rows]
-    rewards = torch.tensor(rows).view(-1, cfg.samples * S)  # (G, n S)
+    rewards = torch.tensor(rows).view(-1, cfg.samples * S)  # (P, G S)
     batch_mean = rewards.nanmean().item()
     if math.isnan(running_mean):
         running_mean = batch_mean

@@ -26,7 +26,7 @@ LIMIT = 300  # seconds that the tests of an exercise may take
 EXERCISES = {  # number -> (functions to write, test files); learn/exercises.md has all else
     1: ("nano_rlvr.py:k3", "vectors"),
     2: ("nano_rlvr.py:group_advantages", "vectors"),
-    3: ("nano_rlvr.py:gated_objective", "vectors"),
+    3: ("nano_rlvr.py:surrogate_objective", "vectors"),
     4: ("nano_rlvr.py:token_weights", "vectors"),
     5: ("nano_rlvr.py:policy_loss", "vectors"),
     6: ("nano_rlvr.py:importance", "vectors"),

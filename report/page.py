@@ -51,7 +51,7 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
     ("Reward", "mean of the step's completions", "reward/mean", FROM_ZERO,
      "Noise is normal: each step has other prompts."),
     ("Reward parts", "mean of each reward function",
-     "reward/(?!(mean|std|no_verdict|timeouts|crashes)$).+", FROM_ZERO | {"least": 2},
+     "reward/(?!(mean|std|unscored|timeouts|crashes)$).+", FROM_ZERO | {"least": 2},
      "If the part for the format alone rises, the model does not learn the task."),
     ("Samples of the evaluation", "mean@n: share that is right; pass@k: one or more of k are; "
      "maj@n: the most frequent answer is", r"eval/(mean|pass|maj)@\d+", SHARE,
@@ -62,15 +62,15 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
      "learns to end. If it keeps falling while the accuracy stays, a guess pays better than "
      "thinking. If truncated rises with it: --aggregate constant, or a larger --max_tokens."),
     ("Entropy", "nats, mean per token", "entropy", FROM_ZERO,
-     "Falling is normal: RL sharpens. At about 0, if group/flat rises too: lower --lr, "
+     "Falling is normal: RL sharpens. At about 0, if group/zero_std rises too: lower --lr, "
      "more --kl_coef, other questions. If it explodes and text turns into noise: lower --lr."),
     ("KL to the starting model", "nats, mean per token", "kl", {},
      "A slow rise without end is learning. A spike for a step or two is noise: one token that "
      "became much less likely is enough. If it stays, lower --lr or raise --kl_coef."),
-    ("Shares", "flat: equal rewards; truncated: cut; no_verdict: no reward; clipped: no gradient",
-     "group/flat|completion/truncated|reward/no_verdict|clipped", SHARE,
-     "group/flat above a half is normal at the start of a hard task (take easier questions) and at "
-     "the end of an easy one (take harder ones). clipped is 0 with one optimizer step per batch."),
+    ("Shares", "zero_std: equal rewards; truncated: cut; unscored: no reward; clip_ratio: clipped",
+     "group/zero_std|completion/truncated|reward/unscored|clip_ratio", SHARE,
+     "group/zero_std above a half is normal at the start of a hard task (take easier questions) and "
+     "at the end of an easy one (take harder ones). clip_ratio is 0 with one update per batch."),
     ("Gradient", "norm before clipping; share of skipped steps", "grad_norm|skipped", FROM_ZERO,
      "Far above 1 is normal, a rise by orders of magnitude is not. skipped: it was not finite."),
     ("Loss", "on a scale of its own", "loss", {},

@@ -22,15 +22,15 @@ def numbers(r, before, after, tokenizer):
     log-prob; advantage, unless all tokens have the same. Two digits, at most five decimals.
     before, after: the trainer's log-probs of the sampled tokens.
     """
-    logps = itertools.compress(r.vllm_logps, r.sampled)  # of the sampled tokens
+    logps = itertools.compress(r.vllm_logps, r.loss_mask)  # of the sampled tokens
     columns = {"logp": before, "change": [y - x for x, y in zip(before, after)],
                "gap": [x - y for x, y in zip(before, logps)]}
     if len(set(r.advantages)) > 1:
-        columns["advantage"] = itertools.compress(r.advantages, r.sampled)
+        columns["advantage"] = itertools.compress(r.advantages, r.loss_mask)
     lists = {"text": texts(r.completion, tokenizer)}
     for name, column in columns.items():
         rounded = iter([float(f"{round(x, 5):.2g}") for x in column])
-        lists[name] = [next(rounded) if sampled else None for sampled in r.sampled]
+        lists[name] = [next(rounded) if sampled else None for sampled in r.loss_mask]
     return lists
 
 

@@ -13,7 +13,7 @@ from runtime.shape import ModelShape, peak_flops
 MAX_LOG_RATIO = 20.0  # a ratio beyond e^20 is constant; the value of verl, SkyRL and OpenRLHF
 
 
-def is_flat(group):
+def has_zero_std(group):
     """True if all rewards of a group are equal, None ignored: with a baseline of the group every
     advantage is then 0."""
     return len({r.reward for r in group} - {None}) <= 1
@@ -68,16 +68,16 @@ def nan_mean_std(x, dim):
 
 
 def is_clipped(ratio, advantage, cfg):
-    """(R,) whether PPO's clip made a token's gradient 0. The other gates have no such bound."""
+    """(R,) whether PPO's clip made a token's gradient 0. The other surrogates have none."""
     too_high, too_low = ratio > 1 + cfg.clip_high, ratio < 1 - cfg.clip_low  # (R,), (R,)
     if cfg.delta:
         too_low |= ratio > cfg.delta
     beyond = torch.where(advantage > 0, too_high, too_low & (advantage < 0))  # (R,)
-    return beyond & (cfg.gate == "clip")
+    return beyond & (cfg.surrogate == "ppo")
 
 
 def pack_sums(loss, terms, entropy, weight, cfg):
-    """Metrics of a pack: sums over its tokens (0 for a filler), the loss, the largest mismatch.
+    """Metrics of a pack: sums over its tokens (0 for a dummy), the loss, the largest mismatch.
 
     A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight.
     """
@@ -93,7 +93,7 @@ def pack_sums(loss, terms, entropy, weight, cfg):
                   "correction/share": correction != uncapped}  # tokens that the cap changes
     sums = {name: x.sum() for name, x in terms.items()}
     sums |= {"loss": loss, "mismatch/max": mismatch.abs().max()}
-    is_trained = weight[0] != 0  # () false for a filler: see pack_evenly
+    is_trained = weight[0] != 0  # () false for a dummy: see pack_evenly
     return {name: is_trained * x.detach() for name, x in sums.items()}
 
 
@@ -147,7 +147,7 @@ def add_counts(metrics, counts, prefix):
 
 
 def first_part(rollout):
-    """What the first reward function, which the evaluation counts, gave; None = no verdict."""
+    """What the first reward function, which the evaluation counts, gave; None = no reward."""
     return next(iter(rollout.parts.values()))
 
 
@@ -197,9 +197,9 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
     return {
         "reward/mean": fmean(judged),
         "reward/std": pstdev(judged),
-        "reward/no_verdict": rewards.count(None) / len(rewards),
+        "reward/unscored": rewards.count(None) / len(rewards),
         **{name: fmean(given) for name, given in by_part.items()},
-        "group/flat": fmean(dist.all_gather([is_flat(group) for group in sampled_groups])),
+        "group/zero_std": fmean(dist.all_gather([has_zero_std(group) for group in sampled_groups])),
         "completion/length": fmean(lengths),
         "completion/truncated": fmean(truncated),
         "trained": count / len(lengths),

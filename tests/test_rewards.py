@@ -166,7 +166,7 @@ def test_gold_answers_that_cannot_be_read_are_counted_and_if_none_can_be_it_is_a
         count(part)
     verify("math").count_unreadable(
         [{"answer": gold} for gold in ("5", r"\frac{1}", "north", "???")], said.append)
-    says = "reward {}: {} answers cannot be read, one is '{}'; their completions get no verdict"
+    says = "reward {}: {} answers cannot be read, one is '{}'; their completions get no reward"
     assert said == [says.format("gsm8k", "1 of 200", "#### none"),
                     says.format("math", "2 of 4", r"\\frac{1}")]
     with pytest.raises(ValueError, match=r"^reward gsm8k: 3 of 3 .* '\{\}'; choose another"):
