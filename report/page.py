@@ -69,8 +69,9 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
      "became much less likely is enough. If it stays, lower --lr or raise --kl_coef."),
     ("Shares", "zero_std: equal rewards; truncated: cut; unscored: no reward; clip_ratio: clipped",
      "group/zero_std|completion/truncated|reward/unscored|clip_ratio", SHARE,
-     "group/zero_std above a half is normal at the start of a hard task (take easier questions) and "
-     "at the end of an easy one (take harder ones). clip_ratio is 0 with one update per batch."),
+     "group/zero_std above a half is normal at the start of a hard task (take easier questions) "
+     "and at the end of an easy one (take harder ones). clip_ratio is 0 with one update per "
+     "batch."),
     ("Gradient", "norm before clipping; share of skipped steps", "grad_norm|skipped", FROM_ZERO,
      "Far above 1 is normal, a rise by orders of magnitude is not. skipped: it was not finite."),
     ("Loss", "on a scale of its own", "loss", {},
