@@ -104,8 +104,7 @@ ALGOS = {
     "rloo": dict(  # 2402.14740
         baseline="leave_one_out", scale="none", ratio="product", kl_coef=0.0),
     "reinforce++": dict(baseline="batch", scale="batch", aggregate="token"),  # 2501.03262
-    "gspo": dict(  # 2507.18071
-        ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0),
+    "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0),  # 2507.18071
     "cispo": dict(  # 2506.13585
         surrogate="cispo", clip_high=4.0, aggregate="token", kl_coef=0.0),
     "sapo": dict(surrogate="sapo", kl_coef=0.0),  # 2511.20347
@@ -201,8 +200,7 @@ def sample_until_enough(run, step):
 
     With resample, it draws new prompts until the ranks together have enough groups. Of these it
     keeps the first in the order of the data. -> (groups, with None for those of other ranks; all
-    groups that this rank sampled)
-    """
+    groups that this rank sampled)"""
     cfg = run.cfg
     sampled = []
     trainable = {}  # number of the prompt in this step -> its group
@@ -249,7 +247,7 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
     """
     group_mean, group_std = stats.nan_mean_std(group_rewards, dim=1)  # (P, 1), (P, 1)
     batch_mean, batch_std = stats.nan_mean_std(group_rewards, dim=(0, 1))  # (1, 1), (1, 1)
-    known = (~group_rewards.isnan()).sum(1, keepdim=True)  # (P, 1) rewards that are not NaN
+    known = group_rewards.isfinite().sum(1, keepdim=True)  # (P, 1) rewards that are not NaN
     advantages = {
         "group": group_rewards - group_mean,
         # r - mean of the others, from r - mean of all
@@ -327,9 +325,7 @@ def assign_token_weights(rollouts, cfg):
 
 def make_batches(groups, dummy, cfg, loss=None):
     """A batch per pack (see collate). Ranks with fewer add `dummy`, a rollout, with weight 0.
-
-    loss: what the batches are for. Only for policy_loss are sequences without a gradient left out.
-    """
+    loss: only if it is policy_loss, sequences without a gradient are left out."""
     trained = assign_token_weights(flatten(groups), cfg)
     if loss is policy_loss:
         trained = skip_zero_advantages(trained, cfg)
