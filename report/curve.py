@@ -1,7 +1,11 @@
 """The curve of a run, a picture: reward, held-out accuracy and tokens per completion."""
 import re
 
-from runtime.records import series
+
+def series(rows, key):
+    """{step: value} of a metric, or of a function of a row, in rows of metrics.jsonl; no None."""
+    get = key if callable(key) else lambda row: row.get(key)
+    return {row["step"]: get(row) for row in rows if get(row) is not None}
 
 
 def figure(**args):

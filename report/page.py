@@ -10,12 +10,20 @@ import json
 import re
 from pathlib import Path
 
-from report.curve import points, write_curve
+from report.curve import points, series, write_curve
 from report.tokens import shown
-from runtime.records import STAGES, read, read_run, series, stage_seconds
+from runtime.records import STAGES, read, stage_seconds
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 QUESTIONS = 1000  # of the evaluation, the first ones, are shown
+
+
+def read_run(path):
+    """A run folder as a dict."""
+    path = Path(path)
+    about = json.loads((path / "config.json").read_text())
+    return {"path": path, "name": path.resolve().name, "about": about, "config": about["config"],
+            "rows": read(path)}
 
 
 def rollouts(run):

@@ -1,4 +1,4 @@
-"""Checks of a run: rehearsal before step 0, verdicts, optimizer steps, a user's rollouts."""
+"""Checks of a run: rehearsal before step 0, rewards, optimizer steps, a user's rollouts."""
 import dataclasses
 import inspect
 import json
@@ -38,8 +38,8 @@ def check_scored(prefix, values, metrics, verifier):
     values: a number or None per completion of this rank. metrics: counts of stats.add_counts under
     prefix. verifier: has `crashes`, the last line of the first crash of each reward function.
     """
-    total, verdicts = dist.all_sum(len(values), sum(value is not None for value in values))
-    if verdicts:
+    total, scored = dist.all_sum(len(values), sum(value is not None for value in values))
+    if scored:
         return
     crashes = dist.all_gather(list(getattr(verifier, "crashes", {}).values()))
     timeouts, crashed = (metrics.get(f"{prefix}/{name}", 0) for name in ("timeouts", "crashes"))

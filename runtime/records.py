@@ -48,20 +48,6 @@ def read(folder, name="metrics.jsonl"):
     return rows
 
 
-def read_run(path):
-    """A run folder as a dict."""
-    path = Path(path)
-    about = json.loads((path / "config.json").read_text())
-    return {"path": path, "name": path.resolve().name, "about": about, "config": about["config"],
-            "rows": read(path)}
-
-
 def stage_seconds(rows, stages=STAGES):
     """Seconds of these stages in rows of metrics; by default the loop's, without the evaluation."""
     return sum(row.get(f"seconds/{stage}", 0.0) for row in rows for stage in stages)
-
-
-def series(rows, key):
-    """{step: value} of a metric, or of a function of a row, in rows of metrics.jsonl; no None."""
-    get = key if callable(key) else lambda row: row.get(key)
-    return {row["step"]: get(row) for row in rows if get(row) is not None}

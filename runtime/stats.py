@@ -183,7 +183,7 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
     own = [(r.reward, r.length, r.truncated, r.parts) for group in sampled_groups for r in group]
     rewards, lengths, truncated, parts = zip(*dist.all_gather(own))
     judged = [x for x in rewards if x is not None] or [0.0]
-    by_part = {}  # name -> verdicts; rows may have rewards of their own
+    by_part = {}  # name -> the rewards that are not None
     for name, x in (item for own_parts in parts for item in own_parts.items()):
         if x is not None:
             by_part.setdefault(f"reward/{name}", []).append(x)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import code_reward
+import countdown
 import data
 import instructions
 import jail
@@ -34,6 +35,7 @@ OWN = {name: f"{ROOT}/examples/shaping_rewards.py:{name}"
        for name in ("language", "repetition", "length_kimi")}
 FUNCTIONS = rewards.REWARDS | {name: getattr(shaping, name) for name in OWN}
 FUNCTIONS["instruction"] = instructions.instruction
+FUNCTIONS["countdown"] = countdown.countdown_reward
 OWN["instruction"] = f"{ROOT}/examples/instructions.py:instruction"
 # columns with which every reward runs on any completion; judge and code have tests of their own
 COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}"}, "format": {},
