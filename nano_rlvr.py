@@ -593,7 +593,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
                         if batches:  # something to train
                             history.append(update(policy, batches, cfg, policy_loss))  # 5. 6. 7.
                 metrics |= stats.step_means(history)
-                progress.skipped = guard.count_skipped(
+                progress.skipped = guard.check_skipped(
                     progress.skipped, step, history, groups, run.log.folder)
         with timed(metrics, "sync"):
             sync_weights(policy, llm)  # 8.

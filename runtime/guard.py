@@ -50,7 +50,7 @@ def check_scored(prefix, values, metrics, verifier):
         "of the data and --reward_timeout.")
 
 
-def count_skipped(in_a_row, step, history, groups, folder):
+def check_skipped(in_a_row, step, history, groups, folder):
     """How many optimizer steps in a row were skipped up to now; RunError after 3. history: metrics
     of the step's updates. groups: its rollouts, written to <folder>/quarantine/ if one was skipped.
     """
