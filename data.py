@@ -31,32 +31,15 @@ def arithmetic(rng):
     return {"question": question, "answer": str(total), "terms": terms}
 
 
-def countdown(rng):
-    """Make `target` from 3 or 4 numbers, each used once (TinyZero's task)."""
-    while True:
-        numbers = [rng.randint(1, 99) for _ in range(rng.randint(3, 4))]
-        value, text = numbers[0], str(numbers[0])
-        for x in numbers[1:]:
-            op = rng.choice([op for op in "+-*/" if op != "/" or value % x == 0])
-            value = {"+": value + x, "-": value - x, "*": value * x, "/": value // x}[op]
-            text = f"({text} {op} {x})"
-        if 10 <= value <= 99:
-            shown = rng.sample(numbers, len(numbers))
-            question = (f"Combine the numbers {shown} with + - * / and brackets, each number "
-                        f"exactly once, so that the result is {value}. Put the expression between "
-                        "<answer> and </answer>.")
-            return {"question": question, "answer": text[1:-1], "numbers": shown, "target": value}
-
-
-PRODUCTS = Path(__file__).parent / "examples/products.py"
+EXAMPLES = Path(__file__).parent / "examples"
 # name -> where its examples come from (`make`: a function of a random generator; `file`: one of a
 # file; `hub`: repository and configuration), and its default for --rewards, the first of which the
 # evaluation counts
 TASKS = {
     "arithmetic": {"make": arithmetic, "rewards": "gsm8k:1"},
-    "countdown": {"make": countdown, "rewards": "countdown:1,format:0.1"},
-    "products": {"file": f"{PRODUCTS}:make",
-                 "rewards": f"{PRODUCTS}:right,{PRODUCTS}:anywhere:0"},
+    "countdown": {"file": f"{EXAMPLES}/countdown.py:make", "rewards": "countdown:1,format:0.1"},
+    "products": {"file": f"{EXAMPLES}/products.py:make",
+                 "rewards": f"{EXAMPLES}/products.py:right,{EXAMPLES}/products.py:anywhere:0"},
     "gsm8k": {"hub": ("openai/gsm8k", "main"), "rewards": "gsm8k:1"},
     "math": {"hub": ("DigitalLearningGmbH/MATH-lighteval", None), "rewards": "math:1"},
     "math500": {"hub": ("HuggingFaceH4/MATH-500", None), "rewards": "math:1", "test_only": True},

@@ -7,23 +7,23 @@
 
 One step of the loop, in the order of this file; `train`, near the end, shows it on one screen:
 
-    1. rollout     vLLM samples n completions for each of G prompts, with log-probs of the tokens
-    2. reward      verifiers (rewards.py) turn texts into numbers; None is "no verdict", not 0
+    1. rollout     vLLM samples G completions for each of P prompts, with log-probs of the tokens
+    2. reward      verifiers (rewards.py) turn texts into numbers; None is "no reward", not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): no critic is needed
     4. pack        sequences lie end to end, without padding; a pack stores each prompt once
     5. log-probs   log pi(token) of each completion token, without storing logits
-    6. loss        clipped policy gradient per token + kl_coef * k3 (KL to the starting model)
+    6. loss        clipped policy gradient per token + kl_coef * k3 (KL to the starting model).
+                   With the defaults a batch gives one update: the ratio is 1, nothing is clipped
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
     8. sync        the new weights go into vLLM in place; checksums show that they arrived
 
-A textbook PPO has a critic, GAE, padding and means per micro-batch. Here, the loss is a sum over
-tokens, each with a weight that makes it a mean over the whole optimizer step: the weights come from
-the numbers of sequences and tokens of all ranks. So the gradient is the same for any packing and
-any number of ranks, up to rounding.
+A textbook PPO has a critic, GAE, padding and means per micro-batch. Here the loss is a sum over
+tokens. Each token has a weight, for GRPO 1 / (number of sequences * length of its own one), counted
+over all ranks and micro-batches of the optimizer step. So the gradient is the same for any packing
+and any number of ranks, up to rounding.
 
-Shapes: G prompts, n completions per prompt. Per pack: B sequences, R sampled tokens. In
-runtime/batch.py also T tokens with each prompt stored once, K with it repeated per sequence.
-H hidden size, V vocabulary.
+Shapes: P prompts, G completions per prompt (the group size). Per pack: B sequences, R sampled
+tokens. H hidden size, V vocabulary.
 Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import math
@@ -35,13 +35,14 @@ import torch
 
 import data
 import rewards
-from runtime import dist, evaluation, flags, guard, memory, stats, stop, trainer
+from runtime import (dist, evaluation, flags, guard, memory,
+                     stats, stop, trainer)
 from runtime.batch import (Rollout, balance, collate, deal, flatten, in_groups, pack_evenly,
-                           sequence_mean, sequence_sum)
+                           sequence_mean, sequence_sum, skip_zero_advantages)
 from runtime.checkpoint import Checkpoints
 from runtime.log import Log, claim_folder
-from runtime.model import (CHUNK, HeadLogps, WithoutAdapters, load_model, load_tokenizer,
-                           on_device)
+from runtime.model import (CHUNK, HeadLogps, WithoutAdapters,
+                           load_model, load_tokenizer, on_device)
 from runtime.sampler import Sampler
 from runtime.stats import timed
 
@@ -49,38 +50,35 @@ from runtime.stats import timed
 
 @dataclass
 class Config(flags.RunFlags):
-    """The flags that a student turns. Those of model, data, memory and files: runtime/flags.py.
-
-    Defaults for 1.5B parameters on one GPU. flags.MODELS has others for the bundled model. A row
-    of ALGOS comes next, then what you give.
-    """
+    """The flags that a student turns; runtime/flags.py has those of model, data, memory and files.
+    Defaults for 1.5B parameters on one GPU; others come from flags.MODELS, ALGOS and then you."""
 
     # rollout
     rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
     steps: int = 200  # rollout batches; each gives epochs * minibatches optimizer steps
-    prompts: int = 64  # G: prompts per step, over all ranks
-    samples: int = 8  # n: completions per prompt
+    prompts: int = 64  # P: prompts per step, over all ranks
+    samples: int = 8  # G: completions per prompt, the group size
     temperature: float = 1.0  # of sampling; the trainer's log-probs use the same temperature
     top_p: float = 1.0  # nucleus sampling in training; needs --correction none --temperature 1
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm: advantage = (reward - baseline) / scale
     baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = "group"  # subtracted
-    scale: Literal["group", "batch", "mean", "none"] = "group"  # the advantage is divided by it
-    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old; sequence: geometric mean
-    gate: Literal["clip", "detach", "soft", "squared"] = "clip"  # what limits the ratio
+    scale: Literal["group", "batch", "group_mean", "none"] = "group"  # the divisor
+    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old; or of the sequence
+    surrogate: Literal["ppo", "cispo", "sapo", "kimi"] = "ppo"  # what limits the ratio
     aggregate: Literal["sequence", "token", "constant"] = "sequence"  # see token_weights
     clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low ...
     clip_high: float = 0.2  # ... and to 1 + clip_high at most
     delta: float = 0.0  # largest ratio for negative advantages (two-sided clip); 0 = off
-    tau: float = 1.0  # soft gate: temperature for positive advantages; squared: penalty weight
-    tau_neg: float = 1.05  # soft gate: temperature for negative advantages
+    tau: float = 1.0  # sapo: temperature for positive advantages; kimi: weight of the penalty
+    tau_neg: float = 1.05  # sapo: temperature for negative advantages
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference
-    # importance weight: vLLM's log-probs differ from the trainer's, see importance
+    # vLLM's log-probs differ from the trainer's: see importance
     correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     correction_cap: float = 2.0  # largest importance weight pi_trainer / pi_vllm
-    drop_flat_groups: bool = False  # no update from groups in which all rewards are the same
-    resample: int = 0  # draw further prompts, up to this many times, until G groups are left
+    filter_groups: bool = False  # no update from groups in which all rewards are the same
+    resample: int = 0  # draw further prompts, up to this many times, until P groups are left
     mask_truncated: bool = False  # truncated completions count in the group but get no gradient
     overlong_buffer: float = 0.0  # penalty 0 to -1 over this last share of max_tokens; 0 = none
     epochs: int = 1  # passes over a rollout batch; 1 epoch of 1 minibatch: the ratio is 1, no clip
@@ -94,28 +92,32 @@ class Config(flags.RunFlags):
     max_grad_norm: float = 1.0  # the norm of the gradient is clipped to this; 0 = no clipping
 
 
-# name -> its differences from Config's defaults, which are GRPO's with R1's weight of the KL
+# Differences from Config's defaults, which are GRPO's with R1's weight of the KL. With one update
+# per batch all surrogates have the same gradient: cispo is then bnpo, sapo grpo without the KL.
 ALGOS = {
     "grpo": {},  # arXiv:2402.03300
     "dr_grpo": dict(scale="none", aggregate="constant", kl_coef=0.0),  # 2503.20783
-    "dapo": dict(clip_high=0.28, aggregate="token", kl_coef=0.0, drop_flat_groups=True,
-                 resample=3, overlong_buffer=0.2),  # 2503.14476
+    "dapo": dict(  # 2503.14476
+        clip_high=0.28, aggregate="token", kl_coef=0.0,
+        filter_groups=True, resample=3, overlong_buffer=0.2),
     "bnpo": dict(aggregate="token", kl_coef=0.0),  # TRL's name for one mean over all tokens
     "rloo": dict(  # 2402.14740
         baseline="leave_one_out", scale="none", ratio="product", kl_coef=0.0),
     "reinforce++": dict(baseline="batch", scale="batch", aggregate="token"),  # 2501.03262
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0),  # 2507.18071
-    "cispo": dict(gate="detach", clip_high=4.0, aggregate="token", kl_coef=0.0),  # 2506.13585
-    "sapo": dict(gate="soft", kl_coef=0.0),  # 2511.20347
+    "cispo": dict(  # 2506.13585
+        surrogate="cispo", clip_high=4.0, aggregate="token", kl_coef=0.0),
+    "sapo": dict(surrogate="sapo", kl_coef=0.0),  # 2511.20347
     "rft": dict(baseline="none", scale="none", kl_coef=0.0),  # weight = reward, 2308.01825
-    "maxrl": dict(scale="mean", aggregate="constant", kl_coef=0.0),  # 2602.02710
-    "kimi": dict(scale="none", ratio="product", gate="squared", tau=0.1, kl_coef=0.0),  # 2501.12599
+    "maxrl": dict(scale="group_mean", aggregate="constant", kl_coef=0.0),  # 2602.02710
+    "kimi": dict(  # 2501.12599
+        scale="none", ratio="product", surrogate="kimi", tau=0.1, kl_coef=0.0),
 }
 
 
 def parse_config(argv=None):
     """Command line -> checked Config: see flags.parse. Raises ValueError with one line."""
-    return flags.parse(Config, ALGOS, argv, description=__doc__.partition("\n")[0])
+    return flags.parse(Config, ALGOS, argv, description=__doc__)
 
 
 # -------------------------------------------------------------------------------------- 1. rollout
@@ -129,18 +131,21 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     from vllm import SamplingParams
     tokenizer = llm.get_tokenizer()
     turn_end = tokenizer.get_vocab().get("<|im_end|>")  # ends a ChatML turn; EOS may differ
-    settings = dict(  # logprobs=0: of the sampled token, without alternatives
-        n=n, temperature=temperature, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
+    settings = dict(
+        n=n, temperature=temperature, max_tokens=max_tokens,
+        logprobs=0, flat_logprobs=True,  # of the sampled token, without alternatives
         detokenize=False,  # all texts are decoded at once below, which is faster
         stop_token_ids=[] if turn_end is None else [turn_end])
-    settings |= sampling  # what the caller asks for counts
-    params = [SamplingParams(seed=seed, **settings) for seed in seeds or [None] * len(prompts)]
-    requests = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    settings |= sampling
+    seeds = seeds or [None] * len(prompts)
+    params = [SamplingParams(seed=seed, **settings) for seed in seeds]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    requests = llm.generate(inputs, params, use_tqdm=False)
     rollouts = []
     for prompt, request in zip(prompts, requests):
         for sample in request.outputs:
             truncated = sample.finish_reason == "length"
-            logps = sample.logprobs.logprobs  # one per sampled token, of logits / temperature
+            logps = sample.logprobs.logprobs  # FlatLogprobs' list: one per sampled token
             rollouts.append(Rollout(prompt, list(sample.token_ids), "", truncated, logps))
     texts = tokenizer.batch_decode([r.completion for r in rollouts], skip_special_tokens=True)
     for r, text in zip(rollouts, texts):
@@ -157,9 +162,7 @@ def rollout_function(name):
 
 def score(rollouts, examples, verifier, step=0):
     """Fills reward and parts, the value of each reward function, of the rollouts of these examples.
-
-    Returns counts of failures. What a reward function gets: see rewards.columns_of.
-    """
+    Returns counts of failures. What a reward function gets: see rewards.columns_of."""
     columns = rewards.columns_of(rollouts, examples, step)
     values, parts, counts = verifier([r.text for r in rollouts], **columns)
     for i, r in enumerate(rollouts):
@@ -176,14 +179,15 @@ def sample_groups(run, step, draw=0):
     """
     cfg = run.cfg
     number = step * (1 + cfg.resample) + draw
-    examples = data.batch_at(
-        run.train_set, number, cfg.prompts, cfg.seed, dist.rank(), dist.world_size())
+    examples = data.batch_at(run.train_set, number, cfg.prompts, cfg.seed,
+                             dist.rank(), dist.world_size())
     prompts = [example["prompt_ids"] for example in examples]
     first = dist.rank() * len(prompts)  # number of this rank's first prompt in the batch
     seeds = [data.request_seed(cfg.seed, step, draw, first + i) for i in range(len(prompts))]
     with timed(run.metrics, "rollout"):
-        rollouts = rollout_function(cfg.rollout)(
-            run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds, top_p=cfg.top_p)
+        sample = rollout_function(cfg.rollout)
+        rollouts = sample(run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
+                          top_p=cfg.top_p)
     with timed(run.metrics, "reward"):
         counts = score(rollouts, examples, run.verifier, step)
     stats.add_counts(run.metrics, counts, "reward")
@@ -196,17 +200,19 @@ def sample_until_enough(run, step):
 
     With resample, it draws new prompts until the ranks together have enough groups. Of these it
     keeps the first in the order of the data. -> (groups, with None for those of other ranks; all
-    groups that this rank sampled)
-    """
-    cfg, sampled, trainable = run.cfg, [], {}  # trainable: number of the prompt -> its group
+    groups that this rank sampled)"""
+    cfg = run.cfg
+    sampled = []
+    trainable = {}  # number of the prompt in this step -> its group
     for draw in range(1 + cfg.resample):
         groups = sample_groups(run, step, draw)
         sampled += groups
         first = draw * cfg.prompts + dist.rank() * len(groups)
         for number, group in enumerate(groups, first):
-            if not stats.is_flat(group):
+            if not stats.has_zero_std(group):
                 trainable[number] = group
-        kept = sorted(dist.all_gather(list(trainable)))[:cfg.prompts]  # numbers, of all ranks
+        numbers = dist.all_gather(list(trainable))  # of all ranks
+        kept = sorted(numbers)[:cfg.prompts]
         if len(kept) == cfg.prompts:
             break
     return [trainable.get(number) for number in kept], sampled
@@ -215,62 +221,60 @@ def sample_until_enough(run, step):
 def collect_rollouts(run, step):
     """Stages 1 and 2 for this rank. -> (split: groups to train on per minibatch, groups sampled)"""
     cfg = run.cfg
-    if cfg.drop_flat_groups:
+    if cfg.filter_groups:
         groups, sampled = sample_until_enough(run, step)
     else:
         groups = sampled = sample_groups(run, step)
-    own_rewards = [r.reward for r in flatten(sampled)]
-    guard.check_verdicts("reward", own_rewards, run.metrics, run.verifier)
+    guard.check_scored(
+        "reward", [r.reward for r in flatten(sampled)], run.metrics, run.verifier)
     return deal(groups, cfg.minibatches), sampled
 
 
 # ------------------------------------------------------------------------------------ 3. advantage
 
 def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, running=0.0):
-    """(G, n) rewards -> (G, n) advantages. NaN is "no verdict": in no mean, and its advantage is 0.
+    """(P, G) rewards -> (P, G) advantages. NaN is "no reward": in no mean, and its advantage is 0.
 
     baseline: subtract the mean of the group, of the others in the group (leave_one_out), of the
     batch, the number `running`, or nothing. scale: divide by the standard deviation of the group or
     of the batch, by the group's mean (MaxRL; gives 0 where that is <= 0), each plus eps, or by 1.
 
-    The deviation is the population's, sqrt(1/n sum (r - mean)^2); the paper does not say which. TRL
-    and verl divide by n - 1: their advantages are ours times sqrt((n-1)/n), 6.5 % less at n = 8.
+    The deviation is the population's, sqrt(1/G sum (r - mean)^2); the paper does not say which. TRL
+    and verl divide by G - 1: their advantages are ours times sqrt((G-1)/G), 6.5 % less at G = 8.
 
     >>> group_advantages(torch.tensor([[1., 0., 0., 1.]]))
     tensor([[ 0.9998, -0.9998, -0.9998,  0.9998]])
     """
-    group_mean, group_std = stats.nan_mean_std(group_rewards, dim=1)  # (G, 1), (G, 1)
+    group_mean, group_std = stats.nan_mean_std(group_rewards, dim=1)  # (P, 1), (P, 1)
     batch_mean, batch_std = stats.nan_mean_std(group_rewards, dim=(0, 1))  # (1, 1), (1, 1)
-    n = (~group_rewards.isnan()).sum(1, keepdim=True)  # (G, 1) rewards that are not NaN
+    known = group_rewards.isfinite().sum(1, keepdim=True)  # (P, 1) rewards that are not NaN
     advantages = {
         "group": group_rewards - group_mean,
         # r - mean of the others, from r - mean of all
-        "leave_one_out": (group_rewards - group_mean) * n / (n - 1).clamp(min=1),
+        "leave_one_out": (group_rewards - group_mean) * known / (known - 1).clamp(min=1),
         "batch": group_rewards - batch_mean,
         "running": group_rewards - running,
         "none": group_rewards,
-    }[baseline]  # (G, n)
+    }[baseline]  # (P, G)
     divisor = {
         "group": group_std + eps,
         "batch": batch_std + eps,
-        "mean": torch.where(group_mean > 0, group_mean + eps, torch.inf),
+        "group_mean": torch.where(group_mean > 0, group_mean + eps, torch.inf),
         "none": 1.0,
-    }[scale]  # (G, 1), (1, 1) or a number
-    return (advantages / divisor).nan_to_num(0.0)  # (G, n)
+    }[scale]  # (P, 1), (1, 1) or a number
+    return (advantages / divisor).nan_to_num()  # (P, G)
 
 
 def assign_advantages(groups, cfg, running_mean):
-    """Fills the advantages of each rollout. Returns the updated running mean. Collective.
-
-    running_mean: moving average of the reward, for --baseline running; NaN before the first step.
-    """
+    """Fills the advantages of each rollout. Returns the new running mean. Collective. running_mean:
+    moving average of the reward, for --baseline running; NaN before the first step."""
     rollouts = flatten(groups)
     own = [math.nan if r.reward is None else r.reward for r in rollouts]
-    all_rewards = torch.tensor(dist.all_gather(own)).view(-1, cfg.samples)  # (G, n) of all ranks
+    all_rewards = torch.tensor(dist.all_gather(own)).view(-1, cfg.samples)  # (P, G) of all ranks
     batch_mean = all_rewards.nanmean().item()  # NaN if no group is left
     before = batch_mean if math.isnan(running_mean) else running_mean
-    advantages = group_advantages(all_rewards, cfg.baseline, cfg.scale, running=before)  # (G, n)
-    first = sum(dist.all_gather([len(own)])[:dist.rank()])  # number of this rank's first rollout
+    advantages = group_advantages(all_rewards, cfg.baseline, cfg.scale, running=before)  # (P, G)
+    first = dist.offset(len(own))  # number of this rank's first rollout among those of all ranks
     for r, advantage in zip(rollouts, advantages.flatten()[first:].tolist()):
         r.advantages = [advantage] * len(r.completion)  # the same for each of its tokens
     return stats.moving_mean(before, batch_mean)
@@ -286,17 +290,22 @@ def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
         sequence  mean over sequences of the mean over tokens: 1 / (sequences |o_i|)  GRPO
         token     mean over all tokens: 1 / tokens                                    DAPO, eq. 12
         constant  sum over tokens, divided by a constant: 1 / (sequences max_tokens)  Dr. GRPO
-    The first favours short right completions and long wrong ones. The others weigh tokens alike.
+    With `sequence`, a token of a short completion weighs more: short right answers are pushed up,
+    and long wrong ones are pushed down less. With the others all tokens weigh the same.
 
     >>> [token_weights([1, 3], aggregate, 8) for aggregate in ("sequence", "token", "constant")]
     [[0.5, 0.16666666666666666], [0.25, 0.25], [0.0625, 0.0625]]
     """
-    sequences = sequences or len(lengths)
-    tokens = tokens or sum(lengths)
+    if sequences is None:
+        sequences, tokens = len(lengths), sum(lengths)
     weights = []
-    for n in lengths:  # tokens of one completion
-        divisor = {"sequence": sequences * n, "token": tokens, "constant": sequences * max_tokens}
-        weights.append(1 / divisor[aggregate] if n else 0.0)
+    for length in lengths:
+        divisor = {
+            "sequence": sequences * length,
+            "token": tokens,
+            "constant": sequences * max_tokens,
+        }[aggregate]
+        weights.append(1 / divisor if length else 0.0)
     return weights
 
 
@@ -314,53 +323,34 @@ def assign_token_weights(rollouts, cfg):
     return [r for r in judged if r.weight]
 
 
-def skip_zero_advantages(rollouts, cfg):
-    """Without a KL term, a sequence whose advantages are all 0 has no gradient: it needs no pass.
-
-    Sets the weight of those to 0, and returns the others. The weights of the others stay: they come
-    from the counts of all sequences. If none is left, the shortest stays, because AdamW moves the
-    weights also when the gradient is 0.
-    """
-    if cfg.kl_coef or cfg.gate == "squared":  # its penalty has a gradient without an advantage
-        return rollouts
-    kept = [r for r in rollouts if any(r.advantages)]
-    skipped = sorted([r for r in rollouts if not any(r.advantages)], key=len)
-    if skipped and not kept:
-        kept = [skipped.pop(0)]
-    for r in skipped:
-        r.weight = 0.0
-    return kept
-
-
-def make_batches(groups, filler, cfg, loss=None):
-    """A batch per pack (see collate). Ranks with fewer add `filler`, a rollout, with weight 0.
-
-    loss: what the batches are for. Only for policy_loss are sequences without a gradient left out.
-    """
+def make_batches(groups, dummy, cfg, loss=None):
+    """A batch per pack (see collate). Ranks with fewer add `dummy`, a rollout, with weight 0.
+    loss: only if it is policy_loss, sequences without a gradient are left out."""
     trained = assign_token_weights(flatten(groups), cfg)
     if loss is policy_loss:
         trained = skip_zero_advantages(trained, cfg)
     trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
-    packs = pack_evenly(trained, filler, cfg.pack_tokens)
-    return [collate(pack, dist.device()) for pack in packs]  # all on the GPU: 60 bytes per token
+    packs = pack_evenly(trained, dummy, cfg.pack_tokens)
+    return [collate(pack, dist.device()) for pack in packs]
 
 
 # ------------------------------------------------------------------------------------ 5. log-probs
 
 class TokenLogps(torch.nn.Module):
     """A causal language model that returns log-probs of given tokens. DeepSpeed wraps this module.
-
-    forward(batch), as collate makes it -> logp (R,), entropy (R,) in fp32.
-    """
+    forward(batch), as collate makes it -> logp (R,), entropy (R,) in fp32."""
 
     def __init__(self, model, temperature=1.0, chunk=CHUNK):
         super().__init__()
-        self.model, self.temperature, self.chunk = model, temperature, chunk
+        self.model = model
+        self.temperature = temperature
+        self.chunk = chunk
 
     def forward(self, batch):
-        # no cache: training does not read it, and it would hold all keys and values
         output = self.model.get_decoder()(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False,
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,  # it would hold all keys and values
             batch=batch)  # reaches packed_attention in runtime/batch.py
         hidden = output.last_hidden_state[0, batch.predictors]  # (R, H) just before each target
         head = self.model.get_output_embeddings().weight  # (V, H)
@@ -370,7 +360,8 @@ class TokenLogps(torch.nn.Module):
 
 @torch.no_grad()
 def store_fixed_logps(policy, ref, batches, cfg):
-    """Stores what the updates do not change: batch.ref and, for several updates, batch.old."""
+    """Computes the log-probs that stay fixed during the updates: batch.ref, under the reference,
+    and, if there are several updates, batch.old, under the policy before the first."""
     if ref is not None:
         with on_device(ref):
             for batch in batches:
@@ -385,8 +376,8 @@ def store_fixed_logps(policy, ref, batches, cfg):
 def k3(logp, ref):
     """Schulman's estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
 
-    (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref). As a
-    loss, its mean gradient is that of KL(ref || pi): -sum over the vocabulary of ref * grad log pi.
+    (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref). The
+    mean of its gradient is another one: that of KL(ref || pi).
     """
     d = ref - logp  # (R,)
     return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away
@@ -399,38 +390,42 @@ def importance(mismatch, batch, cfg):
     mismatch (R,) = log pi_old - log pi_vllm -> (R,). token_truncate: at most the cap.
     token_mask: 0 above it. sequence_mask: 1 if the sequence's geometric mean is in [1/cap, cap].
     """
-    cap, weight = cfg.correction_cap, mismatch.exp()  # (R,)
+    cap = cfg.correction_cap
+    weight = mismatch.exp()  # (R,)
     if cfg.correction == "token_truncate":
         return weight.clamp(max=cap)  # (R,)
     if cfg.correction == "token_mask":
         return torch.where(weight <= cap, weight, 0.0)  # (R,) where: 0 * inf is NaN
     mean = sequence_mean(mismatch, batch).exp()  # (R,) sequence_mask
-    return ((mean <= cap) & (mean >= 1 / cap)).to(mismatch)  # (R,)
+    inside = (mean <= cap) & (mean >= 1 / cap)  # (R,)
+    return inside.to(mismatch)  # (R,)
 
 
-def gated_objective(ratio, log_ratio, logp, advantage, cfg):
+def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
     """(R,) objective per token, with a ratio that cannot grow without bound."""
-    if cfg.gate == "clip":  # PPO, arXiv:1707.06347
+    if cfg.surrogate == "ppo":  # arXiv:1707.06347
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
         # delta > 1 + clip_high, so it changes the minimum only for negative advantages
         bounded = ratio.clamp(max=cfg.delta) if cfg.delta else ratio  # (R,)
         # the minimum: a token that has moved far enough in the right direction gets no gradient
         return torch.minimum(bounded * advantage, clipped * advantage)
-    if cfg.gate == "detach":  # CISPO: every token keeps its gradient; its weight is bounded
+    if cfg.surrogate == "cispo":  # every token keeps its gradient; its weight is bounded
         weight = ratio.clamp(max=1 + cfg.clip_high).detach()  # (R,)
         return weight * advantage * logp
-    if cfg.gate == "soft":  # SAPO: at ratio 1 the gradient is the advantage; it fades on both sides
-        tau = torch.full_like(ratio, cfg.tau_neg).masked_fill(advantage > 0, cfg.tau)  # (R,)
-        return torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantage
-    # squared: Kimi k1.5, eq. 3: no bound, but a penalty on the squared log-ratio
-    return advantage * log_ratio - cfg.tau / 2 * log_ratio**2
+    if cfg.surrogate == "sapo":  # at ratio 1 the gradient is the advantage; it fades on both sides
+        tau = torch.full_like(ratio, cfg.tau_neg)  # (R,)
+        tau = tau.masked_fill(advantage > 0, cfg.tau)  # (R,)
+        gate = torch.sigmoid(tau * (ratio - 1))  # (R,)
+        return gate * 4 / tau * advantage
+    penalty = cfg.tau / 2 * log_ratio**2  # (R,) Kimi k1.5, eq. 3, which has no bound
+    return advantage * log_ratio - penalty
 
 
 def policy_loss(logp, old, ref, batch, cfg):
     """Policy gradient with a bounded ratio, plus k3 KL. logp, old, ref: (R,).
 
-    old None: on-policy, old = logp. ref None: no KL. Returns (loss, terms). loss, a
-    scalar: this pack's share of the global mean. terms: values per token (R,), for the metrics.
+    old None: on-policy, old = logp. ref None: no KL. Returns (loss, terms). loss, a scalar: this
+    pack's share of the global mean. terms: values per token (R,), for the metrics.
     """
     if old is None:
         old = logp.detach()  # (R,)
@@ -441,16 +436,20 @@ def policy_loss(logp, old, ref, batch, cfg):
         log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (B,) -> (R,)
     # beyond e^20 the ratio is constant, as in verl, SkyRL and OpenRLHF: exp() could be inf
     ratio = log_ratio.clamp(-stats.MAX_LOG_RATIO, stats.MAX_LOG_RATIO).exp()  # (R,)
-    token_loss = -gated_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,)
-    terms = {"ratio": ratio, "clipped": stats.is_clipped(ratio, batch.advantage, cfg),
-             "mismatch": old - batch.vllm_logps}  # (R,) each
+    token_loss = -surrogate_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,)
+    terms = {  # (R,) each
+        "ratio": ratio,
+        "clip_ratio": stats.is_clipped(ratio, batch.advantage, cfg),
+        "mismatch": old - batch.vllm_logps,
+    }
     if cfg.correction != "none":
         terms["correction"] = importance(terms["mismatch"], batch, cfg)  # (R,)
         token_loss = token_loss * terms["correction"]  # (R,)
     if ref is not None:
         terms["kl"] = k3(logp, ref)  # (R,)
         token_loss = token_loss + cfg.kl_coef * terms["kl"]  # (R,)
-    return (batch.weight * token_loss).sum(), terms
+    loss = (batch.weight * token_loss).sum()  # ()
+    return loss, terms
 
 
 # --------------------------------------------------------------------------------------- 7. update
@@ -458,7 +457,8 @@ def policy_loss(logp, old, ref, batch, cfg):
 def make_policy(cfg):
     """DeepSpeed's engine around TokenLogps: see trainer.start_deepspeed."""
     torch.manual_seed(cfg.seed)
-    return trainer.start_deepspeed(TokenLogps(load_model(cfg).train(), cfg.temperature), cfg)
+    module = TokenLogps(load_model(cfg).train(), cfg.temperature)
+    return trainer.start_deepspeed(module, cfg)
 
 
 def make_reference(cfg, policy=None, stays_on_gpu=False):
@@ -467,7 +467,8 @@ def make_reference(cfg, policy=None, stays_on_gpu=False):
         return None
     if cfg.lora_rank:
         return WithoutAdapters(policy.module)  # the policy itself: no second copy
-    ref = TokenLogps(load_model(cfg).eval().requires_grad_(False), cfg.temperature)
+    frozen = load_model(cfg).eval().requires_grad_(False)
+    ref = TokenLogps(frozen, cfg.temperature)
     ref.stays_on_gpu = stays_on_gpu
     return ref
 
@@ -515,18 +516,18 @@ class Run:
     policy: Any  # DeepSpeed's engine around TokenLogps
     ref: Any  # the frozen model of the KL, or None
     metrics: dict[str, float] = field(default_factory=dict)  # of the current step
-    answers: list[dict] = field(default_factory=list)  # of its evaluation, if there is one
-    filler: Any = None  # a rank's shortest rollout; ranks with fewer packs add it, weight 0
+    answers: Any = None  # a list of dicts, of its evaluation if there is one
+    dummy: Any = None  # a rank's shortest rollout; ranks with fewer packs add it, weight 0
 
     def steps(self):
         """Yields the number of each step to take. Before a step: signals, evaluation, checkpoint.
-
-        At the end, the final weights are evaluated and saved.
-        """
-        cfg, log, progress = self.cfg, self.log, self.checkpoints.progress
+        At the end, the final weights are evaluated and saved."""
+        cfg = self.cfg
+        log = self.log
+        progress = self.checkpoints.progress
         for step in range(progress.step, cfg.steps + 1):
             progress.step = step
-            self.metrics.clear()
+            self.metrics = {}
             self.answers = []
             is_last = step == cfg.steps  # no training step is left
             stop.check(self.checkpoints)
@@ -545,7 +546,9 @@ class Run:
 
 def evaluate(llm, examples, verifier, cfg):
     """-> (metrics, a dict per greedy completion). Accuracy: first reward is 1. Collective."""
-    metrics, groups, sample = {}, [], rollout_function(cfg.rollout)
+    metrics = {}
+    groups = []
+    sample = rollout_function(cfg.rollout)
     indices = range(dist.rank(), len(examples), dist.world_size())  # of this rank
     own = [examples[i] for i in indices]
     prompts = [example["prompt_ids"] for example in own]
@@ -556,7 +559,7 @@ def evaluate(llm, examples, verifier, cfg):
         samples = sample(llm, prompts, cfg.eval_n, cfg.temperature, cfg.max_tokens, seeds)
         stats.add_counts(metrics, score(samples, own, verifier), "eval")
         groups = in_groups(samples, cfg.eval_n)
-    guard.check_verdicts("eval", [stats.first_part(r) for r in greedy], metrics, verifier)
+    guard.check_scored("eval", [stats.first_part(r) for r in greedy], metrics, verifier)
     summary, answers = evaluation.summary(own, indices, greedy, groups, cfg)
     return metrics | summary, answers
 
@@ -564,30 +567,33 @@ def evaluate(llm, examples, verifier, cfg):
 def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advantages,
           policy_loss=policy_loss):
     """The loop. With a stage of yours: main(argv, train=partial(train, policy_loss=yours))."""
-    cfg, llm, policy, metrics = run.cfg, run.llm, run.policy, run.metrics
+    cfg = run.cfg
+    llm = run.llm
+    policy = run.policy
     progress = run.checkpoints.progress
     sync_weights(policy, llm)  # wakes vLLM, which has the starting weights: --resume has others
     for step in run.steps():  # evaluates and saves before a step
+        metrics = run.metrics
         split, sampled = collect_rollouts(run, step)  # 1. 2. split: groups of each minibatch
         groups = flatten(split)
-        run.filler = min(flatten(sampled), key=len)  # the shortest, with its prompt
+        run.dummy = min(flatten(sampled), key=len)  # the shortest, with its prompt
         with timed(metrics, "sync"):
             llm.sleep()  # GPU memory: from vLLM to the trainer; sync_weights wakes vLLM
             trainer.wake(policy)
-        with run.log.token_changes(step, sampled, policy, run.filler, metrics):  # for the report
+        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # for the report
             with timed(metrics, "update"):
                 progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
-                minibatches = [
-                    make_batches(part, run.filler, cfg, policy_loss) for part in split]  # 4.
+                minibatches = [make_batches(part, run.dummy, cfg, policy_loss)  # 4.
+                               for part in split]
                 store_fixed_logps(policy, run.ref, flatten(minibatches), cfg)  # 5. ref, old
                 metrics["lr"] = trainer.set_lr(policy, step, cfg)
                 history = []
                 for _ in range(cfg.epochs):
                     for batches in minibatches:
-                        if batches:  # there is something to train
+                        if batches:  # something to train
                             history.append(update(policy, batches, cfg, policy_loss))  # 5. 6. 7.
                 metrics |= stats.step_means(history)
-                progress.skipped = guard.count_skipped(
+                progress.skipped = guard.check_skipped(
                     progress.skipped, step, history, groups, run.log.folder)
         with timed(metrics, "sync"):
             sync_weights(policy, llm)  # 8.
@@ -614,17 +620,18 @@ def main(argv=None, train=train, sampler=Sampler):
             checkpoints = Checkpoints(cfg, log)
 
         with stop.with_one_line(OSError, cfg=cfg, folder=log.folder):
-            log.say("loading the model into vLLM ...")
+            log.say("loading the model into vLLM, then into the trainer ...")
             llm = sampler(cfg)  # before the trainer: vLLM measures how much GPU memory is free
             llm.sleep()
-            log.say("loading the model into the trainer ...")
             policy = make_policy(cfg)
             ref = make_reference(cfg, policy, plan["reference_stays"])
             if cfg.steps:  # --steps 0 only evaluates
                 log.say("rehearsal: an update on the largest pack, at learning rate 0 ...")
                 guard.rehearse(policy, ref, cfg)
             checkpoints.restore(policy)
-            train(Run(cfg, train_set, eval_set, verifier, log, checkpoints, llm, policy, ref))
+            run = Run(cfg, train_set, eval_set, verifier,
+                      log, checkpoints, llm, policy, ref)
+            train(run)
         verifier.close()  # not the process group: vLLM closes it at exit
 
 

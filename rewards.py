@@ -2,7 +2,7 @@ r"""Rewards: what a completion is worth. Every reward is a function in TRL's con
 
     f(completions, **columns) -> list[float | None]
 
-with one value per completion. None means "no verdict": the completion is left out, it does not
+with one value per completion. None means "no reward": the completion is left out, it does not
 count as 0. Completions are strings or TRL's lists of messages, columns are those of the data set
 and what Verifier adds. So TRL's reward functions work here, and these functions work in TRL.
 REWARDS, at the end of this file, has their names; examples/README.md names more: a judge,
@@ -26,15 +26,14 @@ replaces the first, but boxes with only a comma or "and" between them are one an
 
 `Verifier` (verify/verifier.py) runs the rewards of a spec in processes that can be killed, weights
 and adds them. Called directly, as TRL does, `math` has a limit of 5 seconds per completion, because
-sympy hangs on 9^{9^9}; the verdict is then None. Your own function has a limit in Verifier only.
+sympy hangs on 9^{9^9}; the reward is then None. Your own function has a limit in Verifier only.
 """
-import ast
 import functools
 import hashlib
 import inspect
 import math
 import re
-from fractions import Fraction
+from pathlib import Path
 
 from verify import verifier
 from verify.answer import read_number, same_math, warm_math
@@ -216,41 +215,6 @@ def math_reward(text, answer):
 math_reward.warm = warm_math
 math_reward.reads_gold = True
 
-SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", r"\times": "*", r"\cdot": "*", r"\div": "/",
-         r"\left": "", r"\right": ""}
-OPERATORS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.Mult: Fraction.__mul__,
-             ast.Div: Fraction.__truediv__}
-
-
-@each
-def countdown_reward(text, numbers, target):
-    """1.0 if the final answer is an expression with each of `numbers` once and the value `target`.
-
-    Else 0.0. "(2 + 3) * 4" or "(2 + 3) * 4 = 20", with + - * / ( ) only. The arithmetic is exact.
-    """
-    answer = final_answer(text) or ""
-    for sign, operator in SIGNS.items():
-        answer = answer.replace(sign, operator)
-    answer, equals, value = (side.strip() for side in answer.strip(" $").partition("="))
-    if equals and value != str(target):
-        return 0.0
-    if not re.fullmatch(r"[\d+\-*/() ]{1,300}", answer, re.A):
-        return 0.0
-    if sorted(map(int, re.findall(r"\d+", answer))) != sorted(map(int, numbers)):
-        return 0.0  # before parsing: the expression is now no larger than `numbers` allow
-    try:
-        return float(_evaluate(ast.parse(answer, mode="eval").body) == Fraction(target))
-    except (SyntaxError, ZeroDivisionError, KeyError, AttributeError, MemoryError,
-            RecursionError):
-        return 0.0
-
-
-def _evaluate(node):
-    """The value as a Fraction. KeyError for // and **, AttributeError for a sign or call."""
-    if isinstance(node, ast.Constant):
-        return Fraction(node.value)
-    return OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-
 
 # ------------------------------------------------------------------------- format, length, random
 
@@ -311,12 +275,12 @@ def random_reward(completions, prompts=None, sample_index=None, step=None, rando
 REWARDS = {  # name: function  # the columns it reads; what 1.0 means
     "gsm8k": gsm8k_reward,  # answer; the final answer is this number
     "math": math_reward,  # answer (LaTeX); the final answer is equal to it (math-verify)
-    "countdown": countdown_reward,  # numbers, target; an expression with these gives the target
     "format": format_reward,  # <think>...</think><answer>...</answer> and nothing else
     "overlong": overlong_reward,  # completion_ids, max_tokens; 0 if short, -1 at max_tokens
     "random": random_reward,  # [prompts], [step], [sample_index]; heads of a coin: a control
 }
 KNOWN = {name: f"rewards:{function.__name__}" for name, function in REWARDS.items()}
+KNOWN["countdown"] = f"{Path(__file__).parent}/examples/countdown.py:countdown_reward"
 # only processes that can be killed import a user's file: Verifier gets names, not functions
 Verifier = functools.partial(verifier.Verifier, known=KNOWN)
 parse_spec = functools.partial(verifier.parse_spec, known=KNOWN)

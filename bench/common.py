@@ -12,7 +12,8 @@ RESULTS = ROOT / "bench/results"
 TINY = str(ROOT / "models/tiny")
 sys.path.insert(0, str(ROOT))
 
-from runtime.records import read, series  # noqa: E402, F401
+from report.curve import series  # noqa: E402, F401
+from runtime.records import read  # noqa: E402, F401
 
 SCRIPT = [sys.executable, str(ROOT / "nano_rlvr.py")]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -33,7 +33,7 @@ METHODS = {
 ABLATION = {
     "GRPO": "--steps 20 --eval_every 5 --minibatches 4 --max_tokens 48",
     "+ clip-higher": "--clip_high 0.28",
-    "+ dynamic sampling": "--drop_flat_groups --resample 3",
+    "+ dynamic sampling": "--filter_groups --resample 3",
     "+ token-level loss": "--aggregate token",
     "+ overlong shaping": "--overlong_buffer 0.2",
 }
@@ -85,11 +85,11 @@ def dapo():
         "entropy": (late("entropy", 5), "{:.3f}".format),
         "tokens": (late("completion/length", 5), number),
         "truncated": (late("completion/truncated", 5), share),
-        "clipped": (late("clipped"), "{:.2%}".format),
+        "clip_ratio": (late("clip_ratio"), "{:.2%}".format),
         "rollouts": (lambda rows: sum(series(rows, rollouts).values()), "{:,.0f}".format)}
     panels = {"mean@4 on held-out questions": "eval/mean@4", "entropy": "entropy",
               "tokens per completion": "completion/length", "rollouts per step": rollouts,
-              "truncated": "completion/truncated", "clipped tokens": "clipped"}
+              "truncated": "completion/truncated", "clipped tokens": "clip_ratio"}
     return "dapo", settings, columns, panels
 
 

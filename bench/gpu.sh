@@ -61,7 +61,7 @@ $PYTHON bench/random_model.py "$MODEL" "$SHAPE" --mean $MEAN || exit 1
 for name in ${ONLY:-$ROWS}; do
     case $name in
         whole) run whole --kl_coef 0 ;;
-        whole-kl) run whole-kl --kl_coef 0.001 --checkpointing on ;;
+        whole-kl) run whole-kl --kl_coef 0.001 --gradient_checkpointing on ;;
         compile) SCRIPT=examples/compiled.py run compile --kl_coef 0 ;;
         24-lora) run 24-lora --kl_coef 0.001 --memory_gb 24 --lora_rank 32 ;;
         trl-*) row "$name" $PYTHON bench/vs_trl.py --random_model "$SHAPE" $MEAN $SIZE \

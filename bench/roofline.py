@@ -192,7 +192,7 @@ def stages(cfg, shape, groups, device):
         "reference": [Op(link=0 if frozen else moved), *forward] if cfg.kl_coef else [],
         "old log-probs": forward if cfg.epochs * cfg.minibatches > 1 else [],
         "forward": forward * cfg.epochs,
-        "recomputation": body_forward * cfg.epochs if cfg.checkpointing == "on" else [],
+        "recomputation": body_forward * cfg.epochs if cfg.gradient_checkpointing == "on" else [],
         "backward": backward * cfg.epochs,
         "optimizer": [adamw] * cfg.epochs * cfg.minibatches,
     }
@@ -237,7 +237,7 @@ def paper(tokens):
     for name, device in itertools.product(list(SHAPES)[:4], DEVICES):
         shape = SHAPES[name]
         plan = planned(nr.Config(model=name, dtype="bfloat16"), shape, device)
-        cfg = dataclasses.replace(plan, checkpointing="on", pack_tokens=32768)
+        cfg = dataclasses.replace(plan, gradient_checkpointing="on", pack_tokens=32768)
         times = bounds(cfg, shape, groups, device)
         update, sums = times["update"], [sum(parts.values()) for parts in times.values()]
         with_reference = sum(sums) - update["recomputation"]
@@ -257,7 +257,7 @@ def main(argv=None):
         device = measure_device()
         dist.init_process_group()
         llm = nr.Sampler(nr.Config(common.TINY, dtype="float32", max_prompt=64, max_tokens=64,
-                                   vllm_memory=0.2))
+                                   gpu_memory_utilization=0.2))
         return print(json.dumps(device._replace(python=measure_python(llm))))
     print(f"""Bound in seconds of one step: 64 prompts of 100 tokens, 8 completions each, bf16.
 

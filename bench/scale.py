@@ -13,7 +13,7 @@ from statistics import correlation, linear_regression
 
 import common  # puts the repository on sys.path
 import random_model
-from runtime.records import figure
+from report.curve import figure
 from update import CUDA
 
 if CUDA:

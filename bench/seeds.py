@@ -29,14 +29,14 @@ import numpy as np
 
 import common  # puts the repository on sys.path
 from common import read, series
-from runtime.records import figure
+from report.curve import figure
 
 README_COMMAND = [*common.SCRIPT, *"--eval_n 8 --eval_every 25 --save_every 0".split()]
 README_SETTINGS = ["default=", "control: random rewards=--rewards gsm8k:0,random:1"]
 PANELS = {"held-out accuracy": "eval/accuracy", "reward of the training samples": "reward/mean",
           "tokens per completion": "completion/length"}
 # beginnings of metrics that are shares, unless a value is above 1 (eval/length, a larger reward)
-SHARES = ("eval/", "reward/", "completion/truncated", "clipped", "group/flat")
+SHARES = ("eval/", "reward/", "completion/truncated", "clip_ratio", "group/zero_std")
 # Student's t: 95 % of the values lie in +- T[degrees of freedom - 1]
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 

@@ -45,7 +45,7 @@ COLUMNS = ("", "seconds (min to max)", "times packed", "peak memory above idle",
 
 def make_config(model, **changes):
     """The defaults of nano_rlvr.py without the KL term: an update needs no reference model then."""
-    changes = dict(model=str(model), kl_coef=0.0, checkpointing="on") | changes
+    changes = dict(model=str(model), kl_coef=0.0, gradient_checkpointing="on") | changes
     cfg = flags.check(dataclasses.replace(nr.Config(), **changes))
     return dataclasses.replace(cfg, mismatch_bound=math.inf)  # the rollouts are not vLLM's
 

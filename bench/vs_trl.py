@@ -108,14 +108,14 @@ def grpo_options(cfg, micro, vllm):
         num_generations=cfg.samples, max_completion_length=cfg.max_tokens,
         temperature=cfg.temperature, num_iterations=1, loss_type="grpo", scale_rewards="group",
         beta=cfg.kl_coef, use_bias_correction_kl=False, epsilon=cfg.clip_low,
-        epsilon_high=cfg.clip_high, gradient_checkpointing=cfg.checkpointing == "on",
+        epsilon_high=cfg.clip_high, gradient_checkpointing=cfg.gradient_checkpointing == "on",
         bf16=cfg.dtype == "bfloat16", use_cpu=not CUDA, model_init_kwargs={"dtype": "float32"},
         shuffle_dataset=False, seed=cfg.seed, report_to="none", save_strategy="no",
         logging_strategy="no", disable_tqdm=True)
     if vllm:
         options |= dict(
             use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=CUDA,
-            vllm_gpu_memory_utilization=cfg.vllm_memory or 0.5,
+            vllm_gpu_memory_utilization=cfg.gpu_memory_utilization or 0.5,
             vllm_max_model_length=cfg.max_prompt + cfg.max_tokens,
             vllm_importance_sampling_correction=cfg.correction != "none",
             vllm_importance_sampling_mode=cfg.correction,

@@ -21,19 +21,19 @@ from runtime import dist, trainer  # noqa: E402
 from runtime.model import on_device  # noqa: E402
 
 
-def token_advantages(policy, teacher, rollouts, prefix, cfg, filler):
+def token_advantages(policy, teacher, rollouts, prefix, cfg, dummy):
     """Fills r.advantages with log pi_teacher - log pi_student of each sampled token.
 
     prefix: token ids that stand before the teacher's prompts. Returns the mean: minus the KL.
     """
     seen = [dataclasses.replace(r, prompt=prefix + r.prompt) for r in rollouts]
     with on_device(teacher):
-        theirs = trainer.token_logps(teacher, seen, filler, cfg)
-    ours = trainer.token_logps(policy, rollouts, filler, cfg)
+        theirs = trainer.token_logps(teacher, seen, dummy, cfg)
+    ours = trainer.token_logps(policy, rollouts, dummy, cfg)
     for r, a, b in zip(rollouts, theirs, ours):
         gaps = iter([x - y for x, y in zip(a, b)])
-        r.advantages = [next(gaps) if sampled else 0.0 for sampled in r.sampled]
-        r.reward = 0.0 if r.reward is None else r.reward  # trained without a verdict, too
+        r.advantages = [next(gaps) if sampled else 0.0 for sampled in r.loss_mask]
+        r.reward = 0.0 if r.reward is None else r.reward  # trained without a reward, too
     total, tokens = dist.all_sum(
         sum(map(sum, (r.advantages for r in rollouts))), sum(r.length for r in rollouts))
     return total / max(1, tokens)
@@ -48,7 +48,7 @@ def train(run, name, text):
     def assign_advantages(groups, cfg, running_mean):
         rollouts = [r for group in groups for r in group]
         run.metrics["teacher/kl"] = -token_advantages(
-            run.policy, teacher, rollouts, prefix, cfg, run.filler)
+            run.policy, teacher, rollouts, prefix, cfg, run.dummy)
         return running_mean
 
     nr.train(run, assign_advantages=assign_advantages)

@@ -38,10 +38,10 @@ def gmpo_loss(logp, old, ref, batch, cfg):
     old = logp.detach() if old is None else old
     sign = batch.advantage.sign()  # (R,)
     bounded = sign * (sign * (logp - old)).clamp(max=0.4)  # (R,) pessimistic, as PPO's minimum
-    free = dict(ratio="sequence", gate="clip", clip_low=1.0, clip_high=1e9, delta=0.0)
+    free = dict(ratio="sequence", surrogate="ppo", clip_low=1.0, clip_high=1e9, delta=0.0)
     loss, terms = nr.policy_loss(
         old + bounded, old, None, batch, dataclasses.replace(cfg, **free))
-    terms["clipped"] = (sign != 0) & (bounded != logp - old)  # (R,)
+    terms["clip_ratio"] = (sign != 0) & (bounded != logp - old)  # (R,)
     if ref is not None:  # not of the bounded log-probs
         terms["kl"] = nr.k3(logp, ref)  # (R,)
         loss = loss + cfg.kl_coef * (batch.weight * terms["kl"]).sum()
@@ -53,7 +53,7 @@ def clip_cov(rollouts, logps, share, rng):
 
     logps: per rollout, a list with the log-prob of each sampled token.
     """
-    places = [(r, i) for r in rollouts for i, sampled in enumerate(r.sampled) if sampled]
+    places = [(r, i) for r in rollouts for i, sampled in enumerate(r.loss_mask) if sampled]
     logps = [logp for own in logps for logp in own]
     advantages = [r.advantages[i] for r, i in places]
     mean_logp, mean = fmean(logps or [0.0]), fmean(advantages or [0.0])
@@ -71,7 +71,7 @@ def train(run, own):
         running_mean = nr.assign_advantages(groups, cfg, running_mean)
         rollouts, step = sum(groups, []), run.checkpoints.progress.step
         if own.clip_cov:
-            logps = trainer.token_logps(run.policy, rollouts, run.filler, cfg)
+            logps = trainer.token_logps(run.policy, rollouts, run.dummy, cfg)
             rng = random.Random(f"{cfg.seed}/{step}")
             run.metrics["clip_cov"] = clip_cov(rollouts, logps, own.clip_cov, rng)
         return running_mean

@@ -114,12 +114,12 @@ def assign_advantages(groups, cfg, running_mean):
     rows = dist.all_gather(rows)  # of all ranks, in their order
     S = max(map(len, rows), default=1)
     rows = [row + [math.nan] * (S - len(row)) for row in rows]
-    rewards = torch.tensor(rows).view(-1, cfg.samples * S)  # (G, n S)
+    rewards = torch.tensor(rows).view(-1, cfg.samples * S)  # (P, G S)
     batch_mean = rewards.nanmean().item()
     if math.isnan(running_mean):
         running_mean = batch_mean
     advantages = nr.group_advantages(rewards, cfg.baseline, cfg.scale, running=running_mean)
-    first = sum(dist.all_gather([len(groups)])[:dist.rank()])  # number of this rank's first group
+    first = dist.offset(len(groups))  # number of this rank's first group
     for group, row in zip(groups, advantages[first:].tolist()):
         for i, r in enumerate(group):
             set_advantages(r, row[i * S:(i + 1) * S])

@@ -75,7 +75,7 @@ def python_rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampl
             if not r.truncated:
                 rooms[i] = room
                 r.completion += output
-                r.sampled += [False] * len(output)
+                r.loss_mask += [False] * len(output)
                 r.vllm_logps += [0.0] * len(output)
         # One request per rollout, also if there is none: all ranks make the same calls.
         contexts = [rollouts[i].prompt + rollouts[i].completion for i in rooms]
@@ -86,14 +86,14 @@ def python_rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampl
         for (i, room), new in zip(rooms.items(), turns):  # a turn may be longer than its own room
             r = rollouts[i]
             r.completion += new.completion[:room]
-            r.sampled += new.sampled[:room]
+            r.loss_mask += new.loss_mask[:room]
             r.vllm_logps += new.vllm_logps[:room]
             r.truncated = new.truncated or len(new.completion) > room
             programs[i] = None if r.truncated else called_program(new.text)
     texts = tokenizer.batch_decode([r.completion for r in rollouts], skip_special_tokens=True)
     return [
         Rollout(r.prompt, r.completion, text, r.truncated or programs.get(i) is not None,
-                r.vllm_logps, r.sampled)
+                r.vllm_logps, r.loss_mask)
         for i, (r, text) in enumerate(zip(rollouts, texts))]
 
 

@@ -34,7 +34,7 @@ import common  # noqa: E402
 import nano_rlvr as nr  # noqa: E402
 import seeds as over_seeds  # noqa: E402
 import sft  # noqa: E402
-from runtime.records import figure  # noqa: E402
+from report.curve import figure  # noqa: E402
 
 FILLERS = (" hm", " ok", " so")
 SFT = "--lr 5e-4 --prompts 64 --steps"

@@ -125,7 +125,7 @@ def highest(group, scores):
 
 def mean_logp(r):
     """The mean log-prob of the sampled tokens, a score that costs nothing."""
-    return fmean(itertools.compress(r.vllm_logps, r.sampled))
+    return fmean(itertools.compress(r.vllm_logps, r.loss_mask))
 
 
 def by_difficulty(sample, examples, n, probes, selector):

@@ -157,7 +157,7 @@ def audit(cfg, questions, loss=nr.policy_loss, eps=1e-4):
 
     @cache
     def advantages(rewards):
-        rewards = torch.tensor(rewards, dtype=torch.float64)  # (G, n)
+        rewards = torch.tensor(rewards, dtype=torch.float64)  # (P, G)
         return nr.group_advantages(rewards, cfg.baseline, cfg.scale, eps, running).tolist()
 
     @cache
@@ -169,7 +169,7 @@ def audit(cfg, questions, loss=nr.policy_loss, eps=1e-4):
     for outcome in itertools.product(*groups):
         rewards = [[kinds[q][k][0][0] for k in group] for q, (group, _) in enumerate(outcome)]
         kept = [q for q, row in enumerate(rewards)
-                if not (cfg.drop_flat_groups and len(set(row)) == 1)]
+                if not (cfg.filter_groups and len(set(row)) == 1)]
         if not kept:
             continue  # no update
         sizes = [kinds[q][k][0][1] for q in kept for k in outcome[q][0]]
@@ -337,7 +337,7 @@ def presets():
 def baselines_and_scales():
     rows = []
     for baseline in ("none", "running", "batch", "group", "leave_one_out"):
-        for scale in ("none", "group", "batch", "mean"):
+        for scale in ("none", "group", "batch", "group_mean"):
             cfg = config(baseline=baseline, scale=scale, aggregate="constant")
             rows.append([f"`{baseline}`", f"`{scale}`", *policy_row(cfg, make_questions())])
     return ["baseline", "scale", *POLICY], rows
@@ -345,7 +345,7 @@ def baselines_and_scales():
 
 def difficulties():
     rows, knobs = [], (EASY, MIDDLE, HARD)
-    for scale in ("none", "group", "mean"):
+    for scale in ("none", "group", "group_mean"):
         for n in (2, 4, 8):
             cells = []
             for knob in knobs:
@@ -379,9 +379,9 @@ def bounds():
         "geometric mean, no clip": mean | OFF,
         "geometric mean, clip 0.2": mean,
         "geometric mean, GSPO's clip": mean | dict(clip_low=3e-4, clip_high=4e-4),
-        "detached weight, at most 5": UNBIASED | dict(gate="detach", clip_high=4.0),
-        "soft gate": UNBIASED | dict(gate="soft"),
-        "product, squared, tau 0.1": WHOLE | dict(gate="squared", tau=0.1),
+        "detached weight, at most 5": UNBIASED | dict(surrogate="cispo", clip_high=4.0),
+        "SAPO": UNBIASED | dict(surrogate="sapo"),
+        "product, squared, tau 0.1": WHOLE | dict(surrogate="kimi", tau=0.1),
     }
     rows = [[name, *policy_row(config(**row), STALE())] for name, row in options.items()]
     return ["ratio and its bound", *POLICY], rows

@@ -1,6 +1,6 @@
 """The page of a report: charts, tables and rollouts, which page.html draws.
 
-At most 2,000 rollouts of a run are shown, see records.shown.
+At most 2,000 rollouts of a run are shown, see tokens.shown.
 """
 import base64
 import gzip
@@ -10,19 +10,20 @@ import json
 import re
 from pathlib import Path
 
-from runtime.records import (
-    STAGES,
-    points,
-    read,
-    read_run,
-    series,
-    shown,
-    stage_seconds,
-    write_curve,
-)
+from report.curve import points, series, write_curve
+from report.tokens import shown
+from runtime.records import STAGES, read, stage_seconds
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 QUESTIONS = 1000  # of the evaluation, the first ones, are shown
+
+
+def read_run(path):
+    """A run folder as a dict."""
+    path = Path(path)
+    about = json.loads((path / "config.json").read_text())
+    return {"path": path, "name": path.resolve().name, "about": about, "config": about["config"],
+            "rows": read(path)}
 
 
 def rollouts(run):
@@ -58,7 +59,7 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
     ("Reward", "mean of the step's completions", "reward/mean", FROM_ZERO,
      "Noise is normal: each step has other prompts."),
     ("Reward parts", "mean of each reward function",
-     "reward/(?!(mean|std|no_verdict|timeouts|crashes)$).+", FROM_ZERO | {"least": 2},
+     "reward/(?!(mean|std|unscored|timeouts|crashes)$).+", FROM_ZERO | {"least": 2},
      "If the part for the format alone rises, the model does not learn the task."),
     ("Samples of the evaluation", "mean@n: share that is right; pass@k: one or more of k are; "
      "maj@n: the most frequent answer is", r"eval/(mean|pass|maj)@\d+", SHARE,
@@ -69,15 +70,16 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
      "learns to end. If it keeps falling while the accuracy stays, a guess pays better than "
      "thinking. If truncated rises with it: --aggregate constant, or a larger --max_tokens."),
     ("Entropy", "nats, mean per token", "entropy", FROM_ZERO,
-     "Falling is normal: RL sharpens. At about 0, if group/flat rises too: lower --lr, "
+     "Falling is normal: RL sharpens. At about 0, if group/zero_std rises too: lower --lr, "
      "more --kl_coef, other questions. If it explodes and text turns into noise: lower --lr."),
     ("KL to the starting model", "nats, mean per token", "kl", {},
      "A slow rise without end is learning. A spike for a step or two is noise: one token that "
      "became much less likely is enough. If it stays, lower --lr or raise --kl_coef."),
-    ("Shares", "flat: equal rewards; truncated: cut; no_verdict: no reward; clipped: no gradient",
-     "group/flat|completion/truncated|reward/no_verdict|clipped", SHARE,
-     "group/flat above a half is normal at the start of a hard task (take easier questions) and at "
-     "the end of an easy one (take harder ones). clipped is 0 with one optimizer step per batch."),
+    ("Shares", "zero_std: equal rewards; truncated: cut; unscored: no reward; clip_ratio: clipped",
+     "group/zero_std|completion/truncated|reward/unscored|clip_ratio", SHARE,
+     "group/zero_std above a half is normal at the start of a hard task (take easier questions) "
+     "and at the end of an easy one (take harder ones). clip_ratio is 0 with one update per "
+     "batch."),
     ("Gradient", "norm before clipping; share of skipped steps", "grad_norm|skipped", FROM_ZERO,
      "Far above 1 is normal, a rise by orders of magnitude is not. skipped: it was not finite."),
     ("Loss", "on a scale of its own", "loss", {},

@@ -1,7 +1,7 @@
 """What running needs. A module imports only modules of a lower floor: tests/test_house.py."""
 import os
 
-__version__ = "0.3.0"  # the newest heading of CHANGELOG.md
+__version__ = "0.4.0"  # the newest heading of CHANGELOG.md
 
 # torch reads these when it is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads do not spin

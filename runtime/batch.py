@@ -29,9 +29,9 @@ class Rollout:
     text: str  # the completion without special tokens
     truncated: bool  # the completion was cut off at max_tokens
     vllm_logps: list[float]  # log-prob of each completion token, as vLLM sampled it
-    sampled: list[bool] | None = None  # per completion token: False in a tool's output; None = all
+    loss_mask: list[bool] | None = None  # per completion token: False in a tool's output
     # filled by 2, score
-    reward: float | None = None  # weighted sum of the parts; None = no verdict
+    reward: float | None = None  # weighted sum of the parts; None = no reward
     parts: dict[str, float | None] = field(default_factory=dict)  # value of each reward function
     # filled by 3, assign_advantages
     advantages: list[float] | None = None  # of each completion token; None = 0
@@ -39,7 +39,7 @@ class Rollout:
     weight: float = 0.0  # of each of its tokens in the loss; 0 = not trained
 
     def __post_init__(self):
-        self.sampled = self.sampled or [True] * len(self.completion)
+        self.loss_mask = self.loss_mask or [True] * len(self.completion)
         self.advantages = self.advantages or [0.0] * len(self.completion)
 
     def __len__(self):
@@ -49,7 +49,7 @@ class Rollout:
     @property
     def length(self):
         """Number of sampled tokens."""
-        return sum(self.sampled)
+        return sum(self.loss_mask)
 
 
 def flatten(lists):
@@ -72,6 +72,24 @@ def deal(groups, hands):
 
 
 # ---- packs and ranks
+
+def skip_zero_advantages(rollouts, cfg):
+    """Without a KL term, a sequence whose advantages are all 0 has no gradient: it needs no pass.
+
+    Sets the weight of those to 0, and returns the others. The weights of the others stay: they come
+    from the counts of all sequences. If none is left, the shortest stays, because AdamW moves the
+    weights also when the gradient is 0.
+    """
+    if cfg.kl_coef or cfg.surrogate == "kimi":  # its penalty has a gradient without an advantage
+        return rollouts
+    kept = [r for r in rollouts if any(r.advantages)]
+    skipped = sorted([r for r in rollouts if not any(r.advantages)], key=len)
+    if skipped and not kept:
+        kept = [skipped.pop(0)]
+    for r in skipped:
+        r.weight = 0.0
+    return kept
+
 
 def by_prompt(rollouts):
     """Splits the list into runs of rollouts that share a prompt."""
@@ -129,12 +147,12 @@ def balance(rollouts, model):
     return divide(dist.all_gather([rollouts]), ModelShape.of(model).forward_flops)[dist.rank()]
 
 
-def pack_evenly(rollouts, filler, budget):
+def pack_evenly(rollouts, dummy, budget):
     """pack(), with the same number of packs on every rank, because each backward pass is
-    collective: ranks with fewer add `filler`, with weight 0. Collective."""
+    collective: ranks with fewer add `dummy`, with weight 0. Collective."""
     packs = pack(rollouts, budget)
     most = max(dist.all_gather([len(packs)]))
-    return packs + [[dataclasses.replace(filler, weight=0.0)]] * (most - len(packs))
+    return packs + [[dataclasses.replace(dummy, weight=0.0)]] * (most - len(packs))
 
 
 # ---- a pack as tensors
@@ -176,7 +194,7 @@ def collate(rollouts, device="cpu"):
         before = own[len(r.prompt) - 1:-1]  # the position before each completion token
         for column, values in ((predictors, before), (targets, r.completion),
                                (vllm_logps, r.vllm_logps), (advantages, r.advantages)):
-            column += itertools.compress(values, r.sampled)  # extends the list in place
+            column += itertools.compress(values, r.loss_mask)  # extends the list in place
         lengths.append(r.length)
         weights += [r.weight] * lengths[i]
         sequence_ids += [i] * lengths[i]

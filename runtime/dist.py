@@ -69,6 +69,11 @@ def all_sum(*values):
     return [float(sum(column)) for column in zip(*all_gather([values]))]
 
 
+def offset(count):
+    """The sum of the counts of the ranks before this one. Collective."""
+    return sum(all_gather([count])[:rank()])
+
+
 def print_once(text, file=None):
     """print() on rank 0 only."""
     if rank() == 0:

@@ -46,8 +46,8 @@ def summary(examples, indices, greedy, groups, cfg):
     the scored samples of each, with --eval_n, else []. With several sets there are also
     eval/<set>/..., and eval/... has the means of the sets.
     """
-    values = [{"accuracy": is_right(r), "no_verdict": first_part(r) is None, "length": r.length,
-               "truncated": r.truncated} for r in greedy]  # per example; no verdict is wrong
+    values = [{"accuracy": is_right(r), "unscored": first_part(r) is None, "length": r.length,
+               "truncated": r.truncated} for r in greedy]  # per example; no reward is wrong
     for value, group in zip(values, groups):
         value |= sample_values(group)
     answers = [{"set": e.get("eval_set", cfg.eval_data or cfg.data or cfg.task),

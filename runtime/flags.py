@@ -18,7 +18,7 @@ import torch
 
 import data
 import rewards
-from runtime import dist, memory
+from runtime import __version__, dist, memory
 
 
 @dataclasses.dataclass
@@ -36,15 +36,15 @@ class RunFlags:
     answer_key: str = ""  # column of the answer ("" = answer, solution or ground_truth), or none
     template: str = "qwen_math"  # prompt: chat, none, r1, qwen_math or a file with {question}
     rewards: str = ""  # name:weight,... or my_file.py:my_reward; the first counts in evaluations
-    reward_timeout: float = 5.0  # seconds a reward function has per completion, then no verdict
+    reward_timeout: float = 5.0  # seconds a reward function has per completion, then no reward
     # engines and memory
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # bfloat16 has fp32 master weights
     lora_rank: int = 0  # train adapters of this rank on all linear layers; 0 = train all weights
     memory_gb: float = 0.0  # GiB of the device for this run, 0 = all; the next four must fit it
     pack_tokens: int = 0  # most tokens per forward pass (a longer sequence goes alone), 0 = auto
-    checkpointing: Literal["auto", "on", "off"] = "auto"  # recompute activations to save memory
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # recompute activations
     offload: Literal["auto", "none", "optimizer"] = "auto"  # optimizer, fp32 weights in host memory
-    vllm_memory: float = 0.0  # share of the GPU for vLLM while it generates; 0 = what is left
+    gpu_memory_utilization: float = 0.0  # vLLM's share of the GPU while it generates; 0 = the rest
     zero_stage: Literal[1, 2, 3] = 2  # ZeRO shards: 1 optimizer, 2 + gradients, 3 + weights
     timeout: float = 10.0  # minutes after which a rank that does not answer ends the run
     mismatch_bound: float = 0.0  # stop above this mean |trainer - vLLM log-prob|; 0 = by dtype
@@ -87,36 +87,43 @@ RANGES = (
     ("lr lr_end clip_low", 0, 1),
     ("top_p", 1e-3, 1),
     ("beta2", 0, 0.999999),
-    ("overlong_buffer vllm_memory", 0, 0.99),
+    ("overlong_buffer gpu_memory_utilization", 0, 0.99),
 )
 
 # (flags, whether they have an effect in a run, what they need): a note names those without effect.
 NEEDS = (
     ("question_key answer_key", lambda cfg: cfg.data or cfg.eval_data, "--data or --eval_data"),
-    ("delta clip_low", lambda cfg: cfg.gate == "clip", "--gate clip"),
-    ("clip_high", lambda cfg: cfg.gate in ("clip", "detach"), "--gate clip or detach"),
-    ("tau", lambda cfg: cfg.gate in ("soft", "squared"), "--gate soft or squared"),
-    ("tau_neg", lambda cfg: cfg.gate == "soft", "--gate soft"),
+    ("delta clip_low", lambda cfg: cfg.surrogate == "ppo", "--surrogate ppo"),
+    ("clip_high", lambda cfg: cfg.surrogate in ("ppo", "cispo"), "--surrogate ppo or detach"),
+    ("tau", lambda cfg: cfg.surrogate in ("sapo", "kimi"), "--surrogate sapo or squared"),
+    ("tau_neg", lambda cfg: cfg.surrogate == "sapo", "--surrogate sapo"),
     ("correction_cap", lambda cfg: cfg.correction != "none", "a --correction"),
-    ("vllm_memory", lambda cfg: torch.cuda.is_available(), "a GPU"),
+    ("gpu_memory_utilization", lambda cfg: torch.cuda.is_available(), "a GPU"),
     ("warmup", lambda cfg: not cfg.warmup > cfg.steps > 0, "more --steps: --lr is not reached"),
-    # On-policy, pi/pi_old is 1: no bound is reached, and the slopes of the gates are equal there.
+    # On-policy, pi/pi_old is 1: no bound is reached, and all surrogates have the same slope there.
     # --ratio is not listed: it still sums or averages the correction and the rewards of steps.
-    ("gate clip_low clip_high delta tau tau_neg", lambda cfg: cfg.epochs * cfg.minibatches > 1,
+    ("surrogate clip_low clip_high delta tau tau_neg", lambda cfg: cfg.epochs * cfg.minibatches > 1,
      "--epochs or --minibatches above 1: on-policy, pi/pi_old is 1"),
 )
 
 # Flags that may differ in a resumed run: they change no result (log.py compares the data) ...
 FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "data",
         "eval_data"}
-ROUNDING = {"zero_stage", "pack_tokens", "checkpointing", "offload", "vllm_memory",
-            "memory_gb"}  # ... or only how it is rounded
+ROUNDING = {"zero_stage", "pack_tokens", "gradient_checkpointing", "offload",
+            "gpu_memory_utilization", "memory_gb"}  # ... or only how it is rounded
 
 
 
 MOVED = {  # flags of former versions -> what to use now
-    "tp": "examples/tensor_parallel.py --tp", "kl_in": "examples/kl.py --kl_in",
-    "allow_unsafe_code": "ALLOW_UNSAFE_CODE=1 with examples/code_reward.py"}
+    "--gate": "--surrogate ppo, cispo, sapo or kimi (once clip, detach, soft, squared)",
+    "--scale mean": "--scale group_mean",
+    "--drop_flat_groups": "--filter_groups",
+    "--checkpointing": "--gradient_checkpointing",
+    "--vllm_memory": "--gpu_memory_utilization",
+    "--tp": "examples/tensor_parallel.py --tp",
+    "--kl_in": "examples/kl.py --kl_in",
+    "--allow_unsafe_code": "ALLOW_UNSAFE_CODE=1 with examples/code_reward.py",
+}
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECORD = "nano_rlvr.json"  # in the folder of a trained model: {"config": the fields of its run}
 ORGANISATIONS = {
@@ -132,10 +139,10 @@ def parse(config, algos, argv, description):
     """
     import tyro
     argv = sys.argv[1:] if argv is None else argv
-    for word in argv:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name in MOVED:
-            raise ValueError(f"--{name} is gone: use {MOVED[name]}")
+    given = f"{' '.join(argv)} ".replace("=", " ")
+    for old, new in MOVED.items():
+        if f"{old} " in given:
+            raise ValueError(f"{old} is gone: use {new}")
     first = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in ("algo", "model", "name", "out"):  # the other defaults depend on them
@@ -150,7 +157,8 @@ def parse(config, algos, argv, description):
     row = {} if algo == saved.get("algo") else algos[algo]
     defaults = config(**model_row(model) | chosen | row)
     cfg = check(tyro.cli(
-        config, args=argv, default=defaults, description=description, use_underscores=True))
+        config, args=argv, default=defaults, use_underscores=True,
+        description=description.partition("\n")[0]))
     return check_resumed(cfg, saved) if saved else cfg
 
 
@@ -187,8 +195,8 @@ def check(cfg):
          "--top_p needs --correction none --temperature 1: the trainer cannot truncate like vLLM"),
         (cfg.delta and cfg.delta <= 1 + cfg.clip_high,
          f"--delta {cfg.delta:g}: must be above 1 + clip_high = {1 + cfg.clip_high:g}, or 0"),
-        (cfg.resample and not cfg.drop_flat_groups,
-         "--resample draws new prompts for dropped groups: it needs --drop_flat_groups"),
+        (cfg.resample and not cfg.filter_groups,
+         "--resample draws new prompts for dropped groups: it needs --filter_groups"),
         (cfg.name in (".", "..") or "/" in cfg.name or not (cfg.name + cfg.out).isprintable(),
          f"--name {cfg.name!r}: must be the plain name of a folder, created in --out {cfg.out!r}"),
     ):
@@ -300,6 +308,10 @@ def saved_config(config, resume, out="", name="", **_):
     if name not in ("", folder.name):
         raise ValueError(f"--name {name} and --resume {resume} are two runs; leave --name out")
     about = read_settings(folder / "config.json")
+    version = about.get("version", __version__)
+    if version.split(".")[:2] != __version__.split(".")[:2]:
+        raise ValueError(f"--resume {folder}: this run is of version {version}, and its flags have "
+                         f"other names in {__version__}: see CHANGELOG.md")
     anew = {"resume_force", *about.get("memory plan", ())}  # this device has its own plan
     fields = vars(config()).keys() - anew  # without removed flags of older versions
     saved = {name: x for name, x in about["config"].items() if name in fields}

@@ -1,4 +1,4 @@
-"""Checks of a run: rehearsal before step 0, verdicts, optimizer steps, a user's rollouts."""
+"""Checks of a run: rehearsal before step 0, rewards, optimizer steps, a user's rollouts."""
 import dataclasses
 import inspect
 import json
@@ -32,25 +32,25 @@ def check_step(metrics, mismatch_bound, rollout=""):
         raise RunError(f"the loss is {loss}; the step was not taken")
 
 
-def check_verdicts(prefix, values, metrics, verifier):
-    """Raises RunError if no completion of any rank got a verdict. Collective.
+def check_scored(prefix, values, metrics, verifier):
+    """Raises RunError if no completion of any rank got a reward. Collective.
 
     values: a number or None per completion of this rank. metrics: counts of stats.add_counts under
     prefix. verifier: has `crashes`, the last line of the first crash of each reward function.
     """
-    total, verdicts = dist.all_sum(len(values), sum(value is not None for value in values))
-    if verdicts:
+    total, scored = dist.all_sum(len(values), sum(value is not None for value in values))
+    if scored:
         return
     crashes = dist.all_gather(list(getattr(verifier, "crashes", {}).values()))
     timeouts, crashed = (metrics.get(f"{prefix}/{name}", 0) for name in ("timeouts", "crashes"))
     first = f"; first crash: {crashes[0][:300]}" if crashes else ""
     raise RunError(
-        f"{prefix}: none of {total:.0f} completions got a verdict ({timeouts:.0f} timeouts, "
+        f"{prefix}: none of {total:.0f} completions got a reward ({timeouts:.0f} timeouts, "
         f"{crashed:.0f} crashes, the others None){first}. Check the reward function, the columns "
         "of the data and --reward_timeout.")
 
 
-def count_skipped(in_a_row, step, history, groups, folder):
+def check_skipped(in_a_row, step, history, groups, folder):
     """How many optimizer steps in a row were skipped up to now; RunError after 3. history: metrics
     of the step's updates. groups: its rollouts, written to <folder>/quarantine/ if one was skipped.
     """
@@ -182,8 +182,8 @@ def misfit(r, prompt, vocabulary):
     """What is wrong with a user's Rollout for a prompt (token ids), in words; "" if nothing."""
     if not isinstance(r, Rollout) or r.prompt != prompt or not isinstance(r.text, str):
         return "it is no Rollout, or without text, or not in the order of the prompts"
-    lists = r.completion, r.vllm_logps, r.sampled
-    if {*map(type, lists)} != {list} or len({*map(len, lists)}) > 1 or True not in r.sampled:
+    lists = r.completion, r.vllm_logps, r.loss_mask
+    if {*map(type, lists)} != {list} or len({*map(len, lists)}) > 1 or True not in r.loss_mask:
         return "completion, vllm_logps, sampled: not lists of one length, or no token is sampled"
     for token, logp, sampled in zip(*lists):
         is_token = type(token) is int and 0 <= token < vocabulary

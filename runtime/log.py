@@ -18,7 +18,7 @@ from statistics import fmean
 
 import torch
 
-from report import page
+from report import curve, page, tokens
 from runtime import __version__, dist, records
 from runtime.dist import RunError
 from runtime.flags import ROUNDING
@@ -30,8 +30,9 @@ from runtime.trainer import token_logps
 _held = []  # the open file whose lock this process holds
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")  # one JSON object per line
 # metrics on the screen's line per step, in this order
-SHOWN = {"reward/mean": "reward {:6.3f}", "reward/no_verdict": "no verdict {:4.0%}",
-         "completion/length": "length {:6.1f}", "group/flat": "flat {:4.0%}", "kl": "kl {:.4f}",
+SHOWN = {"reward/mean": "reward {:6.3f}", "reward/unscored": "no reward {:4.0%}",
+         "completion/length": "length {:6.1f}", "group/zero_std": "zero std {:4.0%}",
+         "kl": "kl {:.4f}",
          "entropy": "entropy {:.3f}", "tokens_per_second": "{:6.0f} tok/s"}
 
 
@@ -111,7 +112,7 @@ class Log:
         if dist.rank() > 0:
             return
         from tqdm import tqdm
-        records.figure()  # a broken matplotlib: now, and not at the end of the run
+        curve.figure()  # a broken matplotlib: now, and not at the end of the run
         self.folder.mkdir(parents=True, exist_ok=True)
         about = self._describe(plan or {})
         self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
@@ -177,17 +178,17 @@ class Log:
         return [r for group in groups[:count] for r in group]
 
     @contextlib.contextmanager
-    def token_changes(self, step, groups, policy, filler, metrics):
+    def token_changes(self, step, groups, policy, dummy, metrics):
         """Around the update of a step: keeps log-probs before and after it for the report, of one
         rollout in SHARE; of none in most steps of a long run or a small batch. Collective."""
-        shown = records.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
-        share = sum(map(len, groups)) / records.SHARE  # of a step's rollouts
+        shown = tokens.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
+        share = sum(map(len, groups)) / tokens.SHARE  # of a step's rollouts
         shown = shown[:max(1, int(share))] if step % math.ceil(1 / share) == 0 else []
         with timed(metrics, "report"):
-            before = token_logps(policy, shown, filler, self.cfg)
+            before = token_logps(policy, shown, dummy, self.cfg)
         yield
         with timed(metrics, "report"):
-            after = token_logps(policy, shown, filler, self.cfg)
+            after = token_logps(policy, shown, dummy, self.cfg)
         self.changes = zip(shown, before, after)
 
     def write(self, step, metrics, groups=(), answers=()):
@@ -206,7 +207,7 @@ class Log:
                  "prompt_tokens": len(r.prompt), "tokens": r.length,
                  "finish": "length" if r.truncated else "stop"} for r, prompt in zip(kept, prompts)]
         for row, (r, before, after) in zip(rows, self.changes):  # the first of `kept`
-            row["per_token"] = records.numbers(r, before, after, self.tokenizer)
+            row["per_token"] = tokens.numbers(r, before, after, self.tokenizer)
         self._append("rollouts.jsonl", rows)
         self._append("eval.jsonl", [{"step": step, **answer} for answer in answers])
         if self.wandb:
@@ -217,13 +218,13 @@ class Log:
             page.write([self.folder], self.folder / "report.html")
         if "lr" in metrics:  # the last line has only an evaluation
             shown = [text.format(metrics[name]) for name, text in SHOWN.items()
-                     if name in metrics and (metrics[name] or name != "reward/no_verdict")]
+                     if name in metrics and (metrics[name] or name != "reward/unscored")]
             shown.append(f"{stage_seconds([metrics]):.1f} s")
             self.bar.write("  ".join([f"step {step:4d}", *shown]))
             self.bar.update()
-            flat = [row.get("group/flat") for row in self.rows[-6:]]
+            equal = [row.get("group/zero_std") for row in self.rows[-6:]]
             trained = any(any(r.advantages) for group in groups for r in group)
-            if flat[-5:] == [1.0] * 5 and flat != [1.0] * 6 and not trained:
+            if equal[-5:] == [1.0] * 5 and equal != [1.0] * 6 and not trained:
                 self.say(f"the rewards give no gradient since step {step - 4}: they are equal in "
                          "each group; see \"Is this normal?\" in docs/metrics.md")
 
@@ -268,7 +269,7 @@ def evaluation_text(metrics):
     lines = []
     for prefix in prefixes:
         m = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
-        shares = ["no_verdict"] * (m["no_verdict"] > 0)
+        shares = ["unscored"] * (m["unscored"] > 0)
         shares += [name for name in m if re.match(r"\w+@", name)]  # from samples, of this set
         interval = f"95 % interval {m['low']:.1%} to {m['high']:.1%}, " if "low" in m else ""
         line = f"{prefix[5:-1] or overall}: accuracy {m['accuracy']:.1%} ({interval}n = {m['n']})"

@@ -63,7 +63,7 @@ def kv_cache_bytes(cfg):
     if not torch.cuda.is_available():
         return None
     weights = ModelShape.of(cfg.model).parameters * getattr(torch, cfg.dtype).itemsize
-    return int(cfg.vllm_memory * torch.cuda.mem_get_info()[1] - weights - VLLM_AWAKE)
+    return int(cfg.gpu_memory_utilization * torch.cuda.mem_get_info()[1] - weights - VLLM_AWAKE)
 
 
 def step_bytes(cfg, shape, gpu):
@@ -79,7 +79,7 @@ def step_bytes(cfg, shape, gpu):
     gathered = size * sharded * min(shape.parameters, ZERO3_LIVE)
     moves = offload and cfg.lora_rank > 0  # see trainer.place_frozen_weights
     reference = whole if cfg.kl_coef and not cfg.lora_rank else 0
-    stays = reference if not gpu or cfg.checkpointing == "off" else 0
+    stays = reference if not gpu or cfg.gradient_checkpointing == "off" else 0
     adamw = 12 * trained / ranks  # fp32 weights, moments (twice that in host memory: `pinned`)
     # DeepSpeed's sums in fp32. In stage 1 they are whole and always there, and those in bf16, too
     always = 6 * trained * (cfg.zero_stage == 1)
@@ -94,7 +94,7 @@ def step_bytes(cfg, shape, gpu):
     attention = shape.attention * (14 if shape.qk_norms else 8)
     layer = tokens * size * (5 * shape.hidden + attention + 4 * shape.mlp)
     inputs = tokens * size * (shape.layers + 4) * shape.hidden  # the rest is computed again
-    kept = inputs if cfg.checkpointing == "on" else shape.layers * layer
+    kept = inputs if cfg.gradient_checkpointing == "on" else shape.layers * layer
 
     parts = {
         "weights": [weights * (not moves), weights + gathered, pinned * whole * moves],
@@ -126,7 +126,8 @@ def plan(cfg, device=None, shape=None):
     available = min(device.free, cfg.memory_gb * GIB or device.free)
     packs = [32768, 24576, 16384, 12288, 8192, cfg.max_prompt + cfg.max_tokens]
     choices = {"offload": ["none", "optimizer"] if device.gpu else ["none"],
-               "checkpointing": ["off", "on"], "pack_tokens": packs if device.gpu else [4096]}
+               "gradient_checkpointing": ["off", "on"],
+               "pack_tokens": packs if device.gpu else [4096]}
     left_open = [name for name in choices if getattr(cfg, name) in ("auto", 0)]
     for values in itertools.product(*map(choices.get, left_open)):
         decided = dict(zip(left_open, values))
@@ -142,10 +143,12 @@ def plan(cfg, device=None, shape=None):
                if host > device.host else "")
             + f"; to use less: {smaller(dataclasses.replace(cfg, **decided))}")
     least = parts["vLLM, at least"][0] if device.gpu else 0.0
-    if 0 < cfg.vllm_memory * device.total < least:
-        raise ValueError(f"--vllm_memory: at least {least / device.total + 0.005:.2f} is needed")
-    if device.gpu and not cfg.vllm_memory:
-        decided["vllm_memory"] = round((USABLE * available - generate + least) / device.total, 3)
+    if 0 < cfg.gpu_memory_utilization * device.total < least:
+        raise ValueError(
+            f"--gpu_memory_utilization: at least {least / device.total + 0.005:.2f} is needed")
+    if device.gpu and not cfg.gpu_memory_utilization:
+        share = (USABLE * available - generate + least) / device.total
+        decided["gpu_memory_utilization"] = round(share, 3)
     flags = " ".join(f"--{name} {x}" for name, x in decided.items())
     dist.print_once(f"memory plan for {shape.parameters / 1e6:,.1f} M parameters in {cfg.dtype} "
                     f"and {available / GIB:.1f} GiB: {flags}")
@@ -153,7 +156,7 @@ def plan(cfg, device=None, shape=None):
     for name, sizes in parts.items():
         dist.print_once(f"  {name:24}" + "".join(f"{x / GIB:10.2f}" for x in sizes))
     best = dataclasses.replace(cfg, **decided)
-    return best, decided | {"reference_stays": device.gpu and best.checkpointing == "off"}
+    return best, decided | {"reference_stays": device.gpu and best.gradient_checkpointing == "off"}
 
 
 def peak_gib():
@@ -172,11 +175,12 @@ def is_out_of_memory(error):
 
 def smaller(cfg):
     """The flags with which a run like cfg takes less memory, as text."""
-    flags = {"checkpointing": "on", "max_tokens": cfg.max_tokens // 2,
+    flags = {"gradient_checkpointing": "on", "max_tokens": cfg.max_tokens // 2,
              "pack_tokens": min(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens),
              "lora_rank": cfg.lora_rank or 32}
-    if cfg.vllm_memory:  # planned for a GPU
-        flags |= {"offload": "optimizer", "vllm_memory": round(0.8 * cfg.vllm_memory, 2)}
+    if cfg.gpu_memory_utilization:  # planned for a GPU
+        flags["offload"] = "optimizer"
+        flags["gpu_memory_utilization"] = round(0.8 * cfg.gpu_memory_utilization, 2)
     if dist.world_size() > 1 and not cfg.lora_rank:
         flags |= {"zero_stage": 3, "lora_rank": 0, "kl_coef": 0}
     return " ".join(f"--{name} {x}" for name, x in flags.items() if x != getattr(cfg, name))

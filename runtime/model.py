@@ -85,7 +85,7 @@ def load_model(cfg):
             module.p = 0.0
     if cfg.lora_rank:
         add_adapters(model, cfg.lora_rank)
-    if cfg.checkpointing == "on":  # of activations, while the model trains
+    if cfg.gradient_checkpointing == "on":  # of activations, while the model trains
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 

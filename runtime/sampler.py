@@ -35,7 +35,8 @@ class Sampler:
             logprobs_mode="processed_logprobs" if cfg.top_p == 1.0 else "raw_logprobs",
             max_model_len=cfg.max_prompt + cfg.max_tokens,
             max_num_seqs=memory.most_sequences(cfg), enable_prefix_caching=True,
-            cuda_args=dict(gpu_memory_utilization=cfg.vllm_memory, enable_sleep_mode=True,
+            cuda_args=dict(gpu_memory_utilization=cfg.gpu_memory_utilization,
+                           enable_sleep_mode=True,
                            kv_cache_memory_bytes=memory.kv_cache_bytes(cfg)), **args)
         self._threads = torch.get_num_threads()
 

@@ -13,7 +13,7 @@ from runtime.shape import ModelShape, peak_flops
 MAX_LOG_RATIO = 20.0  # a ratio beyond e^20 is constant; the value of verl, SkyRL and OpenRLHF
 
 
-def is_flat(group):
+def has_zero_std(group):
     """True if all rewards of a group are equal, None ignored: with a baseline of the group every
     advantage is then 0."""
     return len({r.reward for r in group} - {None}) <= 1
@@ -68,25 +68,20 @@ def nan_mean_std(x, dim):
 
 
 def is_clipped(ratio, advantage, cfg):
-    """(R,) whether a bound of the ratio made a token's gradient 0: see gated_objective."""
-    is_constant = ratio.log().abs() > MAX_LOG_RATIO - 1e-3  # (R,) see policy_loss
-    if cfg.gate == "clip":
-        too_low = ratio < 1 - cfg.clip_low  # (R,)
-        if cfg.delta:
-            too_low |= ratio > cfg.delta
-        beyond = torch.where(advantage > 0, ratio > 1 + cfg.clip_high, too_low)  # (R,)
-        return is_constant | (beyond & (advantage != 0))
-    if cfg.gate == "soft":
-        tau = torch.full_like(ratio, cfg.tau_neg).masked_fill(advantage > 0, cfg.tau)  # (R,)
-        return is_constant | (torch.sigmoid(tau * (ratio - 1)) == 1)  # rounded: derivative 0
-    return torch.zeros_like(is_constant)
+    """(R,) whether PPO's clip made a token's gradient 0. The other surrogates have none."""
+    too_high, too_low = ratio > 1 + cfg.clip_high, ratio < 1 - cfg.clip_low  # (R,), (R,)
+    if cfg.delta:
+        too_low |= ratio > cfg.delta
+    beyond = torch.where(advantage > 0, too_high, too_low & (advantage < 0))  # (R,)
+    return beyond & (cfg.surrogate == "ppo")
 
 
 def pack_sums(loss, terms, entropy, weight, cfg):
-    """Metrics of a pack: sums over its tokens (0 for a filler), the loss, the largest mismatch.
+    """Metrics of a pack: sums over its tokens (0 for a dummy), the loss, the largest mismatch.
 
-    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight; it is changed.
+    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight.
     """
+    terms = dict(terms)
     mismatch = terms.pop("mismatch")  # (R,)
     terms |= {"entropy": entropy, "tokens": torch.ones_like(entropy),
               "mismatch/mean_abs": mismatch.abs(),
@@ -98,7 +93,7 @@ def pack_sums(loss, terms, entropy, weight, cfg):
                   "correction/share": correction != uncapped}  # tokens that the cap changes
     sums = {name: x.sum() for name, x in terms.items()}
     sums |= {"loss": loss, "mismatch/max": mismatch.abs().max()}
-    is_trained = weight[0] != 0  # () false for a filler: see pack_evenly
+    is_trained = weight[0] != 0  # () false for a dummy: see pack_evenly
     return {name: is_trained * x.detach() for name, x in sums.items()}
 
 
@@ -152,7 +147,7 @@ def add_counts(metrics, counts, prefix):
 
 
 def first_part(rollout):
-    """What the first reward function, which the evaluation counts, gave; None = no verdict."""
+    """What the first reward function, which the evaluation counts, gave; None = no reward."""
     return next(iter(rollout.parts.values()))
 
 
@@ -188,7 +183,7 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
     own = [(r.reward, r.length, r.truncated, r.parts) for group in sampled_groups for r in group]
     rewards, lengths, truncated, parts = zip(*dist.all_gather(own))
     judged = [x for x in rewards if x is not None] or [0.0]
-    by_part = {}  # name -> verdicts; rows may have rewards of their own
+    by_part = {}  # name -> the rewards that are not None
     for name, x in (item for own_parts in parts for item in own_parts.items()):
         if x is not None:
             by_part.setdefault(f"reward/{name}", []).append(x)
@@ -202,9 +197,9 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
     return {
         "reward/mean": fmean(judged),
         "reward/std": pstdev(judged),
-        "reward/no_verdict": rewards.count(None) / len(rewards),
+        "reward/unscored": rewards.count(None) / len(rewards),
         **{name: fmean(given) for name, given in by_part.items()},
-        "group/flat": fmean(dist.all_gather([is_flat(group) for group in sampled_groups])),
+        "group/zero_std": fmean(dist.all_gather([has_zero_std(group) for group in sampled_groups])),
         "completion/length": fmean(lengths),
         "completion/truncated": fmean(truncated),
         "trained": count / len(lengths),

@@ -125,11 +125,11 @@ def place_frozen_weights(engine, device):
 
 
 @torch.no_grad()
-def token_logps(model, rollouts, filler, cfg):
+def token_logps(model, rollouts, dummy, cfg):
     """-> per rollout, a list with the log-prob of each sampled token under a model. Collective.
-    filler: a rollout for ranks with fewer packs."""
+    dummy: a rollout for ranks with fewer packs."""
     found = {}  # id of the rollout -> its list
-    for packed in pack_evenly(rollouts, filler, cfg.pack_tokens):
+    for packed in pack_evenly(rollouts, dummy, cfg.pack_tokens):
         batch = collate(packed, dist.device())
         logp, _ = model(batch)  # (R,)
         for r, own in zip(packed, logp.split(batch.lengths.tolist())):

@@ -18,7 +18,7 @@ SETTINGS = {  # differences from Config
     "all on rank 0": dict(zero_stage=1, aggregate="constant"),
     "process rewards, all on rank 0, balanced": dict(zero_stage=2, aggregate="token"),
     "one group left, untied": dict(
-        zero_stage=3, drop_flat_groups=True, correction="token_mask", correction_cap=3.0),
+        zero_stage=3, filter_groups=True, correction="token_mask", correction_cap=3.0),
 }
 FOLDER = Path(sys.argv[-1])
 
@@ -41,9 +41,9 @@ def batches_of(name, cfg, tokenizer):
                 r.steps = list(zip(ends, (j / 4, r.reward)))[:1 + j % 2]
                 r.reward = sum(value for _, value in r.steps)
     groups = groups[dist.rank()::dist.world_size()]
-    filler = groups[0][0]
+    dummy = groups[0][0]
     nr.assign_advantages(groups, cfg, math.nan)
-    kept = [g for g in groups if not (cfg.drop_flat_groups and stats.is_flat(g))]
+    kept = [g for g in groups if not (cfg.filter_groups and stats.has_zero_std(g))]
     trained = nr.assign_token_weights([r for g in kept for r in g], cfg)
     if "all on rank 0" in name:
         trained = dist.all_gather(trained)[:None if dist.rank() == 0 else 0]
@@ -51,7 +51,7 @@ def batches_of(name, cfg, tokenizer):
         trained = nr.balance(trained, cfg.model)
     elif dist.rank() and "left" in name:
         assert not trained  # a rank without anything to train on takes part nevertheless
-    return [nr.collate(p) for p in nr.pack_evenly(trained, filler, cfg.pack_tokens)]
+    return [nr.collate(p) for p in nr.pack_evenly(trained, dummy, cfg.pack_tokens)]
 
 
 def result(policy, batches, steps, cfg):

@@ -59,7 +59,7 @@ def step_by_step(cfg, questions):
 
 @pytest.mark.parametrize("changes, questions", [
     (dict(samples=2, kl_coef=0.1), [1.0]),
-    (dict(samples=2, aggregate="token", scale="mean", gate="soft"), [0.0]),
+    (dict(samples=2, aggregate="token", scale="group_mean", surrogate="sapo"), [0.0]),
     (dict(samples=2, ratio="sequence", clip_high=0.01, correction="sequence_mask"), [1.0]),
     (dict(samples=1, baseline="batch", scale="batch", aggregate="token"), [2.0, -1.0])])
 def test_the_audit_is_the_mean_and_the_variance_over_all_groups_of_the_scripts_stages(
@@ -102,7 +102,7 @@ RULES = {  # options -> the expected gradient for a question with the probabilit
     "group": (UNBIASED | dict(baseline="group"), lambda q, p, n: (n - 1) / n * j_of(q)),
     "deviation": (CONSTANT | dict(scale="group"),
                   lambda q, p, n: expected_deviation(p, n) / (p * (1 - p)) * j_of(q)),
-    "maxrl": (CONSTANT | dict(scale="mean"), lambda q, p, n: maxrl(q, n - 1)),
+    "maxrl": (CONSTANT | dict(scale="group_mean"), lambda q, p, n: maxrl(q, n - 1)),
     "sequence": (UNBIASED | dict(aggregate="sequence"), lambda q, p, n: by_length(q, p)),
 }
 

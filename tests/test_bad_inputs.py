@@ -19,11 +19,14 @@ FLAGS = [  # a command line, a part of the line
     ("--samples 1 --baseline none", "--samples 1 needs --baseline none --scale none"),
     ("--top_p 0.9", "--top_p needs --correction none --temperature 1"),
     ("--delta 2 --clip_high 1.5", "--delta 2: must be above 1 + clip_high = 2.5"),
-    ("--algo grpo --resample 1", "it needs --drop_flat_groups"),
+    ("--algo grpo --resample 1", "it needs --filter_groups"),
     ("--rollout my_rollout", "--rollout my_rollout: must be a file and a function in it"),
     ("--lora_rank 4 --zero_stage 3", "--lora_rank needs --zero_stage 1 or 2"),
     ("--prompts 6 --minibatches 4", "--minibatches 4 must divide the 6 prompts"),
     ("--tp 2", "--tp is gone: use examples/tensor_parallel.py --tp"),
+    ("--gate=soft", "--gate is gone: use --surrogate ppo, cispo, sapo or kimi"),
+    ("--scale mean", "--scale mean is gone: use --scale group_mean"),
+    ("--resume {dir}/older", "this run is of version 0.3.0, and its flags have other names in"),
     ("--task chess", "--task chess: choose one of arithmetic"),
     ("--template nowhere.txt", "--template nowhere.txt: not one of chat, none"),
     ("--rewards gsm9k", "unknown reward 'gsm9k'"),
@@ -99,7 +102,6 @@ MODELS = [  # id, fault of a copy of the bundled model, a part of the line
      "infinite values, first in " + UP),
     ("code of its own", config(auto_map={"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M"},
                                model_type="own"), "code of its own needs --trust_remote_code"),
-    ("few positions", config(max_position_embeddings=95), "or its sliding window are 95"),
     ("no tokenizer.json", lambda f: (f / "tokenizer.json").unlink(), "(ValueError: it has no"),
     ("no chat template", lambda f: (f / CHAT).unlink(), "chat_template is not set"),
     ("no question", content(CHAT, "Hello"), "leaves the question out"),
@@ -128,7 +130,8 @@ def refused(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("function, line, says", [
     *((nr.parse_config, *row) for row in FLAGS), *((nr.main, *row) for row in MAIN)])
 def test_a_bad_command_line_is_refused(function, line, says, tmp_path, refused):
-    for file, text in (("mine/metrics.jsonl", "{}"), ("run/config.json", "{"), ("a.jsonl", LINES)):
+    for file, text in (("mine/metrics.jsonl", "{}"), ("run/config.json", "{"), ("a.jsonl", LINES),
+                       ("older/config.json", '{"version": "0.3.0", "config": {}}')):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(text)
     with refused(says):

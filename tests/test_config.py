@@ -23,7 +23,7 @@ HINTS = typing.get_type_hints(nr.Config)
 def test_every_numeric_flag_has_one_range_with_its_default_and_no_value_beyond_it():
     listed = [name for names, *_ in runtime.flags.RANGES for name in names.split()]
     assert sorted(listed) == sorted(name for name, hint in HINTS.items() if hint in (int, float))
-    alone = dict(baseline="none", scale="none", correction="none", drop_flat_groups=True)
+    alone = dict(baseline="none", scale="none", correction="none", filter_groups=True)
     for names, low, high in runtime.flags.RANGES:
         for name in names.split():
             for value in (low, high, getattr(nr.Config, name)):
@@ -43,30 +43,30 @@ def test_an_unknown_flag_a_missing_value_and_a_word_of_another_type_are_wrong_us
         assert e.value.code == 2, argv
 
 
-def test_needs_names_flags_that_exist_and_for_each_gate_the_flags_that_act_on_it():
-    all_gates, named = set(typing.get_args(HINTS["gate"])), set()
+def test_needs_names_flags_that_exist_and_for_each_surrogate_the_flags_that_act_on_it():
+    all_surrogates, named = set(typing.get_args(HINTS["surrogate"])), set()
     for names, has_effect, needed in runtime.flags.NEEDS:
         flags = {*names.split(), *re.findall(r"--(\w+)", needed)}
         assert flags <= nr.Config.__dataclass_fields__.keys(), flags
-        if needed.startswith("--gate "):
-            gates = set(re.findall(r"\w+", needed)) - {"gate", "or"}
-            assert gates == {g for g in all_gates if has_effect(nr.Config(gate=g))}, names
-            named |= gates
-    assert named == all_gates
+        if needed.startswith("--surrogate "):
+            found = set(re.findall(r"\w+", needed)) - {"surrogate", "or"}
+            assert found == {s for s in all_surrogates if has_effect(nr.Config(surrogate=s))}, names
+            named |= found
+    assert named == all_surrogates
 
 
 @pytest.mark.parametrize("argv, flags", [
     *((f"--minibatches 2 --algo {algo}", "") for algo in nr.ALGOS),
     # one that has no effect, one that has
     ("--question_key q", "question_key"), ("--question_key q --data f.jsonl", ""),
-    ("--minibatches 2 --delta 2 --gate soft", "delta"), ("--epochs 2 --delta 2", ""),
-    ("--minibatches 2 --clip_high 0.1 --gate soft", "clip_high"),
-    ("--minibatches 2 --tau 2", "tau"), ("--minibatches 2 --tau 2 --gate soft", ""),
-    ("--vllm_memory 0.5", "vllm_memory"),
+    ("--minibatches 2 --delta 2 --surrogate sapo", "delta"), ("--epochs 2 --delta 2", ""),
+    ("--minibatches 2 --clip_high 0.1 --surrogate sapo", "clip_high"),
+    ("--minibatches 2 --tau 2", "tau"), ("--minibatches 2 --tau 2 --surrogate sapo", ""),
+    ("--gpu_memory_utilization 0.5", "gpu_memory_utilization"),
     ("--correction_cap 3 --correction none", "correction_cap"), ("--correction_cap 3", ""),
     ("--warmup 9 --steps 8", "warmup"),
     # on-policy
-    ("--algo cispo", "gate clip_high"), ("--algo sapo --tau_neg 3", "gate tau_neg"),
+    ("--algo cispo", "surrogate clip_high"), ("--algo sapo --tau_neg 3", "surrogate tau_neg"),
     ("--delta 3 --clip_low 0 --clip_high 0", "clip_low clip_high delta"),
 ])
 def test_flags_without_an_effect_are_in_a_note_and_change_no_gradient(

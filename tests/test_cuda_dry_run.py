@@ -106,7 +106,7 @@ RUNS = {  # the flags of a run
     "plain": {},
     "LoRA, offload": dict(lora_rank=4, offload="optimizer", minibatches=2,
                           correction="sequence_mask"),
-    "ZeRO-1, the reference stays": dict(zero_stage=1, checkpointing="on", stays=True),
+    "ZeRO-1, the reference stays": dict(zero_stage=1, gradient_checkpointing="on", stays=True),
 }
 
 
@@ -192,14 +192,14 @@ def plan_and_start(group, monkeypatch, tmp_path):
 def test_vllm_gets_what_the_plan_says_on_each_card_of_the_readme(
         plan_and_start, gib, flags, ranks, offload, checkpointing):
     cfg, decided, args = plan_and_start(gib, "--seed", "7", *flags.split(), ranks=ranks)
-    assert (cfg.offload, cfg.checkpointing) == (offload, checkpointing)
+    assert (cfg.offload, cfg.gradient_checkpointing) == (offload, checkpointing)
     assert decided["reference_stays"] is (checkpointing == "off")
     assert (args.model, args.seed, args.dtype, args.max_model_len) == (
         cfg.model, 7, "bfloat16", 1024 + 3000)
-    assert args.gpu_memory_utilization == cfg.vllm_memory > 0
+    assert args.gpu_memory_utilization == cfg.gpu_memory_utilization > 0
     assert args.kv_cache_memory_bytes == memory.kv_cache_bytes(cfg)
     weights = 2 * ModelShape.of(cfg.model).parameters
-    assert 0 < args.kv_cache_memory_bytes < cfg.vllm_memory * gib * memory.GIB - weights
+    assert 0 < args.kv_cache_memory_bytes < cfg.gpu_memory_utilization * gib * memory.GIB - weights
     assert args.max_num_seqs == memory.most_sequences(cfg) > 64 * 8 // ranks
     assert args.enable_sleep_mode and args.enable_prefix_caching and not args.enforce_eager
     assert args.distributed_executor_backend == "external_launcher"

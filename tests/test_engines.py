@@ -85,7 +85,7 @@ def test_a_sync_from_zero_3_gathers_one_tensor_at_a_time(fresh_llm, monkeypatch)
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("engine_flags", [
-    {"zero_stage": 1, "checkpointing": "on"}, {"zero_stage": 2}, {"zero_stage": 3},
+    {"zero_stage": 1, "gradient_checkpointing": "on"}, {"zero_stage": 2}, {"zero_stage": 3},
     {"offload": "optimizer"}], ids=str)
 def test_every_engine_takes_the_step_of_plain_adamw_also_after_a_rehearsal(
         group, tokenizer, engine_flags):

@@ -39,7 +39,7 @@ def close_gradients(policy, *losses):
 
 def test_dpo_has_the_gradient_of_its_loss(models, tokenizer):
     """Of -log sigmoid of the margin of each pair, one sequence at a time. Of the 4 groups one has
-    only wrong rollouts, and one a rollout without a verdict."""
+    only wrong rollouts, and one a rollout without a reward."""
     policy, ref = models
     rollouts = fixed_rollouts(tokenizer)
     for i, r in enumerate(rollouts):
@@ -67,7 +67,7 @@ def test_a_distilled_token_has_the_advantage_log_teacher_minus_log_student(model
     student, teacher = models
     prefix = tokenizer.encode("Think.", add_special_tokens=False)
     rollouts = fixed_rollouts(tokenizer)
-    rollouts[1].sampled[0] = False  # a tool wrote it
+    rollouts[1].loss_mask[0] = False  # a tool wrote it
     mean = distill.token_advantages(
         student, teacher, rollouts, prefix, make_config(), rollouts[0])
     for model in models:
@@ -76,7 +76,7 @@ def test_a_distilled_token_has_the_advantage_log_teacher_minus_log_student(model
         told = dataclasses.replace(r, prompt=[*prefix, *r.prompt])
         with torch.no_grad():
             gap = naive_logps(teacher.model, told)[0] - naive_logps(student.model, r)[0]  # (L,)
-        gap *= torch.tensor(r.sampled)
+        gap *= torch.tensor(r.loss_mask)
         close(r.advantages, gap)
     close(mean, sum(sum(r.advantages) for r in rollouts) / sum(r.length for r in rollouts))
 
@@ -99,7 +99,7 @@ def test_the_kl_in_the_reward_is_subtracted_from_it_and_not_in_the_loss(
     rollouts, cfg = fixed_rollouts(tokenizer, groups=1), make_config(scale="none", kl_coef=0.5)
     for r in rollouts:
         r.reward = 1.0
-    run = SimpleNamespace(policy=policy, ref=ref, filler=rollouts[0], metrics={}, cfg=cfg)
+    run = SimpleNamespace(policy=policy, ref=ref, dummy=rollouts[0], metrics={}, cfg=cfg)
     seen = []
     monkeypatch.setattr(nr, "train", lambda run, assign_advantages: seen.append(
         (run.ref, assign_advantages([rollouts], cfg, math.nan))))
@@ -152,7 +152,7 @@ def test_the_bonus_and_gmpo_are_their_formulas(in_float64, tokenizer):
         clipped += (bounded != ratio).tolist()
         wanted = wanted - r.weight * len(ours) * a * bounded.prod() ** (1 / len(ours))
     close(loss, wanted)
-    assert terms["clipped"].tolist() == clipped and any(clipped) and not all(clipped)
+    assert terms["clip_ratio"].tolist() == clipped and any(clipped) and not all(clipped)
     close(*(torch.autograd.grad(x, logp)[0] for x in (loss, wanted)))
     plain, _ = nr.policy_loss(logp, old, None, batch, cfg)
     loss, _ = entropy.with_bonus(0.5)(logp, old, None, batch, cfg)
@@ -160,8 +160,8 @@ def test_the_bonus_and_gmpo_are_their_formulas(in_float64, tokenizer):
 
 
 def test_clip_cov_draws_from_the_tokens_with_a_large_product_of_distances():
-    first = SimpleNamespace(sampled=[True, True, False, True], advantages=[2.0, -2.0, 9.0, 1.0])
-    second = SimpleNamespace(sampled=[True, True], advantages=[-1.0, 0.0])
+    first = SimpleNamespace(loss_mask=[True, True, False, True], advantages=[2.0, -2.0, 9.0, 1.0])
+    second = SimpleNamespace(loss_mask=[True, True], advantages=[-1.0, 0.0])
     logps = [[0.0, -4.0, -4.0], [0.0, -2.0]]  # distances 2, -2, -2; 2, 0: products 4, 4, -2, -2, 0
     assert entropy.clip_cov([first, second], logps, 1.0, random.Random(0)) == 2
     assert first.advantages == [0.0, 0.0, 9.0, 1.0] and second.advantages == [-1.0, 0.0]

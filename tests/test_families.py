@@ -113,9 +113,8 @@ def test_what_no_rehearsal_notices_is_refused_in_one_line_before_weights_are_rea
 
 def test_the_rehearsal_finds_a_window_that_is_shorter_than_a_sequence(group, config_of):
     cfg = config_of("mistral", dict(sliding_window=159))
-    policy = nr.TokenLogps(runtime.model.load_model(cfg))
     with pytest.raises(RunError, match="this model is not supported: its attention has"):
-        runtime.guard.rehearse(policy, None, cfg)
+        runtime.guard.rehearse(nr.make_policy(cfg), None, cfg)
 
 
 @pytest.mark.parametrize("family", MIXING)

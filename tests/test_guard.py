@@ -63,7 +63,7 @@ def test_a_step_without_any_verdict_ends_the_run_with_the_counts_and_the_first_c
 def test_an_evaluation_reports_the_share_without_a_verdict_and_ends_the_run_if_that_is_all(judge):
     cfg = make_config()
     metrics, _ = nr.evaluate(None, EXAMPLES, judge(1.0, None, 0.0, 1.0, timeouts=1), cfg)
-    assert metrics["eval/accuracy"] == 0.5 and metrics["eval/no_verdict"] == 0.25  # counts as wrong
+    assert metrics["eval/accuracy"] == 0.5 and metrics["eval/unscored"] == 0.25  # counts as wrong
     with pytest.raises(RunError, match="^eval: none of 4 .*4 timeouts, 0 crashes, the others None"):
         nr.evaluate(None, EXAMPLES, judge(*[None] * 4, timeouts=4), cfg)
 

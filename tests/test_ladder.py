@@ -98,7 +98,7 @@ def test_the_loss_of_step_4_has_the_gradient_of_the_scripts(rollouts, reward, gr
         loss, terms = nr.policy_loss(logp, old, ref, batch, cfg)
         advantages = packs.advantages(reward.double()).tolist()
         [pack] = packs.make_packs([(*pair, a) for pair, a in zip(pairs(rollouts), advantages)])
-        assert pack["targets"].equal(batch.targets) and terms["clipped"].any()
+        assert pack["targets"].equal(batch.targets) and terms["clip_ratio"].any()
         own = packs.policy_loss(logp, pack | {"old": old, "ref": ref})
         close(*(torch.autograd.grad(x, logp)[0] for x in (own, loss)))
 

@@ -48,7 +48,7 @@ def test_planned_activations_are_at_least_those_of_the_code_and_at_most_three_te
         name, checkpointing):
     """Simulated with 2 and with 4 layers: each further one adds as much. A tied head's gradient,
     which waits for the embedding's, is planned among the buffers."""
-    cfg = nr.Config(dtype="bfloat16", pack_tokens=TOKENS, checkpointing=checkpointing,
+    cfg = nr.Config(dtype="bfloat16", pack_tokens=TOKENS, gradient_checkpointing=checkpointing,
                     max_prompt=64, max_tokens=64)
     shape = shape_of(name)
     planned = memory.step_bytes(cfg, shape, gpu=False)["activations"][1]
@@ -75,7 +75,7 @@ def card(gib, size="1.5B", host=64, **changes):
     """The planned Config for a GPU of `gib` GiB with `host` GiB of host memory. It fits."""
     shape, device = shape_of(size), memory.Device(True, gib * GIB, gib * GIB, host * GIB)
     cfg, _ = memory.plan(nr.Config(dtype="bfloat16", **changes), device, shape)
-    parts, vllm = memory.step_bytes(cfg, shape, gpu=True), cfg.vllm_memory * gib * GIB
+    parts, vllm = memory.step_bytes(cfg, shape, gpu=True), cfg.gpu_memory_utilization * gib * GIB
     generate, update, _ = parts["total"]
     least = parts["vLLM, at least"][0]
     assert vllm >= least and max(generate - least + vllm, update) <= 0.905 * gib * GIB
@@ -108,7 +108,7 @@ def test_planned_host_memory_holds_pinned_tensors_rounded_up_to_powers_of_two():
     with torch.device("meta"):
         sizes = [2 * p.numel() for p in make(SIZES["1.5B"]).parameters()]
     pinned = [2 ** math.ceil(math.log2(size)) for size in [*sizes, 4 * 513 * shape.vocab]]
-    vllm = host(checkpointing="off")
+    vllm = host(gradient_checkpointing="off")
     assert sum(pinned) < vllm == 4 * shape.parameters + 2 * GIB
     assert host() - vllm == 4 * shape.parameters and host(kl_coef=0.0) == vllm
     assert host(offload="optimizer") == host() + 24 * shape.parameters
@@ -118,7 +118,8 @@ def test_planned_host_memory_holds_pinned_tensors_rounded_up_to_powers_of_two():
 
 
 def test_what_the_user_gives_is_kept_and_what_cannot_fit_is_refused_in_one_line():
-    given = dict(pack_tokens=5000, checkpointing="on", offload="none", vllm_memory=0.3)
+    given = dict(pack_tokens=5000, gradient_checkpointing="on", offload="none",
+                 gpu_memory_utilization=0.3)
     cfg = card(80, **given)
     assert {name: getattr(cfg, name) for name in given} == given
     for gib, host, says in ((12, 64, "needs about .* GiB at --max_tokens 3000.*--lora_rank 32"),
@@ -126,8 +127,8 @@ def test_what_the_user_gives_is_kept_and_what_cannot_fit_is_refused_in_one_line(
         with pytest.raises(ValueError, match=says) as e:
             card(gib, host=host)
         assert "\n" not in str(e.value)
-    with pytest.raises(ValueError, match="--vllm_memory: at least 0.26"):  # 2.9 + 3 GiB + KV cache
-        card(24, vllm_memory=0.1)
+    with pytest.raises(ValueError, match="--gpu_memory_utilization: at least 0.26"):
+        card(24, gpu_memory_utilization=0.1)
     assert all(card(gib).pack_tokens >= 8192 for gib in (24, 40, 80))  # README's table
     assert card(12, lora_rank=16) and card(24, "7B", lora_rank=32)  # adapters
 
@@ -163,12 +164,13 @@ def test_a_checkpoint_is_as_large_as_its_tensors(model, lora_rank):
 def test_each_flag_of_the_advice_makes_the_plan_smaller(monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
-    cfg = nr.Config(pack_tokens=8192, checkpointing="off", offload="none", dtype="bfloat16",
-                    zero_stage=1, vllm_memory=0.5)
+    cfg = nr.Config(pack_tokens=8192, gradient_checkpointing="off", offload="none",
+                    dtype="bfloat16",
+                    zero_stage=1, gpu_memory_utilization=0.5)
     total = lambda **changes: sum(memory.step_bytes(  # noqa: E731
         dataclasses.replace(cfg, **changes), shape_of("1.5B"), gpu=True)["total"][:2])
     flags = dict(flag.split() for flag in memory.smaller(cfg).removeprefix("--").split(" --"))
-    assert float(flags.pop("vllm_memory")) == 0.4 and len(flags) == 6
+    assert float(flags.pop("gpu_memory_utilization")) == 0.4 and len(flags) == 6
     for name, x in flags.items():
         assert total(**{name: type(getattr(cfg, name))(x)}) < total(), name
 
@@ -176,10 +178,11 @@ def test_each_flag_of_the_advice_makes_the_plan_smaller(monkeypatch):
 def test_out_of_memory_ends_a_run_in_one_line_with_the_flags_to_change(tmp_path):
     def full(cfg):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling\nMore lines.")
-    flags = ["--steps", "1", "--pack_tokens", "4096", "--checkpointing", "off"]
+    flags = ["--steps", "1", "--pack_tokens", "4096", "--gradient_checkpointing", "off"]
     with pytest.raises(SystemExit) as e:
         nr.main([*flags, "--out", str(tmp_path)], sampler=full)
-    for flag in ("--checkpointing on", "--max_tokens 48", "--pack_tokens 1632", "--lora_rank 32"):
+    for flag in ("--gradient_checkpointing on", "--max_tokens 48", "--pack_tokens 1632",
+                 "--lora_rank 32"):
         assert flag in str(e.value)
     assert "\n" not in str(e.value)
     with pytest.raises(RuntimeError) as e:

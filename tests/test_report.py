@@ -14,6 +14,7 @@ import torch
 import nano_rlvr as nr
 import report.__main__
 import report.page
+import report.tokens
 from bench import screenshots
 from conftest import EPS, fixed_rollouts, make_config, within, write_rows
 from runtime import records, trainer
@@ -25,7 +26,7 @@ SCRIPT = "<script>alert(1)</script><img src=x onerror=\"document.title='read as 
 STEPS, GROUPS, SAMPLES = 6, 3, 4
 METRICS = (  # of a step
     "reward/a reward/b eval/pass@2 grad_norm loss kl entropy completion/length mismatch/max mfu "
-    "completion/truncated group/flat mismatch/mean_abs seconds/rollout seconds/update").split()
+    "completion/truncated group/zero_std mismatch/mean_abs seconds/rollout seconds/update").split()
 # added to a copy of a report: it goes through states of the page and leaves what it sees
 VISITOR = """<script>
 const all = (name, node = document) => [...node.querySelectorAll(name)];
@@ -245,13 +246,13 @@ def test_a_last_line_that_is_cut_off_is_skipped_with_a_note(tmp_path, capsys):
 
 
 def test_the_report_has_whole_groups_of_at_most_2000_rollouts_in_every_kth_step():
-    rng, limit = random.Random(0), records.LIMIT
+    rng, limit = random.Random(0), report.tokens.LIMIT
     for _ in range(100):
         samples, groups, steps = rng.randint(1, 3000), rng.randint(1, 900), rng.randint(1, 400)
         per_step = min(samples * groups, max(samples, limit // samples * samples))
         rollouts = range(samples * groups)
-        shown = [s for s in range(steps) if records.shown(s, rollouts, samples, steps)]
-        assert records.shown(0, rollouts, samples, steps) == rollouts[:per_step]
+        shown = [s for s in range(steps) if report.tokens.shown(s, rollouts, samples, steps)]
+        assert report.tokens.shown(0, rollouts, samples, steps) == rollouts[:per_step]
         k = shown[1] if len(shown) > 1 else steps
         assert shown == list(range(0, steps, k))
         assert len(shown) * per_step <= limit or shown == [0]
@@ -264,7 +265,7 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
     cfg = make_config(keep_rollouts=8, lr=1e-3, out=str(tmp_path), correction="none",
                       mismatch_bound=1e9, kl_coef=0.0)
     rollouts = fixed_rollouts(tokenizer)
-    rollouts[1].sampled[1:] = [False] * (len(rollouts[1].completion) - 1)
+    rollouts[1].loss_mask[1:] = [False] * (len(rollouts[1].completion) - 1)
     groups = [rollouts[i:i + 4] for i in range(0, 16, 4)]
     policy, written = nr.make_policy(cfg), Log(cfg, tokenizer)
     shown = written.rollouts_with_tokens(0, groups)
@@ -281,12 +282,12 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
     rows = records.read(written.folder, "rollouts.jsonl")
     assert len(rows) == len(shown) == 8  # those that are kept
     for row, r, x, y in zip(rows, rollouts, old, new):
-        vllm = itertools.compress(r.vllm_logps, r.sampled)
+        vllm = itertools.compress(r.vllm_logps, r.loss_mask)
         for name, wanted in (("logp", x), ("change", [b - a for a, b in zip(x, y)]),
                              ("gap", [a - b for a, b in zip(x, vllm)])):
             numbers = row["per_token"][name]
-            assert [number is not None for number in numbers] == r.sampled
-            for number, exact in zip(itertools.compress(numbers, r.sampled), wanted, strict=True):
+            assert [number is not None for number in numbers] == r.loss_mask
+            for number, exact in zip(itertools.compress(numbers, r.loss_mask), wanted, strict=True):
                 # two digits, five decimals; other packs
                 within(abs(number - exact), 0.05 * abs(exact) + 1e-5 + 1000 * EPS)
     assert max(abs(x) for row in rows for x in row["per_token"]["change"] if x) > 0.01
@@ -295,7 +296,7 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
 def test_the_texts_of_the_tokens_are_the_text_also_where_a_character_has_several_tokens(tokenizer):
     text = "<think>1+2=3\né 漢字 🙂</think>"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces = records.texts(ids, tokenizer)
+    pieces = report.tokens.texts(ids, tokenizer)
     assert "".join(pieces) == text and len(pieces) == len(ids) > len(text) - len("<think></think>")
     assert pieces[0] == "<think>" and "" in pieces and "漢" in pieces
 
@@ -304,13 +305,13 @@ def test_the_screen_has_a_line_per_step_and_says_where_to_look_next(
         tokenizer, tmp_path, monkeypatch, group, capsys):
     run, lines = Log(make_config(out=str(tmp_path), name="run"), tokenizer), []
     monkeypatch.setattr(run.bar, "write", lines.append)
-    row = {"lr": 1e-6, "reward/mean": 0.5, "reward/no_verdict": 0.0, "completion/length": 99.5,
+    row = {"lr": 1e-6, "reward/mean": 0.5, "reward/unscored": 0.0, "completion/length": 99.5,
            "seconds/update": 1.5, "mfu": 0.1, "tokens": 1500, "memory/update": 2.0}
     run.write(7, row)
     assert lines.pop() == "step    7  reward  0.500  length   99.5  1.5 s"
-    found = dict.fromkeys(["accuracy", "low", "high", "n", "length", "no_verdict"], 0.5)
-    run.write(8, row | {"reward/no_verdict": 1.0} | {f"eval/{x}": y for x, y in found.items()})
-    assert "no verdict 100%" in lines.pop() and "accuracy 50.0%" in lines.pop()
+    found = dict.fromkeys(["accuracy", "low", "high", "n", "length", "unscored"], 0.5)
+    run.write(8, row | {"reward/unscored": 1.0} | {f"eval/{x}": y for x, y in found.items()})
+    assert "no reward 100%" in lines.pop() and "accuracy 50.0%" in lines.pop()
     before = (page := run.folder / "report.html").stat()  # an evaluation writes the report
     run.close()
     says = "update 3 s .*; 1000 tokens/s, 10.0% MFU of the update, peak memory 2.00 GiB"
@@ -328,9 +329,9 @@ def test_a_run_whose_rewards_are_equal_says_once_since_when_and_again_after_a_gr
     run, lines = Log(make_config(out=str(tmp_path), name="run"), tokenizer), []
     monkeypatch.setattr(run.bar, "write", lines.append)
     for step, flat in enumerate([0.9] + [1.0] * 8 + [0.0] + [1.0] * 5):
-        run.write(step, {"lr": 1.0, "group/flat": flat, "seconds/update": 1.0})
+        run.write(step, {"lr": 1.0, "group/zero_std": flat, "seconds/update": 1.0})
     for step in range(20, 30):  # a baseline that is not the group's mean: a gradient
-        run.write(step, {"lr": 1.0, "group/flat": 1.0 - (step == 20), "seconds/update": 1.0},
+        run.write(step, {"lr": 1.0, "group/zero_std": 1.0 - (step == 20), "seconds/update": 1.0},
                   [trained])
     said = [line.split(" since ")[1].split(":")[0] for line in lines if "no gradient" in line]
     assert said == ["step 1", "step 10"]

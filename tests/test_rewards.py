@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import code_reward
+import countdown
 import data
 import instructions
 import jail
@@ -34,6 +35,7 @@ OWN = {name: f"{ROOT}/examples/shaping_rewards.py:{name}"
        for name in ("language", "repetition", "length_kimi")}
 FUNCTIONS = rewards.REWARDS | {name: getattr(shaping, name) for name in OWN}
 FUNCTIONS["instruction"] = instructions.instruction
+FUNCTIONS["countdown"] = countdown.countdown_reward
 OWN["instruction"] = f"{ROOT}/examples/instructions.py:instruction"
 # columns with which every reward runs on any completion; judge and code have tests of their own
 COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}"}, "format": {},
@@ -166,7 +168,7 @@ def test_gold_answers_that_cannot_be_read_are_counted_and_if_none_can_be_it_is_a
         count(part)
     verify("math").count_unreadable(
         [{"answer": gold} for gold in ("5", r"\frac{1}", "north", "???")], said.append)
-    says = "reward {}: {} answers cannot be read, one is '{}'; their completions get no verdict"
+    says = "reward {}: {} answers cannot be read, one is '{}'; their completions get no reward"
     assert said == [says.format("gsm8k", "1 of 200", "#### none"),
                     says.format("math", "2 of 4", r"\\frac{1}")]
     with pytest.raises(ValueError, match=r"^reward gsm8k: 3 of 3 .* '\{\}'; choose another"):

@@ -16,7 +16,7 @@ WEIGHTS = 28 * (2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960)  # q and o, 
 HEAD = 151936 * 1536
 H200 = roofline.DEVICES[0]
 CPU = roofline.Device("CPU", 1e11, 1e10, math.inf, 2**34, 1e-5)
-BF16 = nr.Config(dtype="bfloat16", kl_coef=0.0, checkpointing="off", pack_tokens=32768)
+BF16 = nr.Config(dtype="bfloat16", kl_coef=0.0, gradient_checkpointing="off", pack_tokens=32768)
 GROUPS = [(100, [700] * 8) for _ in range(64)]
 TOKENS, COMPLETION_TOKENS = 64 * (100 + 8 * 700), 64 * 8 * 700
 
@@ -57,7 +57,7 @@ def test_attention_reads_a_shared_prompt_once_for_its_own_queries_and_once_per_c
 
 
 def test_a_run_is_compared_with_the_bound_of_its_own_lengths(tmp_path, monkeypatch):
-    cfg = nr.Config(model="models/tiny", dtype="float32", checkpointing="off", samples=2,
+    cfg = nr.Config(model="models/tiny", dtype="float32", gradient_checkpointing="off", samples=2,
                     pack_tokens=4096)
     metrics = {"seconds/rollout": 2.0, "seconds/reward": 0.5, "seconds/update": 1.0, "mfu": 0.5,
                "seconds/sync": 0.1, "tokens": 8, "tokens_per_second": 2.0, "memory/update": 1.0,

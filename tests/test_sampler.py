@@ -139,6 +139,15 @@ def test_every_sync_is_checked_and_a_failure_names_the_tensor_and_the_rank(weigh
     assert f"{place}ValueError: wrong shape" in check(fused, weights, refuse)
 
 
+def test_vllm_refuses_more_tokens_than_a_model_has_positions(group, tokenizer, tmp_path):
+    own = model.load_model(make_config())
+    own.config.max_position_embeddings = 159  # max_prompt 64 and max_tokens 96 are 160
+    own.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(RunError, match="^vLLM does not start: .*159"):
+        nr.Sampler(make_config(model=str(tmp_path)))
+
+
 # ---- examples/tensor_parallel.py: shards of an engine that ranks share
 
 def shards(weights, ranks, key_heads=2):

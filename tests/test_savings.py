@@ -25,7 +25,7 @@ def test_collate_stores_each_prompt_once_and_says_where_each_sequence_is(sequenc
     rng = random.Random(seed)
     rollouts = [nr.Rollout(list(prompt), [rng.randrange(200_000) for _ in range(n)], "", False,
                            [-rng.random() for _ in range(n)], weight=rng.random(),
-                           sampled=[True, *(rng.random() < 0.7 for _ in range(n - 1))],
+                           loss_mask=[True, *(rng.random() < 0.7 for _ in range(n - 1))],
                            advantages=[rng.gauss(0, 1) for _ in range(n)])
                 for prompt, n in sequences]
     batch = nr.collate(rollouts)
@@ -35,7 +35,7 @@ def test_collate_stores_each_prompt_once_and_says_where_each_sequence_is(sequenc
     assert batch.cu_seqlens_q[0] == batch.cu_seqlens_k[0] == 0
     assert (batch.cu_seqlens_q[-1], batch.cu_seqlens_k[-1]) == (len(row), len(batch.kv_index))
     assert batch.max_seqlen == max(map(len, rollouts)) and batch.old is batch.ref is None
-    assert batch.lengths.tolist() == [sum(r.sampled) for r in rollouts]
+    assert batch.lengths.tolist() == [sum(r.loss_mask) for r in rollouts]
     wanted = []  # of each sampled token
     for i, r in enumerate(rollouts):
         start, end = batch.cu_seqlens_k[i:i + 2]
@@ -46,7 +46,7 @@ def test_collate_stores_each_prompt_once_and_says_where_each_sequence_is(sequenc
         assert len(queries) >= len(r.completion) and torch.equal(keys[-len(queries):], queries)
         wanted += [(i, keys[len(r.prompt) + j - 1].item(), r.completion[j],
                     *map(np.float32, (r.vllm_logps[j], r.advantages[j], r.weight)))
-                   for j, kept in enumerate(r.sampled) if kept]
+                   for j, kept in enumerate(r.loss_mask) if kept]
     assert wanted == [*zip(*(x.tolist() for x in (
         batch.sequence_ids, batch.predictors, batch.targets, batch.vllm_logps, batch.advantage,
         batch.weight)), strict=True)]
@@ -80,8 +80,8 @@ class LastPack(Exception):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(delta=2.0), dict(ratio="sequence", correction="token_mask", gate="detach"),
-    dict(ratio="product", correction="sequence_mask", gate="soft")])
+    dict(delta=2.0), dict(ratio="sequence", correction="token_mask", surrogate="cispo"),
+    dict(ratio="product", correction="sequence_mask", surrogate="sapo")])
 def test_no_value_is_read_between_the_first_forward_and_the_last_backward(
         model, tokenizer, monkeypatch, changes):
     """On the device "meta" tensors have no values: .item(), .tolist(), .cpu(), bool() and shapes
@@ -101,9 +101,9 @@ def test_no_value_is_read_between_the_first_forward_and_the_last_backward(
     assert all(x.is_meta for sums in stats.token_means.call_args[0][0] for x in sums.values())
 
 
-def test_a_filler_changes_no_metric(model, tokenizer):
+def test_a_dummy_changes_no_metric(model, tokenizer):
     rollouts, cfg = fixed_rollouts(tokenizer), make_config(kl_coef=0.0, mismatch_bound=1e9)
-    (filler,) = nr.pack_evenly([dataclasses.replace(rollouts[0], weight=0.0)], rollouts[0], 400)
+    (dummy,) = nr.pack_evenly([dataclasses.replace(rollouts[0], weight=0.0)], rollouts[0], 400)
     alone, both = (nr.update(engine_of(nr.TokenLogps(model)), [nr.collate(p) for p in packs], cfg)
-                   for packs in ([rollouts], [rollouts, filler]))
+                   for packs in ([rollouts], [rollouts, dummy]))
     assert alone == both

@@ -60,7 +60,7 @@ def sample(llm, prompts, max_tokens=MAX_TOKENS):
 def segments(r):
     """(sampled, ids) of each run of sampled tokens or of output."""
     tokens = iter(r.completion)
-    return [(sampled, [next(tokens) for _ in run]) for sampled, run in groupby(r.sampled)]
+    return [(sampled, [next(tokens) for _ in run]) for sampled, run in groupby(r.loss_mask)]
 
 
 def turns(r):
@@ -85,7 +85,7 @@ def test_the_ids_trained_are_the_ids_sampled_and_the_output_stands_after_its_cal
         targets = nr.collate([r]).targets.tolist()
         assert targets == [token for _, ids, _ in turns(r) for token in ids]
         assert r.text == decode(r.completion, skip_special_tokens=True)
-        if not all(r.sampled):
+        if not all(r.loss_mask):
             call, output, *_ = (decode(ids) for _, ids in segments(r))
             program = call.removeprefix("<think>").removesuffix("=")
             assert output == f"<output>[{program}]</output>"
@@ -100,8 +100,8 @@ def test_every_rank_makes_the_same_number_of_calls(llm, prompts, requests):
 def test_sampled_tokens_and_output_together_are_at_most_max_tokens(llm, prompts, calls, max_tokens):
     for r in sample(llm, prompts, max_tokens=max_tokens):
         n = len(r.completion)
-        assert n == len(r.sampled) == len(r.vllm_logps) == len(r.advantages) <= max_tokens
-        assert r.sampled[-1]  # output that nothing follows would be of no use
+        assert n == len(r.loss_mask) == len(r.vllm_logps) == len(r.advantages) <= max_tokens
+        assert r.loss_mask[-1]  # output that nothing follows would be of no use
         assert r.truncated == (r.completion[-1] != llm.get_tokenizer().eos_token_id)
 
 
@@ -154,7 +154,7 @@ SAMPLE = "rs = rollout(llm, prompts, n, temperature, max_tokens, seeds, **more);
     ("rs[1].text = None", "Rollout 1 .* without text"),
     ("rs[3].vllm_logps += [-1.0]", "Rollout 3 .* not lists of one length"),
     ("rs[3].vllm_logps = None", "Rollout 3 .* not lists of one length"),
-    ("rs[0].sampled = [False] * len(rs[0].sampled)", "Rollout 0 .* no token is sampled"),
+    ("rs[0].loss_mask = [False] * len(rs[0].loss_mask)", "Rollout 0 .* no token is sampled"),
     ("raise KeyError('the\\nserver')", "KeyError: 'the.*server' .line 4.$"),
     ("rollout(llm, [[1] * 999], 1, 1.0, 8)", "VLLM.*: .* 999 .*.line 4.$"),  # too long
 ])
@@ -189,7 +189,7 @@ def test_the_example_model_learns_its_calls_but_not_the_output(tmp_path, monkeyp
     tool_model.main()
     tokenizer = tool_model.make_tokenizer()
     tokenizer.add_tokens(tool_model.TAGS)
-    called = [r for r in batches[0] if not all(r.sampled)]
+    called = [r for r in batches[0] if not all(r.loss_mask)]
     assert 0 < len(called) < len(batches[0])
     for r in called:
         question = tokenizer.decode(r.prompt[1:-1])
@@ -205,7 +205,7 @@ def test_the_gradient_is_that_of_the_sampled_tokens_one_sequence_at_a_time(in_fl
     for r in rollouts:  # about a third of the tokens is output, not always before the last one
         n = len(r.completion)
         runs = torch.rand(n // 4 + 1, generator=noise).gt(0.33).repeat_interleave(4)[:n].tolist()
-        r.sampled = [True, *runs[1:]]
+        r.loss_mask = [True, *runs[1:]]
     cfg = make_config(correction="none", kl_coef=0.0)
     ours, naive = nr.TokenLogps(load_model(cfg)), load_model(cfg)
     batch = nr.collate(nr.assign_token_weights(rollouts, cfg))
@@ -213,6 +213,6 @@ def test_the_gradient_is_that_of_the_sampled_tokens_one_sequence_at_a_time(in_fl
     naive.set_attn_implementation("eager")
     for r in rollouts:
         logp, _ = naive_logps(naive, r)  # (R,)
-        (-r.advantages[0] * logp[torch.tensor(r.sampled)].mean() / len(rollouts)).backward()
+        (-r.advantages[0] * logp[torch.tensor(r.loss_mask)].mean() / len(rollouts)).backward()
     for p, q in zip(ours.model.parameters(), naive.parameters(), strict=True):
         close(p.grad, q.grad)

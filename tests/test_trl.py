@@ -59,7 +59,7 @@ def test_advantages_equal_trls_after_the_stated_factor(tmp_path, tokenizer):
     counts = [4, 3, 2, 1]  # verdicts of each group
     rng = random.Random(0)
     values = [exactly(rng.gauss(0, 1)) if i % 4 < counts[i // 4] else None for i in range(16)]
-    rewards = torch.tensor([torch.nan if x is None else x for x in values]).view(4, 4)  # (G, n)
+    rewards = torch.tensor([torch.nan if x is None else x for x in values]).view(4, 4)  # (P, G)
     trainer = make_trainer(tmp_path, tokenizer, lambda **columns: values)
     batch = [trainer.train_dataset[i // 4] for i in range(16)]
     for scale in ("group", "batch", "none"):
@@ -150,5 +150,5 @@ def test_a_run_ends_at_trls_weights(tmp_path, tokenizer, per_batch, theirs, ours
     norms = [m["grad_norm"] for m in metrics]
     assert min(norms) < LIMIT < max(norms)  # clipped in some steps and not in others
     if per_batch > 1:
-        assert metrics[1]["clipped"] > 0  # the second step is off-policy, and reaches the bounds
+        assert metrics[1]["clip_ratio"] > 0  # the second step is off-policy, and reaches the bounds
     within((weights - trls).norm(), 1e-15 * LIMIT / 1e-8 * (trls - start).norm())

@@ -30,8 +30,8 @@ def test_a_flat_group_has_advantage_0_whatever_its_rewards():
         for n in (2, 3, 7, 100):
             flat = torch.full((1, n), reward, dtype=torch.float32)
             rows = torch.cat([torch.arange(n)[None], flat, flat])
-            rows[2, n // 2] = math.nan  # no verdict
-            for axes in (("group", "group"), ("leave_one_out", "none"), ("group", "mean")):
+            rows[2, n // 2] = math.nan  # no reward
+            for axes in (("group", "group"), ("leave_one_out", "none"), ("group", "group_mean")):
                 assert (nr.group_advantages(rows, *axes)[1:] == 0).all()
             assert (nr.group_advantages(flat, "batch", "batch") == 0).all()
 
@@ -63,7 +63,7 @@ def collect(cfg, verifier, step=0):
 
 FLAT, HALF, NONE, ONE = (1.0, 1.0), (1.0, 0.0), (None, None), (None, 1.0)
 A, B, C, D = (5.0, 0.0), (6.0, 0.0), (7.0, 0.0), (8.0, 0.0)
-DROP = dict(drop_flat_groups=True, resample=3)
+DROP = dict(filter_groups=True, resample=3)
 
 
 @pytest.mark.parametrize("draws, flags, trained", [
@@ -108,7 +108,7 @@ def as_ranks(world, monkeypatch, function):
 @pytest.mark.parametrize("resample", [0, 9])
 def test_any_number_of_ranks_trains_what_one_rank_trains(monkeypatch, resample):
     """Also the same rewards, which are random, advantages and weights, in the same minibatches."""
-    cfg = make_config(prompts=8, samples=2, minibatches=2, drop_flat_groups=True, resample=resample,
+    cfg = make_config(prompts=8, samples=2, minibatches=2, filter_groups=True, resample=resample,
                       aggregate="token")
     coin = judged(lambda texts, columns: rewards.random_reward(texts, **columns))
 
@@ -134,7 +134,7 @@ def loop(tmp_path, verify=by_index, **changes):
     base = dict(prompts=4, samples=4, eval_every=100, lr=1e-3, out=str(tmp_path), name="x",
                 kl_coef=0.0, correction="none", mismatch_bound=1e9)  # vLLM's log-probs are -1
     cfg, saved, progress = make_config(**base | changes), [], Progress()
-    log = MagicMock(folder=tmp_path, rollouts_with_tokens=lambda *_: [])
+    log = MagicMock(folder=tmp_path)
     checkpoints = SimpleNamespace(
         progress=progress, save=lambda final: saved.append((progress.step, final)))
     nr.train(nr.Run(cfg, TRAIN[:200], TRAIN[:2], verify, log, checkpoints, MagicMock(),
@@ -171,7 +171,7 @@ def test_three_skipped_steps_in_a_row_end_the_run_and_their_batches_are_kept(
 
 def test_a_run_in_which_all_groups_are_dropped_takes_no_step_and_goes_on(tmp_path, updates):
     equal = judged(lambda texts, columns: [1.0] * len(texts))
-    rows, _ = loop(tmp_path, equal, drop_flat_groups=True, resample=1, baseline="running")
+    rows, _ = loop(tmp_path, equal, filter_groups=True, resample=1, baseline="running")
     assert not updates and [row.get("draws") for row in rows] == [2, 2, None]
 
 

@@ -24,8 +24,9 @@ FOLDER = ROOT / "tests/vectors"
 CASES = json.loads((FOLDER / "cases.json").read_text())
 OPTIONS = CASES[0]["options"].keys() - {"kl_in"}  # that is an option of examples/kl.py
 EXERCISES = {  # number in learn/exercises.md -> the cases that prove it, by name
-    1: "kl_coef", 2: r"baseline .*(group|batch|none)$", 3: "gate clip", 4: "aggregate", 5: "ratio",
-    6: "correction (?!none)", 11: "scale mean$", 12: "process rewards"}
+    1: "kl_coef", 2: r"baseline .*(group|batch|none)$", 3: "surrogate ppo", 4: "aggregate",
+    5: "ratio",
+    6: "correction (?!none)", 11: "scale group_mean$", 12: "process rewards"}
 
 
 def parameter(case):
@@ -78,7 +79,7 @@ def rollouts_of(case):
             for name, table in tables.items():
                 table += c[name] or c["logp"]
             r = nr.Rollout([1000 + g], list(ids), "", bool(c["truncated"]), c["vllm"],
-                           list(map(bool, c["sampled"])),
+                           list(map(bool, c["loss_mask"])),
                            reward=sum(value for _, value in steps) if steps else None)
             r.steps = [] if len(steps) == 1 and steps[0][0] == n else steps
             groups[-1].append(r)
@@ -112,7 +113,7 @@ def solve(case, budget, policy_loss=nr.policy_loss):
     (loss + 0 * logp.sum()).backward()
 
     def per_token(values):  # 0 where the policy did not sample
-        return [x if s else 0.0 for r in rollouts for x, s in zip(values(r), r.sampled)]
+        return [x if s else 0.0 for r in rollouts for x, s in zip(values(r), r.loss_mask)]
 
     return dict(advantages=per_token(lambda r: r.advantages), loss=[loss.item()],
                 gradient=logp.grad.tolist(),
@@ -128,7 +129,7 @@ def test_script_agrees(case):
 
 
 def test_trl_agrees_with_all_cases_but_those_that_the_page_names():
-    """TRL counts completions without a verdict, and does not bound the log-ratio. It gets the
+    """TRL counts completions without a reward, and does not bound the log-ratio. It gets the
     expected advantages; tests/test_trl.py compares the advantages themselves."""
     results = {case["name"]: adapters.trl(case) for case in CASES}
     shown = adapters.PAGE.read_text().split("<!-- table -->")[1].strip().splitlines()
@@ -137,7 +138,7 @@ def test_trl_agrees_with_all_cases_but_those_that_the_page_names():
     cells = {row[0]: row[column] for row in rows[2:] if row[column] != "-"}
     assert cells == adapters.count(results)
     for case in CASES:
-        if adapters.group_of(case) not in ("no verdict", "log-ratio beyond 20"):
+        if adapters.group_of(case) not in ("no reward", "log-ratio beyond 20"):
             for field, found in results[case["name"]].items():
                 within(check.difference(found, case["expected"][field]), EXACT)
 

@@ -209,7 +209,7 @@ COLUMNS = dict(data="{tmp}/columns.jsonl", eval_data="{tmp}/other.jsonl", questi
 ELSEWHERE = {  # flags whose values are compared in another file
     "test_config": "algo", "test_engines": "mismatch_bound zero_stage",
     "test_resume": "name out resume resume_force", "test_trl": "max_grad_norm",
-    "test_variants": "steps prompts samples drop_flat_groups resample epochs minibatches lr lr_end "
+    "test_variants": "steps prompts samples filter_groups resample epochs minibatches lr lr_end "
     "warmup pack_tokens eval_every save_every"}
 
 # flag -> values, where they arrive, what is seen there for each (None: the values), other flags
@@ -264,11 +264,12 @@ WIRES = {
         if ".lora_A." in name}, ({2}, {4})),
     "memory_gb": ((24.0, 40.0), planned_offload, ("optimizer", "none"),
                   dict(dtype="bfloat16", max_prompt=1024, max_tokens=3000)),
-    "checkpointing": (("on", "off"), lambda cfg: (
+    "gradient_checkpointing": (("on", "off"), lambda cfg: (
         nr.make_policy(cfg).module.model.is_gradient_checkpointing), (True, False)),
     "offload": (("none", "optimizer"), lambda cfg: (
         type(nr.make_policy(cfg).optimizer.optimizer).__name__), ("AdamW", "DeepSpeedCPUAdam")),
-    "vllm_memory": ((0.5, 0.7), lambda cfg: llm_args(cfg, gpu=True)["gpu_memory_utilization"]),
+    "gpu_memory_utilization": ((0.5, 0.7), lambda cfg: (
+        llm_args(cfg, gpu=True)["gpu_memory_utilization"])),
     "timeout": ((1.0, 2.0), group_timeout, ((1.0,), (2.0,))),
     # evaluation and files
     "eval_size": ((5, 9), lambda cfg: {
@@ -286,7 +287,7 @@ WIRES = {
 
 def test_every_flag_has_a_row_or_is_compared_elsewhere():
     cases = json.loads((ROOT / "tests/vectors/cases.json").read_text())  # of test_vectors.py
-    elsewhere = cases[0]["options"].keys() - {"kl_in"} | " ".join(ELSEWHERE.values()).split()
+    elsewhere = {*cases[0]["options"], *" ".join(ELSEWHERE.values()).split()} - {"kl_in"}
     assert WIRES.keys() | elsewhere == {f.name for f in dataclasses.fields(nr.Config)}
 
 
@@ -322,7 +323,7 @@ def test_each_seed_gives_other_examples_another_order_and_other_noise_and_the_sa
 
 
 def test_every_request_has_a_seed_of_its_own_and_no_two_draws_of_an_epoch_share_a_prompt():
-    cfg = make_config(prompts=4, drop_flat_groups=True, resample=2, eval_n=2)  # 3 draws
+    cfg = make_config(prompts=4, filter_groups=True, resample=2, eval_n=2)  # 3 draws
     calls = sum((collected(c, step) for c, step in (
         (cfg, 0), (cfg, 3), (cfg, 4), (dataclasses.replace(cfg, seed=1), 3))), [])
     prompts = sum((call["prompts"] for call in calls[:9]), [])  # of the first seed

@@ -38,7 +38,7 @@ class Verifier(contextlib.AbstractContextManager):
     rewards   one value per completion: the weighted sum of its parts that are not None; None if all
               parts are None, or if one of them timed out or crashed
     parts     {name: one unweighted value per completion}; None where a row does not name it
-    metrics   reward/timeouts and reward/crashes: how many completions have no verdict for that
+    metrics   reward/timeouts and reward/crashes: how many completions have no reward for that
 
     `known`: see parse_spec; rewards.Verifier fills it in.
 
@@ -141,7 +141,7 @@ class Verifier(contextlib.AbstractContextManager):
             says = f"reward {name}: {len(bad)} of {len(sample)} answers cannot be read, {one}"
             if len(bad) == len(sample):
                 raise ValueError(f"{says}; choose another reward or --answer_key")
-            notify(f"{says}; their completions get no verdict")
+            notify(f"{says}; their completions get no reward")
 
     def close(self):
         """End the worker processes."""

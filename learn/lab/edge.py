@@ -23,7 +23,7 @@ FINDING = lab.Finding(
     measures=lab.MEAN | lab.GREEDY | lab.FLAT | {
         "questions": (lab.at("curriculum/questions", 0), lab.number)},
     judge=judge,
-    panels={"reward of the samples": "reward/mean", "flat groups": "group/flat",
+    panels={"reward of the samples": "reward/mean", "zero-std groups": "group/zero_std",
             "mean@4": "eval/mean@4"},
     reading=(
         "The hard band teaches as much as the middle. The easy band has the lowest mean, "

@@ -17,7 +17,7 @@ FINDING = lab.Finding(
     measures=lab.MEAN | lab.GREEDY | lab.FLAT | {
         "gradient norm": (lab.late("grad_norm"), "{:.2f}".format)},
     judge=judge,
-    panels={"reward of the samples": "reward/mean", "flat groups": "group/flat",
+    panels={"reward of the samples": "reward/mean", "zero-std groups": "group/zero_std",
             "mean@4": "eval/mean@4"},
     reading="At equal samples, many small groups teach at least as much as few large ones: in each "
             "seed n = 2 ends 2 to 3 points above n = 16, although two thirds of its groups have no "

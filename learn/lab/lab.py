@@ -37,7 +37,7 @@ MEAN = {"mean@4": (at("eval/mean@4"), share)}
 BEFORE = {"mean@4 before": (at("eval/mean@4", 0), share)}
 GREEDY = {"greedy": (at("eval/accuracy"), share)}
 TOKENS = {"tokens": (at("eval/length"), number)}
-FLAT = {"groups without a gradient": (late("group/flat"), share)}
+FLAT = {"groups without a gradient": (late("group/zero_std"), share)}
 SAMPLES = {"reward of the samples": "reward/mean", "tokens of a sample": "completion/length"}
 
 

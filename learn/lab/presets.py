@@ -27,7 +27,8 @@ FINDING = lab.Finding(
             "right for 99 to 100 % of the questions. Only rft, which learns from right answers "
             "alone, is behind, by 13 points. What differs more is the entropy that is left: 0.013 "
             "to 0.023 with a baseline, 0.037 with rft. The update of dapo takes 0.37 s and those "
-            "of the others 0.57 to 0.72 s, because dapo leaves flat groups out. No arm has a KL "
+            "of the others 0.57 to 0.72 s, because dapo leaves zero-std groups out. No arm has a "
+            "KL "
             "here, and no learning rate was tuned.",
     exercises=(
         "With `--minibatches 1` the ratio is 1. Predict which presets then take the same "

@@ -131,7 +131,7 @@ def write_table(results):
 
 def draw(results):
     """The mean reward of each batch, a line per step of the ladder."""
-    from runtime.records import figure
+    from report.curve import figure
     fig = figure(figsize=(7, 4))
     axis = fig.subplots()
     for name, runs in results.items():

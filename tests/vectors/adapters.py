@@ -44,13 +44,13 @@ def tensors(case):
     """
     o, completions = case["options"], all_in(case["groups"])
     b = SimpleNamespace(**{name: padded([c[name] or [] for c in completions])
-                           for name in ("logp", "old", "vllm", "ref", "sampled")})
+                           for name in ("logp", "old", "vllm", "ref", "loss_mask")})
     b.logp.requires_grad_()
     if not completions[0]["old"]:
         b.old = b.logp.detach()
     b.advantages = padded(all_in(case["expected"]["advantages"]))
     masked = [c["truncated"] * o["mask_truncated"] for c in completions]
-    b.mask = b.sampled * (1 - torch.tensor(masked)[:, None])
+    b.mask = b.loss_mask * (1 - torch.tensor(masked)[:, None])
     b.kl_coef = o["kl_coef"] if o["kl_in"] == "loss" else 0.0
     b.rewards, b.index = None, [g for g, group in enumerate(case["groups"]) for _ in group]
     ends = [[end for end, _ in c["rewards"]] for c in completions]
@@ -84,17 +84,17 @@ def without_init(*packages):
         sys.modules[name].__path__ = [where]
 
 
-TRL_LOSSES = {  # aggregate, gate -> TRL's loss_type
-    ("sequence", "clip"): "grpo", ("token", "clip"): "dapo", ("constant", "clip"): "dr_grpo",
-    ("token", "detach"): "cispo", ("sequence", "soft"): "sapo"}
+TRL_LOSSES = {  # aggregate, surrogate -> TRL's loss_type
+    ("sequence", "ppo"): "grpo", ("token", "ppo"): "dapo", ("constant", "ppo"): "dr_grpo",
+    ("token", "cispo"): "cispo", ("sequence", "sapo"): "sapo"}
 
 
 def trl(case, bias_correction=False):
     """GRPOTrainer's and RLOOTrainer's _compute_loss, with log-probs instead of a model."""
     from trl import GRPOTrainer, RLOOTrainer
     o, b = case["options"], tensors(case)
-    no_rloo = o["kl_coef"] or o["delta"] or (o["aggregate"], o["gate"]) != ("sequence", "clip")
-    loss_type = TRL_LOSSES.get((o["aggregate"], o["gate"]))
+    no_rloo = o["kl_coef"] or o["delta"] or (o["aggregate"], o["surrogate"]) != ("sequence", "ppo")
+    loss_type = TRL_LOSSES.get((o["aggregate"], o["surrogate"]))
     if (not loss_type or o["correction"] == "sequence_mask"
             or o["ratio"] == "product" and (no_rloo or o["correction"] != "none")):
         return {}
@@ -109,7 +109,7 @@ def trl(case, bias_correction=False):
             "token_mask": ratio.masked_fill(ratio > o["correction_cap"], 0.0)}[o["correction"]]}
     trainer = RLOOTrainer if o["ratio"] == "product" else GRPOTrainer
     if trainer is RLOOTrainer:
-        inputs |= {"advantages": b.advantages.sum(1) / b.sampled.sum(1),  # equal in each token
+        inputs |= {"advantages": b.advantages.sum(1) / b.loss_mask.sum(1),  # equal in each token
                    "old_logps": (b.old * b.mask).sum(1)}
     fake = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (
@@ -145,15 +145,16 @@ def verl(case):
         ("batch", "batch"): ("reinforce_plus_plus", dict(config=SimpleNamespace(gamma=1.0))),
     }.get((o["baseline"], o["scale"]))
     if estimator and b.rewards is not None:
-        last = b.sampled.cumsum(1).argmax(1)  # (N,) verl puts the reward on the last token
-        by_token = torch.zeros_like(b.sampled)
+        last = b.loss_mask.cumsum(1).argmax(1)  # (N,) verl puts the reward on the last token
+        by_token = torch.zeros_like(b.loss_mask)
         by_token[range(len(last)), last] = b.rewards
         advantages, _ = core_algos.get_adv_estimator_fn(estimator[0])(
-            token_level_rewards=by_token, response_mask=b.sampled, index=np.array(b.index),
+            token_level_rewards=by_token, response_mask=b.loss_mask, index=np.array(b.index),
             **estimator[1])
         found["advantages"] = nested(advantages, case)
-    name = {("token", "clip"): "vanilla", ("sequence", "clip"): "gspo",
-            ("token", "detach"): "cispo", ("token", "soft"): "sapo"}.get((o["ratio"], o["gate"]))
+    name = {("token", "ppo"): "vanilla", ("sequence", "ppo"): "gspo",
+            ("token", "cispo"): "cispo", ("token", "sapo"): "sapo"}.get(
+                (o["ratio"], o["surrogate"]))
     low = 1.0 if name == "cispo" else o["clip_low"]  # its CISPO has a lower bound, too: off
     threshold = {"none": None, "token_truncate": o["correction_cap"],
                  "token_mask": f"1e-9_{o['correction_cap']}"}
@@ -191,7 +192,7 @@ def openrlhf(case):
         "none": ("off", "mask", (0.0, 1.0)), "token_truncate": ("token", "clip", (0.0, None)),
         "token_mask": ("token", "mask", (0.0, None)),
         "sequence_mask": ("seq", "mask", (1 / o["correction_cap"], None))}[o["correction"]]
-    if (not kind or o["gate"] != "clip" or o["aggregate"] == "constant"
+    if (not kind or o["surrogate"] != "ppo" or o["aggregate"] == "constant"
             or kind == "gspo" and (o["aggregate"] == "token" or o["correction"] != "none")):
         return {}
     level, mode, (low, high) = correction
@@ -216,9 +217,9 @@ def areno(case):
         sizes = list(map(len, case["groups"]))
         scores = compute_batch_group_advantages(b.rewards.tolist(), sizes, eps=1e-4)
         found["advantages"] = nested(
-            torch.tensor(scores, dtype=torch.float64)[:, None] * b.sampled, case)
-    if ((o["gate"], o["ratio"], o["aggregate"], o["correction"], o["delta"])
-            != ("clip", "sequence", "sequence", "none", 0) or o["clip_low"] != o["clip_high"]
+            torch.tensor(scores, dtype=torch.float64)[:, None] * b.loss_mask, case)
+    if ((o["surrogate"], o["ratio"], o["aggregate"], o["correction"], o["delta"])
+            != ("ppo", "sequence", "sequence", "none", 0) or o["clip_low"] != o["clip_high"]
             or b.kl_coef):
         return found
     n, length = b.mask.shape
@@ -238,8 +239,8 @@ def paper(case):
         groups = b.rewards.split(list(map(len, case["groups"])))
         scores = [(g - g.mean()) / (g.std(correction=0) + 1e-4 if o["scale"] == "group" else 1)
                   for g in groups]
-        found["advantages"] = nested(torch.cat(scores)[:, None] * b.sampled, case)
-    if (o["gate"], o["ratio"], o["correction"], o["delta"]) != ("clip", "token", "none", 0):
+        found["advantages"] = nested(torch.cat(scores)[:, None] * b.loss_mask, case)
+    if (o["surrogate"], o["ratio"], o["correction"], o["delta"]) != ("ppo", "token", "none", 0):
         return found
     ratio = (b.logp - b.old).exp()
     clipped = ratio.clamp(1 - o["clip_low"], 1 + o["clip_high"])
@@ -260,14 +261,14 @@ ADAPTERS = {"trl": (trl, "TRL"), "verl": (verl, "verl"), "openrlhf": (openrlhf, 
 
 GROUPS = {  # row of the table -> how the names of its cases begin, or what they contain
     "log-ratio beyond 20": ".*log-ratio", "process rewards": ".*process", "presets": "preset",
-    "ratio": "ratio", "gate": "gate", "aggregation, masks": "aggregate|mask|a completion",
+    "ratio": "ratio", "surrogate": "surrogate", "aggregation, masks": "aggregate|mask|a completion",
     "correction": "correction", "KL": "kl_", "running mean": "running"}
 
 
 def group_of(case):
     """The row of a case: a missing verdict comes first, then the first of GROUPS that fits."""
     if not all(c["rewards"] for c in all_in(case["groups"])):
-        return "no verdict"
+        return "no reward"
     return next(group for group, names in GROUPS.items() if re.match(names, case["name"]))
 
 
@@ -290,7 +291,7 @@ def table(columns):
     """Markdown. columns: project -> its results."""
     cells = {project: count(results) for project, results in columns.items()}
     rows = [f"advantages, `--scale {scale}`" for scale in ("group", "batch", "none")]
-    rows += [f"loss and gradient, {group}" for group in [*GROUPS, "no verdict"]]
+    rows += [f"loss and gradient, {group}" for group in [*GROUPS, "no reward"]]
     lines = [["", *cells], ["---"] * (len(cells) + 1)]
     lines += [[row, *(own.get(row, "-") for own in cells.values())] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

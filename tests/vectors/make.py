@@ -22,8 +22,8 @@ H = 1e-100  # the complex step
 EPS = 1e-4  # added to what an advantage is divided by
 MAX_LOG_RATIO = 20.0  # a log-ratio beyond it becomes a constant
 DEFAULTS = dict(  # GRPO, arXiv:2402.03300, with the trainer's defaults
-    baseline="group", scale="group", ratio="token", gate="clip", aggregate="sequence", clip_low=0.2,
-    clip_high=0.2, delta=0.0, tau=1.0, tau_neg=1.05, kl_coef=0.001, kl_in="loss",
+    baseline="group", scale="group", ratio="token", surrogate="ppo", aggregate="sequence",
+    clip_low=0.2, clip_high=0.2, delta=0.0, tau=1.0, tau_neg=1.05, kl_coef=0.001, kl_in="loss",
     correction="token_truncate", correction_cap=2.0, mask_truncated=False, max_tokens=8)
 PRESETS = {
     "grpo": {},
@@ -34,12 +34,13 @@ PRESETS = {
         baseline="leave_one_out", scale="none", ratio="product", kl_coef=0.0),
     "reinforce++": dict(baseline="batch", scale="batch", aggregate="token"),  # arXiv:2501.03262
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0),  # arXiv:2507.18071
-    "cispo": dict(gate="detach", clip_high=4.0, aggregate="token", kl_coef=0.0),  # arXiv:2506.13585
-    "sapo": dict(gate="soft", kl_coef=0.0),  # arXiv:2511.20347
+    "cispo": dict(  # arXiv:2506.13585
+        surrogate="cispo", clip_high=4.0, aggregate="token", kl_coef=0.0),
+    "sapo": dict(surrogate="sapo", kl_coef=0.0),  # arXiv:2511.20347
     "rft": dict(baseline="none", scale="none", kl_coef=0.0),  # arXiv:2308.01825
-    "maxrl": dict(scale="mean", aggregate="constant", kl_coef=0.0),  # arXiv:2602.02710
+    "maxrl": dict(scale="group_mean", aggregate="constant", kl_coef=0.0),  # arXiv:2602.02710
     "kimi": dict(  # arXiv:2501.12599
-        scale="none", ratio="product", gate="squared", tau=0.1, kl_coef=0.0),
+        scale="none", ratio="product", surrogate="kimi", tau=0.1, kl_coef=0.0),
 }
 
 
@@ -48,10 +49,10 @@ def all_in(groups):
 
 
 def step_rewards(c, o):
-    """Rewards of a completion's steps; [] = no verdict. kl_in reward subtracts the KL."""
+    """Rewards of a completion's steps; [] = no reward. kl_in reward subtracts the KL."""
     values = [value for _, value in c["rewards"]]
     if values and o["kl_in"] == "reward" and o["kl_coef"]:
-        for policy, ref, sampled in zip(c["old"] or c["logp"], c["ref"], c["sampled"]):
+        for policy, ref, sampled in zip(c["old"] or c["logp"], c["ref"], c["loss_mask"]):
             if sampled:
                 values[-1] -= o["kl_coef"] * (policy - ref)  # k1 = log pi - log ref of a token
     return values
@@ -69,7 +70,7 @@ def advantage_of_step(reward, group, batch, running, o):
         advantage = reward - subtracted[baseline]
     if scale == "none":
         return advantage
-    if scale == "mean":  # MaxRL
+    if scale == "group_mean":  # MaxRL
         return advantage / (mean(group) + EPS) if mean(group) > 0 else 0.0
     return advantage / (statistics.pstdev({"group": group, "batch": batch}[scale]) + EPS)
 
@@ -89,7 +90,7 @@ def assign_advantages(case):
             own = [advantages.pop(0) for _ in c["rewards"]]
             result[-1].append([
                 math.fsum(a for (end, _), a in zip(c["rewards"], own) if sampled and t < end)
-                for t, sampled in enumerate(c["sampled"])])
+                for t, sampled in enumerate(c["loss_mask"])])
     return result, 0.9 * running + 0.1 * mean(batch) if batch else running
 
 
@@ -100,14 +101,14 @@ def assign_weights(case):
 
     def trained(c):  # number of tokens with a weight
         masked = o["mask_truncated"] and c["truncated"]
-        return sum(c["sampled"]) if c["rewards"] and not masked else 0
+        return sum(c["loss_mask"]) if c["rewards"] and not masked else 0
 
     def weight(c):
         return {"sequence": 1 / len(judged) / trained(c),  # GRPO, eq. 3: mean of token means
                 "token": 1 / sum(map(trained, judged)),  # DAPO, eq. 12: mean over all tokens
                 "constant": 1 / len(judged) / o["max_tokens"]}[o["aggregate"]]  # Dr. GRPO
 
-    return [[[weight(c) if s and trained(c) else 0.0 for s in c["sampled"]] for c in group]
+    return [[[weight(c) if s and trained(c) else 0.0 for s in c["loss_mask"]] for c in group]
             for group in case["groups"]]
 
 
@@ -118,13 +119,13 @@ def within(x, low, high):
 def objective(log_ratio, logp, advantage, o):
     """What is maximised, of a token."""
     ratio = cmath.exp(within(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    if o["gate"] == "clip":  # PPO, arXiv:1707.06347
+    if o["surrogate"] == "ppo":  # PPO, arXiv:1707.06347
         clipped = within(ratio, 1 - o["clip_low"], 1 + o["clip_high"])
         bounded = within(ratio, 0, o["delta"] or math.inf)  # arXiv:2505.07291
         return min(bounded * advantage, clipped * advantage, key=lambda x: x.real)
-    if o["gate"] == "detach":  # CISPO: the bounded ratio is a constant weight
+    if o["surrogate"] == "cispo":  # CISPO: the bounded ratio is a constant weight
         return within(ratio, 0, 1 + o["clip_high"]).real * advantage * logp
-    if o["gate"] == "soft":  # SAPO
+    if o["surrogate"] == "sapo":  # SAPO
         tau = o["tau"] if advantage > 0 else o["tau_neg"]
         return 4 / tau / (1 + cmath.exp(-tau * (ratio - 1))) * advantage
     # Kimi k1.5, eq. 3, whose gradient this has
@@ -146,7 +147,7 @@ def correction_of(mismatches, o):
 
 def sequence_loss(c, logps, advantages, weights, o):
     """A completion's part of the loss. logps: of its tokens, one of them with an imaginary part."""
-    at = [t for t, s in enumerate(c["sampled"]) if s and weights[t]]
+    at = [t for t, s in enumerate(c["loss_mask"]) if s and weights[t]]
     if not at:
         return 0.0
     old = c["old"] or [x.real for x in logps]  # on-policy: the same numbers, as constants
@@ -187,7 +188,7 @@ def make_case(name, lengths=((2, 3, 1, 4), (4, 2, 3, 2)),
     """A case with random log-probs that depend on its name alone.
 
     A part "option value" of the name, between commas, is an option too.
-    rewards: per completion a number, None (no verdict) or a list of (end, reward), its steps.
+    rewards: per completion a number, None (no reward) or a list of (end, reward), its steps.
     truncated: (group, completion). tool: (group, completion, token): not sampled.
     off: off-policy, with log-ratios up to `spread`. logps, old: of each completion, not random.
     """
@@ -212,7 +213,7 @@ def make_case(name, lengths=((2, 3, 1, 4), (4, 2, 3, 2)),
                 logp=logp[:n], old=then[:n] if off else None,
                 vllm=[around(x + shift, 0.6) for x in (then if off else logp)[:n]],
                 ref=[around(x, 0.8) for x in logp[:n]] if o["kl_coef"] else None,
-                sampled=[int((g, i, t) not in tool) for t in range(n)],
+                loss_mask=[int((g, i, t) not in tool) for t in range(n)],
                 truncated=int((g, i) in truncated),
                 rewards=[list(step) for step in steps]))
     return dict(name=name, options=o, running_mean=running_mean, groups=groups)
@@ -241,23 +242,23 @@ def cases():
         row = row | dict(spread=0.002 if name == "gspo" else 0.5)
         yield make_case(f"preset {name}, on-policy", off=False, **row)
         yield make_case(f"preset {name}, off-policy", **row)
-        yield make_case(f"preset {name}, no verdict, truncated, tool", **row, tool={(1, 0, 1)},
+        yield make_case(f"preset {name}, no reward, truncated, tool", **row, tool={(1, 0, 1)},
                         rewards=((1.0, None, 0.0, 0.0), (0.5, 1.0, 0.0, 1.0)), truncated={(1, 2)})
     for baseline in "group", "leave_one_out", "batch", "running", "none":
-        for scale in "group", "batch", "mean", "none":
+        for scale in "group", "batch", "group_mean", "none":
             yield make_case(
                 f"baseline {baseline}, scale {scale}", **VERDICTS, **PLAIN, running_mean=0.25)
         yield make_case(f"baseline {baseline}, process rewards", **STEPS, **PLAIN)
-    for scale in "group", "batch", "mean", "none":
+    for scale in "group", "batch", "group_mean", "none":
         yield make_case(f"scale {scale}, process rewards", **STEPS, **PLAIN, off=False)
     nothing = dict(rewards=((None,) * 4,) * 2)
-    for name, changes in {"first batch": {}, "no verdict": nothing | dict(running_mean=0.5),
-                          "first batch, no verdict": nothing}.items():
+    for name, changes in {"first batch": {}, "no reward": nothing | dict(running_mean=0.5),
+                          "first batch, no reward": nothing}.items():
         yield make_case(f"running mean, {name}", baseline="running", scale="none", off=False,
                         **PLAIN, **changes)
     for ratio in "token", "sequence", "product":
-        for gate in "clip", "detach", "soft", "squared":
-            yield make_case(f"ratio {ratio}, gate {gate}", **PLAIN)
+        for surrogate in "ppo", "cispo", "sapo", "kimi":
+            yield make_case(f"ratio {ratio}, surrogate {surrogate}", **PLAIN)
         for kind in "none", "token_truncate", "token_mask", "sequence_mask":
             yield make_case(
                 f"ratio {ratio}, correction {kind}", LONG, kl_coef=0.0, spread=0.05)
@@ -265,18 +266,18 @@ def cases():
         yield make_case(f"ratio {ratio}, tokens not sampled", **TOOL)
         yield make_case(f"ratio {ratio}, log-ratio above 20", **ABOVE)
         yield make_case(f"ratio {ratio}, log-ratio below -20", **BELOW)
-    for gate in "detach", "soft", "squared":
-        yield make_case(f"gate {gate}, log-ratio above 20", **ABOVE)
-    yield make_case("gate clip, clip_low 0.1, clip_high 0.4", **PLAIN)
-    yield make_case("gate soft, tau 0.5, tau_neg 3", **PLAIN)
-    yield make_case("gate squared, tau 2", **PLAIN, ratio="product")
+    for surrogate in "cispo", "sapo", "kimi":
+        yield make_case(f"surrogate {surrogate}, log-ratio above 20", **ABOVE)
+    yield make_case("surrogate ppo, clip_low 0.1, clip_high 0.4", **PLAIN)
+    yield make_case("surrogate sapo, tau 0.5, tau_neg 3", **PLAIN)
+    yield make_case("surrogate kimi, tau 2", **PLAIN, ratio="product")
     truncated = {(0, 1), (1, 0)}
     for aggregate in "sequence", "token", "constant":
         yield make_case(f"aggregate {aggregate}, truncated", truncated=truncated)
         yield make_case(
             f"aggregate {aggregate}, mask_truncated", truncated=truncated, mask_truncated=True)
         yield make_case(f"aggregate {aggregate}, tokens not sampled", **TOOL)
-        yield make_case(f"aggregate {aggregate}, no verdict", rewards=MISSING, max_tokens=16)
+        yield make_case(f"aggregate {aggregate}, no reward", rewards=MISSING, max_tokens=16)
     yield make_case("mask_truncated, all truncated", mask_truncated=True, off=False,
                     truncated={(g, i) for g in range(2) for i in range(4)})
     for kind in "token_truncate", "token_mask", "sequence_mask":
@@ -288,7 +289,7 @@ def cases():
             "kl_in reward": {},
             "kl_in reward, tokens not sampled": TOOL,
             "kl_in reward, leave one out": dict(baseline="leave_one_out", scale="none"),
-            "kl_in reward, no verdict": dict(rewards=MISSING)}.items():
+            "kl_in reward, no reward": dict(rewards=MISSING)}.items():
         yield make_case(name, **changes, kl_coef=0.3)
     yield make_case("process rewards, one without verdict", ((4, 3, 2), (1, 2, 3)), (
         ([(1, 1.0), (3, 0.0)], None, 1.0), (None, None, [(1, 0.5), (2, 1.0)])))
