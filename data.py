@@ -8,6 +8,7 @@ reward functions receive every column. Nothing here keeps state: the examples ar
 (source, split, seed), and a batch is a function of (examples, its number, seed, rank).
 """
 import csv
+import datetime
 import functools
 import json
 import random
@@ -15,7 +16,7 @@ import re
 import zlib
 from pathlib import Path
 
-from runtime import shape
+from runtime import dist, shape
 from verify import verifier
 
 # ---------------------------------------------------------------------------------- generated tasks
@@ -62,6 +63,11 @@ TASKS = {
 QUESTION_KEYS = ("question", "problem", "prompt")
 ANSWER_KEYS = ("answer", "solution", "ground_truth")
 FILES = (".jsonl", ".json", ".csv", ".parquet")
+# "\frac" in a text of JSON, or of Python that is not raw, is a form feed and "rac"
+LOST_BACKSLASH = re.compile(
+    r"[\a\b\f\v](?=[a-z])|[\t\r](?:heta|imes|frac|ext\w*(?=\{)|ight|ho)(?![a-z])")
+MAKE = ("; or write my_file.py with def make(split, size, seed), which yields {'question': text, "
+        "'answer': text} per row, and give --data my_file.py:make (docs/data_and_rewards.md)")
 
 
 def generate(make, split, size, seed):
@@ -144,7 +150,19 @@ def function_rows(source, split, size, seed):
 
 
 def is_empty(value):
-    return value is None or not str(value).strip()
+    return value is None or str(value).strip().lower() in ("", "nan")  # pandas' missing value
+
+
+def question_of(row, name):
+    """The text of a question, or of messages that are one message of the user."""
+    match row[name]:
+        case str(text) | [{"role": "user", "content": str(text)}]:
+            return text
+        case [{"role": _}, *_] as messages:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ValueError(f"'{name}' has messages with the roles {roles}; only one message of "
+                             f"the role user, with text, is read{MAKE}")
+    raise ValueError(f"'{name}' must be text{MAKE}")
 
 
 def example_of(row, question_key, answer_key):
@@ -163,17 +181,18 @@ def example_of(row, question_key, answer_key):
         flags[answer_key] = "--answer_key"
     for name, flag in flags.items():
         if is_empty(row.get(name)):
-            fault = f"'{name}' is empty" if name in row else (
+            fault = f"'{name}' is empty or NaN" if name in row else (
                 f"no '{name}' (it has {', '.join(map(str, row))})")
             raise ValueError(f"{fault}; {flag} names another column")
-    if not isinstance(row[question_key], str):
-        raise ValueError(f"'{question_key}' must be text")
-    example = row | {"question": row[question_key]}
+    example = row | {"question": question_of(row, question_key)}
     if answer_key in flags:
         if isinstance(row[answer_key], (dict, list)):
             raise ValueError(f"'{answer_key}' must be text or a number; --answer_key none hands it "
-                             "to the rewards as it is")
+                             f"to the rewards as it is{MAKE}")
         example["answer"] = str(row[answer_key])
+        if LOST_BACKSLASH.search(example["answer"]):
+            raise ValueError(f"'{answer_key}' is {example['answer'][:99]!r}: a LaTeX command lost "
+                             r"its backslash; JSON needs \\frac, Python r'\frac'")
     return example
 
 
@@ -243,6 +262,11 @@ TEMPLATES = {  # "{question}" is replaced by the question
 }
 
 
+# the date in chat templates that have one, on any day: else a resumed run would have other prompts.
+# Llama 3.1's template has this date where there is no clock
+TODAY = datetime.datetime(2024, 7, 26)
+
+
 def read_template(template):
     """--template, a name or a file -> the name, or the file's text without its last line break.
 
@@ -270,11 +294,16 @@ def encode(example, tokenizer, template):
     question = example["question"]
     if template != "chat":
         prompt = TEMPLATES.get(template, template).replace("{question}", question)
-        return tokenizer(prompt)["input_ids"]
+        ids = tokenizer(prompt)["input_ids"]
+        # the template of a file may begin with the BOS, which the tokenizer adds too
+        return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
     advice = "use --template r1, qwen_math or none"
+    fixed = {}
+    if "strftime_now" in str(getattr(tokenizer, "chat_template", "")):
+        fixed["strftime_now"] = TODAY.strftime
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": question}],
-                                             tokenize=False, add_generation_prompt=True)
+                                             tokenize=False, add_generation_prompt=True, **fixed)
     except Exception as e:  # none, or a template that fails: it is a program, any type can come
         fault = shape.first_line(e)
         raise ValueError(f"the tokenizer's chat template fails ({fault}); {advice}") from e
@@ -367,7 +396,7 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
         eval_set = [train_set[i] for i in sorted(order[:size])]
         train_set = [train_set[i] for i in sorted(order[size:])]
 
-    taken = verifier.ADDED_COLUMNS | {"prompt_ids", "completions"}
+    taken = verifier.ADDED_COLUMNS | verifier.SETTINGS | {"prompt_ids", "completions"}
     for name in sorted(taken & set().union(*train_set, *eval_set)):
         notify(f"note: rewards get the trainer's column '{name}', not that of the data")
     held_out = {example["question"] for example in eval_set if cfg.steps}  # --steps 0: no training
@@ -379,9 +408,11 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
         notify(f"{left_out} of {len(train_set)} training examples left out: their questions are "
                "held out")
     config = shape.empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config()
+    from tqdm import tqdm
     limit, kept = f"--max_prompt {cfg.max_prompt}", {}
     for name, examples in (("training", new), ("evaluation", eval_set)):
-        for example in examples:
+        for example in tqdm(examples, f"{name} prompts", delay=5, mininterval=5, leave=False,
+                            disable=dist.rank() > 0):
             ids = example["prompt_ids"] = encode(example, tokenizer, cfg.template)
             if max(ids, default=0) >= config.vocab_size:
                 raise ValueError(f"--model {cfg.model}: its vocabulary of {config.vocab_size} has "

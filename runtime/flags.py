@@ -128,7 +128,8 @@ def parse(config, algos, models, argv, description):
     row = {} if algo == saved.get("algo") else algos[algo]
     defaults = config(**model_row(model, models) | chosen | row)
     cfg = check(tyro.cli(
-        config, args=argv, default=defaults, description=description, use_underscores=True))
+        config, args=argv, default=defaults, description=description, use_underscores=True),
+        defaults)
     return check_resumed(cfg, saved) if saved else cfg
 
 
@@ -141,9 +142,10 @@ def read_settings(path):
         raise ValueError(f"{path} is damaged ({type(e).__name__}: {e})") from e
 
 
-def check(cfg):
+def check(cfg, defaults=None):
     """Returns the Config with its model, template, dtype, rewards and mismatch_bound filled in.
-    Raises ValueError for what cannot work. Prints a note for flags that have no effect."""
+    Raises ValueError for what cannot work. Prints a note for flags that differ from `defaults`
+    (without them, from those of the class) and have no effect."""
     for names, low, high in RANGES:
         for name in names.split():
             if not low <= (x := getattr(cfg, name)) <= high:
@@ -182,7 +184,7 @@ def check(cfg):
     memory.check_machine(dtype)
     for names, has_effect, requirement in NEEDS:
         given = [f"--{name} {getattr(cfg, name)}" for name in names.split()
-                 if getattr(cfg, name) != getattr(type(cfg), name)]
+                 if getattr(cfg, name) != getattr(defaults or type(cfg), name)]
         if given and not has_effect(cfg):
             dist.print_once(
                 f"note: {', '.join(given)}: no effect without {requirement}", file=sys.stderr)

@@ -1,9 +1,11 @@
 """Tasks, files, templates and the order of the data."""
+import copy
 import csv
 import json
 import re
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 import data
 from conftest import ROOT, make_config, write_rows
@@ -134,6 +136,31 @@ def test_templates(tokenizer):
             ("r1", "User: Let {x} be {question}?. Assistant:"),
             ("qwen_math", "user\nLet {x} be {question}?<|im_end|>\n<|im_start|>assistant\n")):
         assert tokenizer.decode(data.encode(example, tokenizer, template)).endswith(end)
+
+
+def test_one_message_of_the_user_is_the_question_and_text_with_tabs_keeps_its_form(tmp_path):
+    message = [{"role": "user", "content": "1+1"}]
+    rows = [{"prompt": message, "answer": "a\ttable\nof 2\r\nlines\f"}]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    assert data.load(path) == [rows[0] | {"question": "1+1"}]
+
+
+def test_a_prompt_has_one_bos_and_on_every_day_the_same_date(tokenizer):
+    """As Llama 3's: the tokenizer adds the BOS, the chat template writes it and asks for today."""
+    other, bos = copy.deepcopy(tokenizer), tokenizer.eos_token
+    other.bos_token = bos
+    other.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.eos_token_id)])
+    assert other("x")["input_ids"][0] == other.bos_token_id
+    other.chat_template = (bos + "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}"
+                           "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    for template in f"{bos}Q: {{question}}", "Q: {question}", "none", "chat":
+        ids = data.encode({"question": "1+1"}, other, template)
+        assert ids.count(other.bos_token_id) == 1 and ids[0] == other.bos_token_id
+    assert "26 Jul 2024 00:00:00.0" in other.decode(ids)
+    # a text of two BOS is not the tokenizer's
+    assert data.encode({"question": "1+1"}, tokenizer, f"{bos}{bos}{{question}}")[:2] == [
+        tokenizer.eos_token_id] * 2
 
 
 @pytest.mark.exercise_14

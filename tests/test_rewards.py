@@ -211,7 +211,8 @@ PIECES = st.sampled_from([
     "<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", "####", "72", "-", "/",
     "1,000", "1/2", "^", "**", "\\frac", "$", "answer is", "A:", "(", ")", "=", "\0", "\ud800",
     "\u202e", "٣", "½", "\n", " ", "\\", "```python\n", "```", "[", "]", "x", "SCORE: 10", "sin",
-    "\\sqrt", "\\infty", "!", "%"])
+    "\\sqrt", "\\infty", "!", "%", "√", "²", "∞", "_8", "0.\\overline{3}", "e-05", "\\mathrm{e}",
+    "i", "2 3/4", "\\text{ and }", "#### 1. ", "### Answer\n", "|", ",", ".", "\\pi", "n"])
 ANY_TEXT = st.lists(PIECES | st.text(st.characters(), max_size=30), max_size=30).map("".join)
 
 

@@ -18,6 +18,8 @@ from verify.pool import Pool
 
 # by the trainer and by Verifier
 ADDED_COLUMNS = {"prompts", "step", "sample_index", "completion_ids", "index", "correct"}
+# of a run: they too go before columns of the data
+SETTINGS = {"timeout", "allow_unsafe_code", "random_seed", "max_tokens", "overlong_buffer"}
 
 
 @dataclass
@@ -243,7 +245,7 @@ def _make_handler(specs, known, settings):
 
     def handle(task):
         name, completions, columns = task
-        return _call(functions[name], completions, settings | columns)
+        return _call(functions[name], completions, columns | settings)
 
     traits = {name: _traits(name, function, settings) for name, function in functions.items()}
     return handle, (weights, traits)
