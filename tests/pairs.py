@@ -156,7 +156,7 @@ def amounts_forms(a, b):
 KINDS = {f.__name__: (f, globals()[f"{f.__name__}_forms"]) for f in (
     power, factorial, scientific, rational, surd, constant, complex_number, based, letters,
     amounts)}
-WRAPPED = ("{}", "{}", "({}, 1)", r"\{{{}, 77\}}", "[{}, ∞)")
+WRAPPED = ("{}", "{}", "({}, 1)", r"\{{{}, 77\}}", "[{}, ∞)", "{} + 1", "x = {}")
 
 
 def same(a, b):

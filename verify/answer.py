@@ -286,11 +286,11 @@ def _math_verify():
         equal, pair = library_equal(a, b, *digits), Tuple(a, b)
         if pair.has(MatrixBase, MatrixExpr, UnevaluatedExpr):  # matrices entry by entry; percents
             return equal
-        decimal = isinstance(a, Float) or isinstance(b, Float)
+        rounded = equal and (isinstance(a, Float) or isinstance(b, Float))
         verdict = None
-        if equal or decimal or pair.free_symbols and any(map(is_root, pair.atoms(Pow))):
+        if equal or pair.has(Float) or pair.free_symbols and any(map(is_root, pair.atoms(Pow))):
             with contextlib.suppress(Exception):  # of sympy, any type: it is no number
-                verdict = agree(pair, 0.01 if equal and decimal else 1e-40)
+                verdict = agree(pair, 0.01 if rounded else 1e-40)
         return equal if verdict is None else verdict
 
     grader.sympy_numeric_eq = numeric_equal
@@ -322,6 +322,6 @@ def warm_math():
     answers = (
         r"\frac{3\sqrt{3}}{4}", "(1,2]", r"1<x\le 2", r"\{1,\pi\}", "x=1", "(x+1)^3", r"30^\circ",
         r"1 \pm \sqrt{19}", r"(-\infty, 2) \cup (3, \infty)", r"\cot x", "1,-2",
-        r"\begin{pmatrix} 1 \\ a \end{pmatrix}")
+        r"\begin{pmatrix} 1 \\ a \end{pmatrix}", r"\frac{\sqrt{a}}{2}", r"0.5\sqrt{a}")
     for gold, answer in zip(answers, answers[1:] + answers[:1]):
         _compare(_tidy(gold), _tidy(answer))
