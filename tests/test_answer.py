@@ -26,7 +26,7 @@ def verify():
         yield made
 
 
-def test_math_agrees_with_intervals_of_60_digits():
+def test_math_agrees_with_intervals_of_120_digits():
     """Of the pairs of pairs.py, which runs thousands of them."""
     assert len(pairs.KINDS) == 10
     wrong = [pair for pair in pairs.pairs(200, seed=1) if same_math(*pair[1:3]) is not pair[3]]

@@ -258,8 +258,8 @@ def _math_verify():
         return isinstance(e, Pow) and e.exp.is_Rational and not e.exp.is_Integer
 
     def agree(pair, tolerance):
-        """Whether both are equal to 60 digits: with letters, at 12 points, of which 6 are positive
-        and those are left out where a root would be imaginary. None if fewer than 3 are left."""
+        """Whether both are equal up to `tolerance`: with letters, at 12 points, of which 6 are
+        positive. None if fewer than 3 are left of those where no root is imaginary."""
         rng, tried = random.Random(0), 0
         pair = pair.xreplace({x: Rational(str(x)) for x in pair.atoms(Float)})
         letters = sorted(pair.free_symbols, key=str)
@@ -272,8 +272,9 @@ def _math_verify():
             point = {letter: Rational(rng.randint(low, 999), 10**rng.randint(1, 3))
                      for letter in letters}
             if all(root.base.subs(point).evalf() >= 0 for root in roots):
-                a, b = (e.subs(point).evalf(60) for e in pair)
-                if not abs(a - b) <= tolerance * max(abs(a), abs(b)):
+                a, b = (e.subs(point) for e in pair)
+                largest = max(abs(a.evalf()), abs(b.evalf()))
+                if not abs((a - b).evalf(maxn=300)) <= tolerance * largest:
                     return False
                 tried += 1
         return True if tried >= 3 else None
@@ -290,7 +291,7 @@ def _math_verify():
         verdict = None
         if equal or pair.has(Float) or pair.free_symbols and any(map(is_root, pair.atoms(Pow))):
             with contextlib.suppress(Exception):  # of sympy, any type: it is no number
-                verdict = agree(pair, 0.01 if rounded else 1e-40)
+                verdict = agree(pair, 0.01 if rounded else 1e-200)
         return equal if verdict is None else verdict
 
     grader.sympy_numeric_eq = numeric_equal
