@@ -86,8 +86,8 @@ def generate(make, split, size, seed):
 def unique(pairs):
     """dict(pairs). Raises ValueError if a key is there twice: its first value would be lost."""
     names = [name for name, _ in pairs if name]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"'{twice[0]}' is there twice")
+    if len(set(names)) < len(names):
+        raise ValueError(f"'{max(names, key=names.count)}' is there twice")
     return dict(pairs)
 
 

@@ -94,13 +94,15 @@ def test_questions_that_are_held_out_are_not_trained_on(tmp_path, tokenizer):
     rows = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
     train = write_rows(tmp_path / "train.jsonl", rows * 3)
     test, notes = write_rows(tmp_path / "eval.jsonl", rows[:3]), []
-    other = write_rows(tmp_path / "my set@1.jsonl", [row | {"step": 1} for row in rows[3:5]])
+    columns = {"step": 1, "timeout": 2}  # the trainer's
+    other = write_rows(tmp_path / "my set@1.jsonl", [row | columns for row in rows[3:5]])
     cfg = make_config(data=train, eval_data=f"{test},{other}")
     train_set, eval_set = data.load_splits(cfg, tokenizer, notify=notes.append)
     assert [e["question"] for e in train_set] == [row["question"] for row in rows[5:] * 3]
     assert [e["eval_set"] for e in eval_set] == ["eval"] * 3 + ["my-set-1"] * 2  # plain names
-    assert notes.pop(0) == (
-        "note: rewards get the trainer's column 'step', not that of the data")
+    assert [notes.pop(0) for _ in range(2)] == [
+        f"note: rewards get the trainer's column '{name}', not that of the data"
+        for name in ("step", "timeout")]
     cfg = make_config(data=test, eval_data=test)
     with pytest.raises(ValueError, match="nothing is left to train on"):
         data.load_splits(cfg, tokenizer)
