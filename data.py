@@ -66,8 +66,8 @@ FILES = (".jsonl", ".json", ".csv", ".parquet")
 # "\frac" in a text of JSON, or of Python that is not raw, is a form feed and "rac"
 LOST_BACKSLASH = re.compile(
     r"[\a\b\f\v](?=[a-z])|[\t\r](?:heta|imes|frac|ext\w*(?=\{)|ight|ho)(?![a-z])")
-MAKE = ("; or write my_file.py with def make(split, size, seed), which yields {'question': text, "
-        "'answer': text} per row, and give --data my_file.py:make (docs/data_and_rewards.md)")
+MAKE = ("; or yield {'question': text, 'answer': text} per row from def make(split, size, seed) in "
+        "a file of yours, --data my_file.py:make (docs/data_and_rewards.md has one)")
 
 
 def generate(make, split, size, seed):
@@ -153,18 +153,6 @@ def is_empty(value):
     return value is None or str(value).strip().lower() in ("", "nan")  # pandas' missing value
 
 
-def question_of(row, name):
-    """The text of a question, or of messages that are one message of the user."""
-    match row[name]:
-        case str(text) | [{"role": "user", "content": str(text)}]:
-            return text
-        case [{"role": _}, *_] as messages:
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ValueError(f"'{name}' has messages with the roles {roles}; only one message of "
-                             f"the role user, with text, is read{MAKE}")
-    raise ValueError(f"'{name}' must be text{MAKE}")
-
-
 def example_of(row, question_key, answer_key):
     """A row of a file or hub dataset -> example. Raises ValueError that says what is wrong."""
     if not all(isinstance(name, str) for name in row):  # csv names surplus fields None
@@ -184,7 +172,12 @@ def example_of(row, question_key, answer_key):
             fault = f"'{name}' is empty or NaN" if name in row else (
                 f"no '{name}' (it has {', '.join(map(str, row))})")
             raise ValueError(f"{fault}; {flag} names another column")
-    example = row | {"question": question_of(row, question_key)}
+    match row[question_key]:
+        case str(question) | [{"role": "user", "content": str(question)}]:
+            example = row | {"question": question}
+        case other:
+            raise ValueError(f"'{question_key}' must be text, or messages with one of the role user "
+                             f"and no other, not {other!r:.150}{MAKE}")
     if answer_key in flags:
         if isinstance(row[answer_key], (dict, list)):
             raise ValueError(f"'{answer_key}' must be text or a number; --answer_key none hands it "
@@ -262,11 +255,6 @@ TEMPLATES = {  # "{question}" is replaced by the question
 }
 
 
-# the date in chat templates that have one, on any day: else a resumed run would have other prompts.
-# Llama 3.1's template has this date where there is no clock
-TODAY = datetime.datetime(2024, 7, 26)
-
-
 def read_template(template):
     """--template, a name or a file -> the name, or the file's text without its last line break.
 
@@ -299,8 +287,9 @@ def encode(example, tokenizer, template):
         return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
     advice = "use --template r1, qwen_math or none"
     fixed = {}
-    if "strftime_now" in str(getattr(tokenizer, "chat_template", "")):
-        fixed["strftime_now"] = TODAY.strftime
+    if "strftime_now" in str(getattr(tokenizer, "chat_template", "")):  # it writes today's date
+        # the same on any day, or --resume would see other prompts: Llama 3.1's, without a clock
+        fixed["strftime_now"] = datetime.datetime(2024, 7, 26).strftime
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": question}],
                                              tokenize=False, add_generation_prompt=True, **fixed)

@@ -66,9 +66,10 @@ DATA = [  # name, content of the file, a part of the line
                                      "answer": "2"}), says)
       for i, (extra, content, says) in enumerate((
           ([{"role": "system", "content": "Reason."}], "1+1",
-           "'prompt' has messages with the roles system, user; only one"),
-          ([], [{"type": "text", "text": "1+1"}], "give --data my_file.py:make"),
-          ([7], "1+1", "'prompt' must be text; or write my_file.py with def make(")))),
+           "'prompt' must be text, or messages with one of the role user and no other, not "
+           "[{'role': 'system'"),
+          ([], [{"type": "text", "text": "1+1"}], "--data my_file.py:make"),
+          ([7], "1+1", "from def make(split, size, seed) in a file")))),
     ("nested.jsonl", '{"question": "1+1", "answer": {"ground_truth": "2"}}',
      "nested.jsonl:1: 'answer' must be text or a number; --answer_key none hands it to the"),
     ("half.jsonl", '{"question": "\\ud83d", "answer": 1}', "half.jsonl:1: 'utf-8' codec"),

@@ -177,8 +177,7 @@ def same_math(gold, answer):
 
 
 def _amounts(text):
-    """[("10", "rabbits"), ("9", "chickens")] for "9 chickens and 10 \\text{ rabbits}"; [] if the
-    text says more, or else."""
+    """[("10", "hens"), ("9", "cows")] for "9 cows and 10 \\text{ hens}"; [] for any other text."""
     text = re.sub(r"\\(?:text|mathrm|mbox)\s?\{([^{}]*)\}", r" \1 ", text)
     text = re.sub(r"\band\b|[,;&]|\\(?=[\s,;&])", " ", text)
     amount = r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]{2}[A-Za-z\s]*)"
@@ -257,9 +256,9 @@ def _math_verify():
     def is_root(e):
         return isinstance(e, Pow) and e.exp.is_Rational and not e.exp.is_Integer
 
-    def agree(pair, tolerance):
+    def agree(pair, tolerance, equal):
         """Whether both are equal up to `tolerance`: with letters, at 12 points, of which 6 are
-        positive. None if fewer than 3 are left of those where no root is imaginary."""
+        positive. `equal` if fewer than 3 are left of those where no root is imaginary."""
         rng, tried = random.Random(0), 0
         pair = pair.xreplace({x: Rational(str(x)) for x in pair.atoms(Float)})
         letters = sorted(pair.free_symbols, key=str)
@@ -277,7 +276,7 @@ def _math_verify():
                 if not abs((a - b).evalf(maxn=300)) <= tolerance * largest:
                     return False
                 tried += 1
-        return True if tried >= 3 else None
+        return tried >= 3 or equal
 
     library_equal = grader.sympy_numeric_eq
 
@@ -288,11 +287,10 @@ def _math_verify():
         if pair.has(MatrixBase, MatrixExpr, UnevaluatedExpr):  # matrices entry by entry; percents
             return equal
         rounded = equal and (isinstance(a, Float) or isinstance(b, Float))
-        verdict = None
         if equal or pair.has(Float) or pair.free_symbols and any(map(is_root, pair.atoms(Pow))):
             with contextlib.suppress(Exception):  # of sympy, any type: it is no number
-                verdict = agree(pair, 0.01 if rounded else 1e-200)
-        return equal if verdict is None else verdict
+                return agree(pair, 0.01 if rounded else 1e-200, equal)
+        return equal
 
     grader.sympy_numeric_eq = numeric_equal
 
