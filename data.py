@@ -8,8 +8,10 @@ reward functions receive every column. Nothing here keeps state: the examples ar
 (source, split, seed), and a batch is a function of (examples, its number, seed, rank).
 """
 import csv
+import datetime
 import functools
 import json
+import os
 import random
 import re
 import zlib
@@ -17,7 +19,7 @@ from pathlib import Path
 
 from runtime import hub
 from verify import user_code
-from verify.verifier import ADDED_COLUMNS
+from verify.verifier import ADDED_COLUMNS, SETTINGS
 
 # ---------------------------------------------------------------------------------- generated tasks
 
@@ -50,6 +52,11 @@ TASKS = {
 QUESTION_KEYS = ("question", "problem", "prompt")
 ANSWER_KEYS = ("answer", "solution", "ground_truth")
 FILES = (".jsonl", ".json", ".csv", ".parquet")
+# "\frac" in a text of JSON, or of Python that is not raw, is a form feed and "rac"
+LOST_BACKSLASH = re.compile(
+    r"[\a\b\f\v](?=[a-z])|[\t\r](?:heta|imes|frac|ext\w*(?=\{)|ight|ho)(?![a-z])")
+MAKE = ("; or yield {'question': text, 'answer': text} per row from def make(split, size, seed) in "
+        "a file of yours, --data my_file.py:make (docs/data_and_rewards.md has one)")
 
 
 def generate(make, split, size, seed):
@@ -68,8 +75,8 @@ def generate(make, split, size, seed):
 def unique(pairs):
     """dict(pairs). Raises ValueError if a key is there twice: its first value would be lost."""
     names = [name for name, _ in pairs if name]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"'{twice[0]}' is there twice")
+    if len(set(names)) < len(names):
+        raise ValueError(f"'{max(names, key=names.count)}' is there twice")
     return dict(pairs)
 
 
@@ -132,7 +139,7 @@ def function_rows(source, split, size, seed):
 
 
 def is_empty(value):
-    return value is None or not str(value).strip()
+    return value is None or str(value).strip().lower() in ("", "nan")  # pandas' missing value
 
 
 def example_of(row, question_key, answer_key):
@@ -150,17 +157,23 @@ def example_of(row, question_key, answer_key):
         flags[answer_key] = "--answer_key"
     for name, flag in flags.items():
         if is_empty(row.get(name)):
-            fault = f"'{name}' is empty" if name in row else (
+            fault = f"'{name}' is empty or NaN" if name in row else (
                 f"no '{name}' (it has {', '.join(map(str, row))})")
             raise ValueError(f"{fault}; {flag} names another column")
-    if not isinstance(row[question_key], str):
-        raise ValueError(f"'{question_key}' must be text")
-    example = row | {"question": row[question_key]}
+    match row[question_key]:
+        case str(question) | [{"role": "user", "content": str(question)}]:
+            example = row | {"question": question}
+        case other:
+            raise ValueError(f"'{question_key}' must be text, or messages with one of the role "
+                             f"user and no other, not {other!r:.150}{MAKE}")
     if answer_key in flags:
         if isinstance(row[answer_key], (dict, list)):
             raise ValueError(f"'{answer_key}' must be text or a number; --answer_key none hands it "
-                             "to the rewards as it is")
+                             f"to the rewards as it is{MAKE}")
         example["answer"] = str(row[answer_key])
+        if LOST_BACKSLASH.search(example["answer"]):
+            raise ValueError(f"'{answer_key}' is {example['answer'][:99]!r}: a LaTeX command lost "
+                             r"its backslash; JSON needs \\frac, Python r'\frac'")
     return example
 
 
@@ -257,11 +270,17 @@ def encode(example, tokenizer, template):
     question = example["question"]
     if template != "chat":
         prompt = TEMPLATES.get(template, template).replace("{question}", question)
-        return tokenizer(prompt)["input_ids"]
+        ids = tokenizer(prompt)["input_ids"]
+        # the template of a file may begin with the BOS, which the tokenizer adds too
+        return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
     advice = "use --template r1, qwen_math or none"
+    fixed = {}
+    if "strftime_now" in str(getattr(tokenizer, "chat_template", "")):  # it writes today's date
+        # the same on any day, or --resume would see other prompts: Llama 3.1's, without a clock
+        fixed["strftime_now"] = datetime.datetime(2024, 7, 26).strftime
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": question}],
-                                             tokenize=False, add_generation_prompt=True)
+                                             tokenize=False, add_generation_prompt=True, **fixed)
     except Exception as e:  # none, or a template that fails: it is a program, any type can come
         fault = hub.first_line(e)
         raise ValueError(f"the tokenizer's chat template fails ({fault}); {advice}") from e
@@ -350,7 +369,7 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
         eval_set = [train_set[i] for i in sorted(order[:size])]
         train_set = [train_set[i] for i in sorted(order[size:])]
 
-    taken = ADDED_COLUMNS | {"prompt_ids", "completions"}
+    taken = ADDED_COLUMNS | SETTINGS | {"prompt_ids", "completions"}
     for name in sorted(taken & set().union(*train_set, *eval_set)):
         notify(f"note: rewards get the trainer's column '{name}', not that of the data")
     held_out = {example["question"] for example in eval_set if cfg.steps}  # --steps 0: no training
@@ -362,9 +381,11 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
         notify(f"{left_out} of {len(train_set)} training examples left out: their questions are "
                "held out")
     config = hub.empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config()
+    from tqdm import tqdm
     limit, kept = f"--max_prompt {cfg.max_prompt}", {}
     for name, examples in (("training", new), ("evaluation", eval_set)):
-        for example in examples:
+        for example in tqdm(examples, f"{name} prompts", delay=5, mininterval=5, leave=False,
+                            disable=os.environ.get("RANK", "0") != "0"):
             ids = example["prompt_ids"] = encode(example, tokenizer, cfg.template)
             if max(ids, default=0) >= config.vocab_size:
                 raise ValueError(f"--model {cfg.model}: its vocabulary of {config.vocab_size} has "

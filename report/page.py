@@ -151,5 +151,5 @@ def write(folders, out):
     # in one pass: a run may have one of these names
     page = re.sub("@@(TITLE|SUMMARY|SETTINGS|DATA)@@", lambda m: texts[m[1]], TEMPLATE.read_text())
     part = Path(out).with_suffix(".part")
-    part.write_text(page)
+    part.write_text(page, errors="backslashreplace")  # a path need not be UTF-8
     part.rename(out)  # whoever reads meanwhile gets the old report or the new one

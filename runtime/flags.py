@@ -18,7 +18,7 @@ import torch
 
 import data
 import rewards
-from runtime import __version__, dist, memory
+from runtime import __version__, dist
 
 
 @dataclasses.dataclass
@@ -158,7 +158,7 @@ def parse(config, algos, argv, description):
     defaults = config(**model_row(model) | chosen | row)
     cfg = check(tyro.cli(
         config, args=argv, default=defaults, use_underscores=True,
-        description=description.partition("\n")[0]))
+        description=description.partition("\n")[0]), defaults)
     return check_resumed(cfg, saved) if saved else cfg
 
 
@@ -171,9 +171,10 @@ def read_settings(path):
         raise ValueError(f"{path} is damaged ({type(e).__name__}: {e})") from e
 
 
-def check(cfg):
+def check(cfg, defaults=None):
     """Returns the Config with its model, template, dtype, rewards and mismatch_bound filled in.
-    Raises ValueError for what cannot work. Prints a note for flags that have no effect."""
+    Raises ValueError for what cannot work. Prints a note for flags that differ from `defaults`
+    (without them, from those of the class) and have no effect."""
     for names, low, high in RANGES:
         for name in names.split():
             if not low <= (x := getattr(cfg, name)) <= high:
@@ -211,7 +212,7 @@ def check(cfg):
     check_machine(dtype)
     for names, has_effect, requirement in NEEDS:
         given = [f"--{name} {getattr(cfg, name)}" for name in names.split()
-                 if getattr(cfg, name) != getattr(type(cfg), name)]
+                 if getattr(cfg, name) != getattr(defaults or type(cfg), name)]
         if given and not has_effect(cfg):
             dist.print_once(
                 f"note: {', '.join(given)}: no effect without {requirement}", file=sys.stderr)
@@ -227,7 +228,6 @@ def check_machine(dtype):
     """Raises ValueError if PyTorch finds no usable GPU or no bf16 on it, or without the compilers
     that Triton (on a GPU) and DeepSpeed (its CPU operators) need."""
     gpu = torch.cuda.is_available()
-    memory.keep_freed_memory()
     if torch.version.cuda and not gpu:  # it would run on the CPU
         raise ValueError("no usable GPU: install driver 580 or newer, or requirements-cpu.txt")
     if gpu and dtype == "bfloat16" and torch.cuda.get_device_capability(dist.device()) < (8, 0):

@@ -86,7 +86,7 @@ def with_one_line(*kinds, cfg=None, folder=None):
             path = folder / "errors" / f"rank-{dist.rank()}.txt"
             with contextlib.suppress(OSError):  # the disk may be full
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(traceback.format_exc())
+                path.write_text(traceback.format_exc(), errors="backslashreplace")
                 where = f" (traceback: {path})"
         if cfg and memory.is_out_of_memory(e):
             line = f"nano_rlvr: {str(e).splitlines()[0]} To use less memory: {memory.smaller(cfg)}"

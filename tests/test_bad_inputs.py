@@ -52,12 +52,28 @@ THIRD = "def make(*_): return [{'question': '1', 'answer': answer} for answer in
 DATA = [  # name, content of the file, a part of the line
     ("fails.py:make", "def make(*_):\n    yield {}\n    raise OSError('a\\nb')",
      "fails.py:make: OSError: a b (line 3)"),
-    ("third.py:make", THIRD, "third.py:make, row 3: 'answer' is empty; --answer_key names"),
+    ("third.py:make", THIRD, "third.py:make, row 3: 'answer' is empty or NaN; --answer_key names"),
     ("set.py:make", "def make(*_): return [{'question': '1', 'answer': {1}}]",
      "set.py:make: TypeError: Object of type set is not JSON"),
     ("blank.jsonl", "\n \n\n", "blank.jsonl: no examples in it"),
     ("number.jsonl", '{"question": 3, "answer": 1}', "number.jsonl:1: 'question' must be text"),
     ("list.jsonl", '{"question": "1+1", "answer": [2]}', "list.jsonl:1: 'answer' must be text or"),
+    ("nan.jsonl", '{"question": "1+1", "answer": NaN}', "nan.jsonl:1: 'answer' is empty or NaN"),
+    ("nan.csv", "question,answer\n1+1,nan\n", "nan.csv, row 1: 'answer' is empty or NaN"),
+    *((f"lost{i}.jsonl", json.dumps({"question": "q", "answer": answer}),
+       f"lost{i}.jsonl:1: 'answer' is {answer!r}: a LaTeX command lost its backslash")
+      for i, answer in enumerate(("\frac{1}{2}", "2\times 3", "\theta", "\beta", "\rho_1",
+                                  "\text{east}", "\vec{a}", "\right)"))),
+    *((f"chat{i}.jsonl", json.dumps({"prompt": [*extra, {"role": "user", "content": content}],
+                                     "answer": "2"}), says)
+      for i, (extra, content, says) in enumerate((
+          ([{"role": "system", "content": "Reason."}], "1+1",
+           "'prompt' must be text, or messages with one of the role user and no other, not "
+           "[{'role': 'system'"),
+          ([], [{"type": "text", "text": "1+1"}], "--data my_file.py:make"),
+          ([7], "1+1", "from def make(split, size, seed) in a file")))),
+    ("nested.jsonl", '{"question": "1+1", "answer": {"ground_truth": "2"}}',
+     "nested.jsonl:1: 'answer' must be text or a number; --answer_key none hands it to the"),
     ("half.jsonl", '{"question": "\\ud83d", "answer": 1}', "half.jsonl:1: 'utf-8' codec"),
     ("array.jsonl", LINES + "\n[1, 2]", "array.jsonl:41: a row must be an object"),
     ("names.jsonl", '{"ask": "1", "gold": 2}', "names.jsonl:1: no 'question' (it has ask, gold)"),

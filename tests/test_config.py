@@ -66,7 +66,7 @@ def test_needs_names_flags_that_exist_and_for_each_surrogate_the_flags_that_act_
     ("--correction_cap 3 --correction none", "correction_cap"), ("--correction_cap 3", ""),
     ("--warmup 9 --steps 8", "warmup"),
     # on-policy
-    ("--algo cispo", "surrogate clip_high"), ("--algo sapo --tau_neg 3", "surrogate tau_neg"),
+    ("--algo cispo", ""), ("--algo dapo", ""), ("--algo sapo --tau_neg 3", "tau_neg"),
     ("--delta 3 --clip_low 0 --clip_high 0", "clip_low clip_high delta"),
 ])
 def test_flags_without_an_effect_are_in_a_note_and_change_no_gradient(

@@ -1,9 +1,11 @@
 """Tasks, files, templates and the order of the data."""
+import copy
 import csv
 import json
 import re
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 import data
 from conftest import ROOT, make_config, write_rows
@@ -92,13 +94,15 @@ def test_questions_that_are_held_out_are_not_trained_on(tmp_path, tokenizer):
     rows = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(20)]
     train = write_rows(tmp_path / "train.jsonl", rows * 3)
     test, notes = write_rows(tmp_path / "eval.jsonl", rows[:3]), []
-    other = write_rows(tmp_path / "my set@1.jsonl", [row | {"step": 1} for row in rows[3:5]])
+    columns = {"step": 1, "timeout": 2}  # the trainer's
+    other = write_rows(tmp_path / "my set@1.jsonl", [row | columns for row in rows[3:5]])
     cfg = make_config(data=train, eval_data=f"{test},{other}")
     train_set, eval_set = data.load_splits(cfg, tokenizer, notify=notes.append)
     assert [e["question"] for e in train_set] == [row["question"] for row in rows[5:] * 3]
     assert [e["eval_set"] for e in eval_set] == ["eval"] * 3 + ["my-set-1"] * 2  # plain names
-    assert notes.pop(0) == (
-        "note: rewards get the trainer's column 'step', not that of the data")
+    assert [notes.pop(0) for _ in range(2)] == [
+        f"note: rewards get the trainer's column '{name}', not that of the data"
+        for name in ("step", "timeout")]
     cfg = make_config(data=test, eval_data=test)
     with pytest.raises(ValueError, match="nothing is left to train on"):
         data.load_splits(cfg, tokenizer)
@@ -134,6 +138,31 @@ def test_templates(tokenizer):
             ("r1", "User: Let {x} be {question}?. Assistant:"),
             ("qwen_math", "user\nLet {x} be {question}?<|im_end|>\n<|im_start|>assistant\n")):
         assert tokenizer.decode(data.encode(example, tokenizer, template)).endswith(end)
+
+
+def test_one_message_of_the_user_is_the_question_and_text_with_tabs_keeps_its_form(tmp_path):
+    message = [{"role": "user", "content": "1+1"}]
+    rows = [{"prompt": message, "answer": "a\ttable\nof 2\r\nlines\f"}]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    assert data.load(path) == [rows[0] | {"question": "1+1"}]
+
+
+def test_a_prompt_has_one_bos_and_on_every_day_the_same_date(tokenizer):
+    """As Llama 3's: the tokenizer adds the BOS, the chat template writes it and asks for today."""
+    other, bos = copy.deepcopy(tokenizer), tokenizer.eos_token
+    other.bos_token = bos
+    other.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.eos_token_id)])
+    assert other("x")["input_ids"][0] == other.bos_token_id
+    other.chat_template = (bos + "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}"
+                           "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    for template in f"{bos}Q: {{question}}", "Q: {question}", "none", "chat":
+        ids = data.encode({"question": "1+1"}, other, template)
+        assert ids.count(other.bos_token_id) == 1 and ids[0] == other.bos_token_id
+    assert "26 Jul 2024 00:00:00.0" in other.decode(ids)
+    # a text of two BOS is not the tokenizer's
+    assert data.encode({"question": "1+1"}, tokenizer, f"{bos}{bos}{{question}}")[:2] == [
+        tokenizer.eos_token_id] * 2
 
 
 @pytest.mark.exercise_14

@@ -237,6 +237,15 @@ def test_a_damaged_file_of_a_run_is_one_line_and_no_traceback(tmp_path, name):
             report.__main__.main([str(tmp_path / "run")])
 
 
+def test_a_name_that_is_not_utf_8_is_shown_escaped(tmp_path):
+    write_run(tmp_path / "run")
+    path = tmp_path / "run/config.json"
+    about = json.loads(path.read_text()) | {"command": "nano_rlvr.py --data a\udcff.jsonl"}
+    path.write_text(json.dumps(about))
+    report.main([str(tmp_path / "run")])
+    assert r"--data a\udcff.jsonl" in (tmp_path / "run/report.html").read_text()
+
+
 def test_a_last_line_that_is_cut_off_is_skipped_with_a_note(tmp_path, capsys):
     path, whole = tmp_path / "metrics.jsonl", b'{"step": 0, "reward/mean": 0.5}\n'
     for cut in (b'{"step": 1, "rew', b'{"step": 1, "name": "\xc3'):

@@ -221,7 +221,8 @@ PIECES = st.sampled_from([
     "<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", "####", "72", "-", "/",
     "1,000", "1/2", "^", "**", "\\frac", "$", "answer is", "A:", "(", ")", "=", "\0", "\ud800",
     "\u202e", "٣", "½", "\n", " ", "\\", "```python\n", "```", "[", "]", "x", "SCORE: 10", "sin",
-    "\\sqrt", "\\infty", "!", "%"])
+    "\\sqrt", "\\infty", "!", "%", "√", "²", "∞", "_8", "0.\\overline{3}", "e-05", "\\mathrm{e}",
+    "i", "2 3/4", "\\text{ and }", "#### 1. ", "### Answer\n", "|", ",", ".", "\\pi", "n"])
 ANY_TEXT = st.lists(PIECES | st.text(st.characters(), max_size=30), max_size=30).map("".join)
 
 
@@ -266,6 +267,31 @@ def test_code_takes_the_last_block_after_thinking():
     both = json.dumps(["assert double(2) == 4", {"input": "2", "output": "0"}])
     program = "```\ndef double(x): return 2 * x\nprint('0  \\n')\n```"
     assert code_reward.code([program, good], tests=[both, []]) == [1.0, None]
+
+
+def test_tests_of_an_unknown_form_are_refused_before_any_program_runs():
+    known = ["assert f(1) == 2", "def check(f):\n    assert f(1) == 2\ncheck(f)",
+             {"input": "", "output": "6\n"}]
+    assert rewards.known_tests(json.dumps(known)) == known and rewards.known_tests([]) == []
+    for tests in (
+            {"inputs": ["3\n"], "outputs": ["6\n"]},
+            {"fn_name": "f", "inputs": [[3]], "outputs": [6]},
+            [{"input": "3", "output": "6", "testtype": "functional"}], [{"input": "3"}], [7], None,
+            [{"input": [3], "output": "6"}], ["def check(f):\n    assert f(1) == 2"], ["f(1)"], 7,
+            known[0], ["class T(TestCase):\n    def test(self): self.assertEqual(f(1), 2)\nmain()"],
+            "[", ["assert"]):
+        with pytest.raises((ValueError, SyntaxError)):
+            rewards.known_tests(tests)
+
+
+@needs_jail
+def test_a_run_says_at_its_start_which_tests_are_of_an_unknown_form():
+    said, rows = [], [{"tests": {"inputs": ["3"]}}, {"tests": ["assert f(1) == 2"]}]
+    with rewards.Verifier("code", timeout=20) as verify:
+        verify.count_unreadable(rows, said.append)
+        assert "reward code: 1 of 2 answers cannot be read, ValueError: the form" in said[0]
+        with pytest.raises(ValueError, match=r"^reward code: 1 of 1 .*{'inputs': \['3'\]}; write"):
+            verify.count_unreadable(rows[:1])
 
 
 # ---- judge
@@ -411,6 +437,15 @@ def test_overlong_is_trls_soft_overlong_punishment():
                           max_tokens=100)
     assert f(overlong_buffer=20) == f() == theirs
     assert f(overlong_buffer=0) == [0] * 7 + [-1]
+
+
+def test_settings_of_the_run_go_before_columns_of_the_data():
+    with rewards.Verifier("overlong,code:0.5", timeout=9, max_tokens=96, overlong_buffer=20,
+                          allow_unsafe_code=True) as verify:
+        _, parts, metrics = verify(
+            ["```\nprint(1)\n```"], completion_ids=[[0] * 96], max_tokens=[10**6], timeout=["2 s"],
+            overlong_buffer=[1], allow_unsafe_code=[False], tests=[[{"input": "", "output": "1"}]])
+    assert parts == {"overlong": [-1.0], "code": [1.0]} and not any(metrics.values())
 
 
 def test_repetition_is_trls_penalty():

@@ -12,6 +12,8 @@ from verify.user_code import load
 
 # by the trainer and by Verifier
 ADDED_COLUMNS = {"prompts", "step", "sample_index", "completion_ids", "index", "correct"}
+# of a run: they too go before columns of the data
+SETTINGS = {"timeout", "allow_unsafe_code", "random_seed", "max_tokens", "overlong_buffer"}
 
 
 @dataclass
@@ -179,7 +181,7 @@ def _make_handler(spec, known, settings):
 
     def handle(task):
         name, completions, columns = task
-        return _call(functions[name], completions, settings | columns)
+        return _call(functions[name], completions, columns | settings)
 
     traits = {name: _traits(name, function, settings) for name, function in functions.items()}
     return handle, ({name: weight for name, weight, _ in parts}, traits)

@@ -1,0 +1,131 @@
+"""Readers of bytes from outside: whatever stands in a file, a reader gives what it promises or
+raises ValueError with one line. Completions are in test_rewards.py, answers in test_answer.py."""
+import json
+import shutil
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import data
+import judge
+import nano_rlvr as nr
+import runtime.flags
+from conftest import ROOT, make_config
+from runtime import report
+
+quick = settings(max_examples=60, deadline=None, derandomize=True, database=None,
+                 suppress_health_check=[HealthCheck.function_scoped_fixture])
+NAMES = st.sampled_from(["question", "answer", "prompt", "solution", "reward", "step", "eval_set",
+                         "tests", "", "a\nb", "\ud800", "\x1b[2J", "config", "lr", "steps"])
+SCALARS = st.sampled_from([None, True, 0, -1, 7, 1e-05, 1e999, float("nan"), 10**30, "", " ", "72",
+                           "\\frac{1}{2}", "\frac12", "\ud800", "\0", "\x1b[2J", "math:1", "nan"])
+VALUES = st.recursive(SCALARS, lambda x: st.lists(x, max_size=2) | st.dictionaries(NAMES, x,
+                                                                                   max_size=2))
+ROWS = st.dictionaries(NAMES, VALUES, max_size=5) | VALUES
+BYTES = st.sampled_from([
+    b"{", b"}", b"[", b"]", b'"', b":", b",", b"\n", b"\r\n", b"\0", b"\xff", b"\xef\xbb\xbf", b"'",
+    b"\\", b"\\ud800", b"null", b"NaN", b"1e999", b"question", b"answer", b"step", b"PAR1", b" ",
+    b'{"question": "1+1", "answer": "2"}', b"question,answer\n1+1,2\n", b"\xe2\x80\xa8",
+    b"[" * 5000])
+
+
+@st.composite
+def files(draw):
+    """Bytes of a file: lines of JSON, some damaged; a list of objects; or anything."""
+    rows = [json.dumps(row).encode() for row in draw(st.lists(ROWS, max_size=4))]
+    text = draw(st.sampled_from([b"\n".join(rows), b"[" + b",".join(rows) + b"]"]))
+    if draw(st.booleans()):
+        place = draw(st.integers(0, len(text)))
+        text = text[:place] + b"".join(draw(st.lists(BYTES, max_size=4))) + text[place:]
+    return text
+
+
+def one_line(error):
+    return str(error) and not {"\n", "\r"} & set(str(error))
+
+
+@quick
+@given(content=files(), kind=st.sampled_from(data.FILES),
+       key=st.sampled_from(["", "none", "prompt"]))
+def test_a_data_file_gives_examples_of_text_or_one_line_with_its_name(tmp_path, content, kind, key):
+    path = tmp_path / f"a{kind}"
+    path.write_bytes(content)
+    try:
+        examples = data.load(str(path), answer_key=key)
+    except ValueError as e:
+        assert one_line(e) and str(e).startswith(str(path))
+        return
+    assert examples
+    for example in examples:
+        assert example["question"].strip() and example["question"].encode()
+        assert key == "none" or "reward" in example or example["answer"].strip()
+        assert isinstance(example.get("answer", ""), str) or "reward" in example or key == "none"
+
+
+@quick
+@given(content=files())
+def test_a_file_of_a_run_gives_rows_with_a_step_or_one_line_with_its_name(tmp_path, content):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(content)
+    try:
+        rows = report.read(tmp_path)
+    except ValueError as e:
+        assert one_line(e) and str(e).startswith(str(path))
+        return
+    assert all(int(row["step"]) is not None for row in rows)
+
+
+@quick
+@given(content=files())
+def test_the_settings_of_a_run_that_are_damaged_are_said_in_one_line(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    try:
+        saved = runtime.flags.saved_config(nr.Config, str(tmp_path))
+    except ValueError as e:
+        assert one_line(e) and str(tmp_path) in str(e)
+        return
+    assert saved["resume"] == str(tmp_path)
+
+
+@settings(quick, max_examples=15)
+@given(file=st.sampled_from(["config.json", "tokenizer_config.json", "tokenizer.json"]),
+       name=st.data())
+def test_a_model_folder_with_a_changed_setting_is_loaded_or_refused_in_one_line(
+        tmp_path, file, name):
+    shutil.copytree(ROOT / "models/tiny", tmp_path / "m", dirs_exist_ok=True)
+    path = tmp_path / "m" / file
+    about = json.loads(path.read_text())
+    about[name.draw(st.sampled_from(sorted(about)))] = name.draw(SCALARS)
+    path.write_text(json.dumps(about))
+    try:
+        runtime.flags.load_tokenizer(make_config(model=str(tmp_path / "m")))
+    except ValueError as e:
+        assert one_line(e) and "--model" in str(e)
+
+
+@quick
+@given(st.lists(st.sampled_from([
+    "SCORE:", "SCORE: ", "7", "10", "11", "7.5", "7/10", "/100", "**", ",5", "-3", "%", "\n", "٣",
+    "\0", "\ud800", "ten", " / ", ".", "score: 9"]), max_size=12).map("".join))
+def test_the_reply_of_a_judge_is_a_score_from_0_to_1_or_none(reply):
+    score = judge._score(reply)
+    assert score is None or 0 <= score <= 1 and "SCORE:" in reply
+    assert judge._score(f"{reply}\nSCORE: 7") == 0.7
+
+
+def test_the_grammar_of_files_is_nasty_and_not_only_nasty():
+    """Else the tests above would only see refusals."""
+    read = []
+
+    @quick
+    @given(content=files())
+    def count(content):
+        try:
+            read.append(json.loads(content))
+        except (ValueError, RecursionError):
+            read.append(None)
+    count()
+    assert 5 < sum(row is None for row in read) < 55
+    with pytest.raises(ValueError):
+        json.loads(b"[" * 5000 + b"'")
