@@ -1,8 +1,8 @@
 """Two figures of papers in miniature, on the bundled model: 3 seeds per curve.
 
-    python bench/curves.py methods    12 runs: DeepSeekMath's figure 5 (arXiv:2402.03300): RFT,
+    python -m bench.curves methods    12 runs: DeepSeekMath's figure 5 (arXiv:2402.03300): RFT,
                                       online RFT, GRPO with outcome and with process rewards
-    python bench/curves.py dapo       15 runs: DAPO's ablation (arXiv:2503.14476, table 1): its four
+    python -m bench.curves dapo       15 runs: DAPO's ablation (arXiv:2503.14476, table 1): its four
                                       changes to GRPO, added one after the other
 
 Write bench/results/curves.* and dapo.*: a table, the numbers, a picture. A run takes 2 minutes on
@@ -13,12 +13,10 @@ it samples them. The evaluation comes after a sync, and is therefore that of the
 """
 import itertools
 import sys
-from pathlib import Path
 
-import common  # puts the repository on sys.path
-import seeds
-from common import series
-from seeds import at, late, number, share
+from measure import common, seeds
+from measure.common import series
+from measure.seeds import at, late, number, share
 
 SEEDS, BATCH = range(3), 16 * 16  # rollouts per draw
 COMMON = "--prompts 16 --samples 16 --kl_coef 0 --eval_size 256 --eval_n 4 --save_every 0".split()
@@ -61,7 +59,7 @@ def methods():
     steps = "--steps 30 --eval_every 6".split()
     settings = {label: [*common.SCRIPT, *COMMON, *steps, *flags.split()]
                 for label, flags in METHODS.items()}
-    settings["RFT"][1:2] = [str(Path(__file__).resolve()), "offline"]
+    settings["RFT"][1:2] = ["-m", "bench.curves", "offline"]
     columns = {
         "greedy after": (at("eval/accuracy", -1), share),
         "mean@4 before": (at("eval/mean@4", 0), share),

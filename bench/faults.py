@@ -1,11 +1,11 @@
 """What a run survives: kills, signals, damaged checkpoints, full disks, a long run.
 
-    python bench/faults.py kill       kill -9 at 50 random moments; each run is continued (an hour)
-    python bench/faults.py ranks      the same with two ranks, 10 times
-    python bench/faults.py async      the same with examples/async_rl.py: its trainer or its sampler
-    python bench/faults.py signals    SIGTERM, SIGINT and SIGUSR1 at 12 random moments
-    python bench/faults.py damage     checkpoints cut, changed, incomplete; a full disk
-    python bench/faults.py soak       2,000 steps: memory, open files, processes, size of the folder
+    python -m bench.faults kill       kill -9 at 50 random moments; each run is continued (an hour)
+    python -m bench.faults ranks      the same with two ranks, 10 times
+    python -m bench.faults async      the same with examples/async_rl.py: its trainer or its sampler
+    python -m bench.faults signals    SIGTERM, SIGINT and SIGUSR1 at 12 random moments
+    python -m bench.faults damage     checkpoints cut, changed, incomplete; a full disk
+    python -m bench.faults soak       2,000 steps: memory, open files, processes, size of the folder
 
 Each writes bench/results/faults_<name>.md. Every run is the real script with vLLM and DeepSpeed.
 "Equal" means: the same bits in all weights, AdamW moments, metrics (except seconds and memory, and
@@ -25,14 +25,14 @@ from statistics import fmean
 
 import psutil
 
-import common  # puts the repository on sys.path
-from learn import compare
+from bench import compare
+from measure import common
 
 FLAGS = ("--steps 8 --prompts 8 --samples 4 --eval_size 16 --eval_every 4 --save_every 1 "
          "--max_tokens 64 --baseline running --epochs 2 --minibatches 2 --lr 3e-4").split()
 ONE = common.SCRIPT
 TWO = [*common.LAUNCHER, common.SCRIPT[1]]
-ASYNC = [sys.executable, "examples/async_rl.py"]
+ASYNC = [sys.executable, "-m", "examples.async_rl"]
 # with several threads two runs may add in another order
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 

@@ -1,4 +1,4 @@
-"""The memory plan of the default flags for GPUs that are not here: python bench/plan.py
+"""The memory plan of the default flags for GPUs that are not here: python -m bench.plan
 
 Prints what the tables of docs/memory.md hold: for the shapes of Qwen2.5-1.5B and, with --lora_rank
 32, Qwen2.5-7B; then for several GPUs of one machine, with ZeRO-3 and --tp.
@@ -6,7 +6,6 @@ Prints what the tables of docs/memory.md hold: for the shapes of Qwen2.5-1.5B an
 import dataclasses
 import os
 
-import common  # noqa: F401  puts the repository on sys.path
 import nano_rlvr as nr
 from runtime import memory
 from runtime.shape import ModelShape

@@ -1,6 +1,6 @@
 """A model with random weights in the exact shape of a real one: for speed and memory.
 
-    python bench/random_model.py FOLDER [qwen2.5-1.5b | small | tiny] [--mean 700]
+    python -m bench.random_model FOLDER [qwen2.5-1.5b | small | tiny] [--mean 700]
 
 Writes the weights to FOLDER, a byte-level tokenizer padded to the vocabulary, questions.jsonl, and
 a generation config in which one token in `mean` ends a completion. Random weights sample nearly
@@ -14,7 +14,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-import common
+from measure import common
 
 FRUIT = ("apples", "pears", "plums", "figs")
 

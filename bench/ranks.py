@@ -1,8 +1,8 @@
 """Several ranks: cost per rank before and after balancing, bytes exchanged, seconds on paper.
 
-    python bench/ranks.py balance    the lengths of update.make_rollouts
-    python bench/ranks.py reduce     2 processes with gloo: 2 minutes
-    python bench/ranks.py paper      8 GPUs and 2 nodes, from formulas alone
+    python -m bench.ranks balance    the lengths of update.make_rollouts
+    python -m bench.ranks reduce     2 processes with gloo: 2 minutes
+    python -m bench.ranks paper      8 GPUs and 2 nodes, from formulas alone
 
 Writes bench/results/ranks_<name>.md and .json.
 """
@@ -18,11 +18,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import common  # puts the repository on sys.path
 import nano_rlvr as nr
-import plan
-import random_model
-import update
+from bench import plan, random_model, update
+from measure import common
 from runtime import dist, memory
 from runtime.batch import divide
 from runtime.shape import ModelShape
@@ -118,7 +116,7 @@ def worker(model):
 def reduce():
     with tempfile.TemporaryDirectory() as folder:
         random_model.make(folder, "small")
-        found = common.run_apart("ranks.py", "worker", folder, launcher=common.LAUNCHER)
+        found = common.run_apart("ranks", "worker", folder, launcher=common.LAUNCHER)
     rows = []
     for name, row in found.items():
         sent = [", ".join(f"{call} {x:.1f}" for call, x in row[packs].items())

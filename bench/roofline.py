@@ -1,7 +1,7 @@
 """The least seconds that one training step can take: the roofline model, stage by stage.
 
-    python bench/roofline.py             on paper: four models on four GPUs
-    python bench/roofline.py --measure   the rates of this machine, a GPU or a CPU
+    python -m bench.roofline             on paper: four models on four GPUs
+    python -m bench.roofline --measure   the rates of this machine, a GPU or a CPU
 
 An operation takes at least as long as the slowest of three: its FLOPs at the rate of a large matrix
 product, its bytes at the memory's bandwidth, its bytes over the link between host and device. The
@@ -22,9 +22,9 @@ from typing import NamedTuple
 import psutil
 import torch
 
-import common  # puts the repository on sys.path
 import nano_rlvr as nr
-from plan import SHAPES
+from bench.plan import SHAPES
+from measure import common
 from runtime import dist, memory
 from runtime.shape import DATA_SHEET
 

@@ -1,8 +1,8 @@
 """One optimizer update on one ragged batch of rollouts: packed (this trainer) or padded.
 
-    python bench/update.py                      writes bench/results/update.md and .json
-    python bench/update.py --model models/tiny --vocab 256 --out update_tiny
-    python bench/update.py --side packed        measures one side in this process, prints JSON
+    python -m bench.update                      writes bench/results/update.md and .json
+    python -m bench.update --model models/tiny --vocab 256 --out update_tiny
+    python -m bench.update --side packed        measures one side in this process, prints JSON
 
 The model is a small Qwen2 with the real vocabulary on a CPU, Qwen2.5-1.5B's shape in bf16 on CUDA.
 
@@ -32,9 +32,9 @@ from statistics import median
 
 import torch
 
-import common  # puts the repository on sys.path
 import nano_rlvr as nr
-import random_model
+from bench import random_model
+from measure import common
 from runtime import dist, flags
 from runtime.batch import pack
 
@@ -158,7 +158,7 @@ def compare(args, argv, model):
     for _ in range(args.rounds):
         for side, (own, pages) in sides.items():
             words = [*argv, "--model", model, "--side", *own]
-            run = common.run_apart("update.py", *words, THP_MEM_ALLOC_ENABLE=pages)
+            run = common.run_apart("update", *words, THP_MEM_ALLOC_ENABLE=pages)
             results[side].append(run)
             print(f"{side}: {run['seconds']:.1f} s, processor {run['cpu_seconds']:.1f} s")
 

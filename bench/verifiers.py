@@ -1,6 +1,6 @@
 """What judging 1,024 completions costs: in a warm pool, and in one process without a pool.
 
-    python bench/verifiers.py
+    python -m bench.verifiers
 
 gsm8k    the test set's questions, 8 answers each, half of them wrong
 math     MATH-500 solutions, 8 per problem: half against their own answer, half against another's
@@ -13,8 +13,8 @@ import json
 import time
 from statistics import median
 
-import common  # puts the repository on sys.path
 import rewards
+from measure import common
 from verify import jail
 
 DATA = common.ROOT.parent / "shared/data"

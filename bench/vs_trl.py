@@ -1,7 +1,7 @@
 """Seconds per step, by stage: nano_rlvr and TRL's GRPOTrainer on the same machine and prompts.
 
-    python bench/vs_trl.py --micro 64         models/tiny; writes bench/results/vs_trl.md and .json
-    python bench/vs_trl.py --random_model small 128 --prompts 16 --samples 8 --max_tokens 1024 \\
+    python -m bench.vs_trl --micro 64         models/tiny; writes bench/results/vs_trl.md and .json
+    python -m bench.vs_trl --random_model small 128 --prompts 16 --samples 8 --max_tokens 1024 \\
         --micro 8 --steps 2 --out vs_trl_long
                                               random weights; 128 tokens per completion on average
 
@@ -34,15 +34,15 @@ import time
 from collections import Counter
 from statistics import fmean, median
 
-import common  # puts the repository on sys.path
+from measure import common
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; these three are nano_rlvr's, for all
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch  # noqa: E402
+import torch
 
-import random_model  # noqa: E402
+from bench import random_model
 
 CUDA = torch.cuda.is_available()
 STAGES = ("rollout", "reward", "update", "sync", "total")  # the last one is the sum of the others
@@ -212,7 +212,7 @@ def compare(a, flags):
     for name in ("ours", "trl+vllm", *["trl"] * (not CUDA)):
         pages = "1" if name == "ours" else "0"
         own = ["--contender", name, "--micro", a.micro, "--steps", a.steps]
-        rows = common.run_apart("vs_trl.py", *own, *flags, THP_MEM_ALLOC_ENABLE=pages)[1:]
+        rows = common.run_apart("vs_trl", *own, *flags, THP_MEM_ALLOC_ENABLE=pages)[1:]
         runs[name] = rows
         seconds = {stage: median(row[stage] for row in rows) for stage in STAGES}
         base = median(row["total"] for row in runs["ours"])

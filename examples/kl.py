@@ -1,6 +1,6 @@
 """The KL term of the loss by another estimator than k3.
 
-    python examples/kl.py --kl_estimator unbiased --steps 30     flags of nano_rlvr.py work
+    python -m examples.kl --kl_estimator unbiased --steps 30     flags of nano_rlvr.py work
 
 With x = log pi - log ref of a sampled token, the term and its derivative by log pi are:
 
@@ -14,12 +14,9 @@ update on the same samples its ratio pi / old still corrects for the token, k2 d
 them is unbiased for whole completions: docs/audit.md. The log's `kl` is k3 for all of them.
 """
 import argparse
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import nano_rlvr as nr  # noqa: E402
-from runtime import dist  # noqa: E402
+import nano_rlvr as nr
+from runtime import dist
 
 ESTIMATORS = {  # (logp, ref, ratio), each (R,), -> (R,)
     "k1": lambda logp, ref, ratio: logp - ref,

@@ -1,6 +1,6 @@
 """The exact-gradient audit: what each option does to the expected gradient, without sampling error.
 
-    python learn/audit.py          writes the tables of docs/audit.md
+    python -m learn.audit          writes the tables of docs/audit.md
 
 A completion has at most 3 of 4 tokens, and token 0 ends it: of the 64 strings, 40 are different.
 The policy is a table of logits per prefix. All groups are enumerated, so the mean and the variance
@@ -12,21 +12,19 @@ import math
 import os
 import random
 import re
-import sys
 from collections import Counter
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+import nano_rlvr as nr
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-import nano_rlvr as nr  # noqa: E402
-
 PAGE = ROOT / "docs/audit.md"
 TOKENS, END = 4, 0
 

@@ -21,15 +21,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import nano_rlvr as nr
+import runtime.flags
+import runtime.model
+from runtime import dist
+from runtime.checkpoint import Checkpoints
+from runtime.log import Log
 
-import nano_rlvr as nr  # noqa: E402
-import runtime.flags  # noqa: E402
-import runtime.model  # noqa: E402
-from runtime import dist  # noqa: E402
-from runtime.checkpoint import Checkpoints  # noqa: E402
-from runtime.log import Log  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 # environment of child processes: without the process group that this process has joined, and with
 # one thread: with several, two runs may add in another order

@@ -6,11 +6,10 @@ import sys
 
 import pytest
 
-import common
 import nano_rlvr as nr
-import random_model
-import seeds
+from bench import random_model
 from conftest import FAKE_RUN
+from measure import common, seeds
 from runtime import memory
 
 

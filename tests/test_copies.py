@@ -8,9 +8,8 @@ import re
 import subprocess
 import sys
 
-import exercise
-import find_the_bug
 from conftest import ENV, ROOT
+from learn import exercise, find_the_bug
 
 
 def differences(folder):

@@ -1,12 +1,11 @@
-"""learn/diff.py on runs that the test prepares, and the part of examples/fork.py that drops."""
+"""bench/diff.py on runs that the test prepares, and the part of bench/fork.py that drops."""
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import diff
-import fork
+from bench import diff, fork
 from conftest import fixed_rollouts, make_config, read_rows, write_rows
 from runtime.log import Log
 

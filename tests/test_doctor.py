@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import doctor
-from models import SIZES
+from examples import doctor
 from runtime.memory import GIB
+from shapes import SIZES
 
 CHECKS = (doctor.versions, doctor.device, doctor.host, doctor.plan, doctor.hours, doctor.disk)
 

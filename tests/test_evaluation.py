@@ -9,8 +9,8 @@ import data
 import nano_rlvr as nr
 import rewards
 import runtime.flags
-import test_time as example
 from conftest import ROOT, close, make_config, within, write_rows
+from examples import test_time as example
 from runtime import evaluation, stats
 
 INSTRUCTION = f"{ROOT}/examples/instructions.py:instruction"

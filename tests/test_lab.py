@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import lab
 import nano_rlvr as nr
-import r1
 from conftest import FAKE_RUN, ROOT, within
+from learn.lab import lab, r1
 
 FINDINGS = lab.findings()
 

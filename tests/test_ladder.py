@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import ladder
 import nano_rlvr as nr
 from conftest import close, fixed_rollouts, float64, make_config, naive_logps
+from learn.ladder import ladder
 
 FILES = sorted(ladder.HERE.glob("[0-9]_*.py"))
 reinforce, in_groups, clip, packs, vllm = (importlib.import_module(p.stem) for p in FILES)

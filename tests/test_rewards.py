@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
-import instructions
-import judge as judging
 import nano_rlvr as nr
 import rewards
-import shaping_rewards as shaping
 from conftest import ROOT, SHARED
+from examples import instructions
+from examples import judge as judging
+from examples import shaping_rewards as shaping
 from runtime import batch, stats
 from verify import answer, jail, verifier
 

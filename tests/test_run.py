@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import async_rl
 import nano_rlvr as nr
-from compare import TIMED
+from bench.compare import TIMED
 from conftest import ENV, EPS, ROOT, TORCHRUN, make_config, read_rows, within
+from examples import async_rl
 from runtime import checkpoint
 
 FLAGS = ("--name run --steps 2 --prompts 8 --samples 4 --eval_size 9 --eval_n 4 --eval_every 2 "

@@ -12,9 +12,9 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
-import kl
 import nano_rlvr as nr
 from conftest import EXACT, ROOT, make_config, within
+from examples import kl
 from runtime.batch import pack
 from vectors import adapters, check, make
 

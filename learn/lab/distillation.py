@@ -2,7 +2,7 @@
 import json
 import sys
 
-import lab  # isort: skip
+from learn.lab import lab  # isort: skip
 import data
 
 OUT = lab.RUNS / "distillation"
@@ -46,7 +46,7 @@ FINDING = lab.Finding(
         "less clearly in mean@4, and below SFT in both. SFT also ends with the lowest "
         "entropy. A likely reason, which these runs do not test: the teacher is this "
         "student after RL, so the student can write its answers already, and 1,920 of "
-        "them are enough to copy the habit of working a sum out. examples/r1.py has a "
+        "them are enough to copy the habit of working a sum out. learn/lab/r1.py has a "
         "student that is smaller than its teacher."),
     exercises=(
         "Take a teacher that was trained for 15 steps only. Predict which arm suffers more.",

@@ -1,5 +1,5 @@
 """DPO on verified pairs against GRPO, at equal samples."""
-import lab
+from learn.lab import lab
 
 
 def judge(values):

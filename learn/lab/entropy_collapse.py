@@ -1,5 +1,5 @@
 """Entropy collapses in RL; four ways that shall hold it up."""
-import lab
+from learn.lab import lab
 
 CURES = ("clip-higher", "bonus", "Clip-Cov", "GMPO")
 

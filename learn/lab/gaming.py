@@ -1,5 +1,5 @@
 """A leaky verifier is gamed: the reward rises, and the accuracy that it should stand for falls."""
-import lab
+from learn.lab import lab
 
 FAULTY = "learn/lab/faulty_rewards.py"
 

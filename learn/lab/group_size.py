@@ -1,5 +1,5 @@
 """The size of a group against the number of prompts, at equal samples."""
-import lab
+from learn.lab import lab
 
 SIZES = (2, 4, 16, 64)
 

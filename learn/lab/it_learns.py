@@ -1,5 +1,5 @@
 """A reward curve that rises does not show that a trainer is right: faults that still learn."""
-import lab
+from learn.lab import lab
 
 FAULTS = {  # label -> its description in tests/faults.txt
     "maximum for minimum": "clip: maximum instead of minimum",

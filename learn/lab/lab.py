@@ -1,7 +1,7 @@
 """The lab: published findings, repeated in small with seeds and judged by a rule written before.
 
-    python learn/lab/staleness.py      its runs, table, picture and verdict: results/staleness.*
-    python learn/lab/lab.py            (make lab) the findings whose commands have changed since
+    python -m learn.lab.staleness      its runs, table, picture and verdict: results/staleness.*
+    python -m learn.lab.lab            (make lab) the findings whose commands have changed since
                                        their results were made, then all pages and tables
 
 A finding is a file with FINDING. An arm is a command, without --seed; all arms get the flags BASE
@@ -19,13 +19,11 @@ import sys
 from pathlib import Path
 from typing import Callable
 
+from measure import common, seeds
+from measure.seeds import at, cell, late, number, share
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "bench")]
-import common  # noqa: E402
-import seeds  # noqa: E402
-from seeds import at, cell, late, number, share  # noqa: E402
-
 RESULTS = HERE / "results"
 RUNS = Path("runs/lab")
 BASE = ("--steps 30 --prompts 16 --samples 8 --kl_coef 0 --eval_every 30 --eval_size 256 "
@@ -81,18 +79,24 @@ def near(values, arm, other, title, margin):
     return -margin < low and high < margin
 
 
+def words(finding):
+    """{label: a file and its flags, as a list} of the arms."""
+    found = {}
+    for label, command in finding.arms.items():
+        file, *own = shlex.split(command)
+        found[label] = [file, *BASE.split(), *finding.flags.split(), *own]
+    return found
+
+
 def commands(finding):
     """{label: command as a list} of the arms."""
-    found = {}
-    for label, words in finding.arms.items():
-        found[label] = [sys.executable, *shlex.split(words)[:1], *BASE.split(),
-                        *finding.flags.split(), *shlex.split(words)[1:]]
-    return found
+    return {label: [sys.executable, "-m", common.module(file), *flags]
+            for label, (file, *flags) in words(finding).items()}
 
 
 def digest(finding):
     """Changes with what is run and with what is measured."""
-    what = [command[1:] for command in commands(finding).values()]
+    what = list(words(finding).values())
     what += [list(finding.arms), list(finding.measures), list(finding.seeds)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
@@ -105,7 +109,7 @@ def minutes(folder):
 
 def run(finding, name, out=None, results=RESULTS):
     """Makes the runs of a finding and writes its results: numbers, picture and page."""
-    os.chdir(ROOT)  # the commands have paths from there
+    os.chdir(ROOT)  # the commands have paths and modules from there
     if finding.prepare:
         finding.prepare()
     folders = seeds.run_all(commands(finding), finding.seeds, out or RUNS / name, jobs=2)
@@ -156,7 +160,7 @@ def main(finding):
 def findings():
     """{name: Finding} of the files beside this one, in the order of their names."""
     names = sorted(path.stem for path in HERE.glob("*.py"))
-    modules = {name: importlib.import_module(name) for name in names if name != "lab"}
+    modules = {name: importlib.import_module(f"learn.lab.{name}") for name in names}
     return {name: m.FINDING for name, m in modules.items() if hasattr(m, "FINDING")}
 
 

@@ -1,5 +1,5 @@
 """All presets at equal samples, and what they cost."""
-import lab  # isort: skip
+from learn.lab import lab  # isort: skip
 import nano_rlvr as nr
 
 

@@ -1,5 +1,5 @@
 """Staleness: what rollouts from older weights cost, with and without an importance weight."""
-import lab
+from learn.lab import lab
 
 LAGS = (1, 2, 4, 8)
 

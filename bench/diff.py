@@ -1,22 +1,18 @@
 """Where two runs part: the first step, stage and value that differ, and what that usually means.
 
-    python learn/diff.py runs/a runs/b
+    python -m bench.diff runs/a runs/b
 
 Runs with the same settings are equal bit for bit (docs/reliability.md says when), so the first
 difference is close to its cause. What the two folders hold is compared in the order in which the
-loop makes it: see learn/compare.py.
+loop makes it: see bench/compare.py.
 """
 import math
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
-
-import common  # noqa: E402
-from compare import differences  # noqa: E402
-from runtime.folder import FREE  # noqa: E402
-from runtime.shape import first_line  # noqa: E402
+from bench.compare import differences
+from measure import common
+from runtime.folder import FREE
+from runtime.shape import first_line
 
 # a difference by rounding, relative to the larger value or to 1: 64 roundings, in bf16 two
 ROUNDED = {"float64": 2**-46, "float32": 2**-17, "bfloat16": 2**-6}

@@ -1,7 +1,7 @@
 """A command of nano_rlvr with several seeds: means, intervals over the seeds, curves with a band.
 
-    python bench/seeds.py               README's table: 5 seeds of the default run and of a control
-    python bench/seeds.py --out runs/lr --setting low="--lr 1e-5" --setting high="--lr 1e-4" -- \\
+    python -m measure.seeds             README's table: 5 seeds of the default run and of a control
+    python -m measure.seeds --out runs/lr --setting low="--lr 1e-5" --setting high="--lr 1e-4" -- \\
         python nano_rlvr.py --steps 20 --eval_every 5
 
 The command is what follows `--`: any command that takes the flags of nano_rlvr.py, also torchrun.
@@ -27,8 +27,8 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-import common  # puts the repository on sys.path
-from common import read, series
+from measure import common
+from measure.common import read, series
 from runtime.report import figure
 
 README_COMMAND = [*common.SCRIPT, *"--eval_n 8 --eval_every 25 --save_every 0".split()]
@@ -50,8 +50,9 @@ def mean_interval(values):
 
 
 def own_flags(command):
-    """The flags between the script and --seed: what the runs of a setting have in common."""
-    return command.partition(".py ")[2].partition("--seed ")[0].strip()
+    """The flags between a script, or `-m` and a module, and --seed: what the runs of a setting have
+    in common."""
+    return re.split(r"\.py |-m [\w.]+ ", command.partition("--seed ")[0])[-1].strip()
 
 
 def finished(folder, command):

@@ -5,7 +5,7 @@ from itertools import groupby
 from pathlib import Path
 from textwrap import shorten
 
-import common  # puts the repository on sys.path
+from measure import common
 from runtime.checkpoint import on_disk
 
 TIMED = ("seconds/", "memory/", "tokens_per_second", "mfu")  # metrics that depend on time
