@@ -4,15 +4,135 @@
 
 Runs with the same settings are equal bit for bit (docs/reliability.md says when), so the first
 difference is close to its cause. What the two folders hold is compared in the order in which the
-loop makes it: see bench/compare.py.
+loop makes it.
 """
 import math
 import sys
+from collections import namedtuple
+from itertools import groupby
+from pathlib import Path
+from textwrap import shorten
 
-from bench.compare import differences
 from measure import common
+from runtime.checkpoint import on_disk
 from runtime.folder import FREE
 from runtime.shape import first_line
+
+TIMED = ("seconds/", "memory/", "tokens_per_second", "mfu")  # metrics that depend on time
+STAGES = {  # in the order of a step; stage -> how the names of its values begin
+    "inputs": ("inputs",),
+    "weights": ("weights",),
+    "evaluation": ("eval",),
+    "data": ("prompt",),
+    "tokens": ("text", "completion", "tokens", "finish", "draws"),
+    "rewards": ("reward", "parts", "steps", "group/flat"),
+    "advantages": ("advantage",),
+    "trainer's log-probs": ("entropy",),
+    # stored only as their gap to the trainer's: looked at where the trainer's are equal
+    "vLLM's log-probs": ("mismatch/",),
+    "loss": ("ratio", "clipped", "correction/", "kl", "loss"),
+    "learning rate": ("lr",),
+    "gradients": ("grad_norm", "skipped"),
+    "other values": ("",),
+}
+ORDER = [(stage, start) for stage, starts in STAGES.items() for start in starts]
+LABELS = {"eval": "eval/{} of answer {}", "rollouts": "{} of rollout {}", "metrics": "{}"}
+# step: inf at the end of the run. size: relative to the larger value, or to 1 if both are
+# smaller; inf for what is no number
+Difference = namedtuple("Difference", "step stage name text size")
+
+
+def place(name):
+    """The number of the first entry of ORDER that a name begins with."""
+    return next(i for i, (_, start) in enumerate(ORDER) if name.startswith(start))
+
+
+def differences(a, b):
+    """Yields each Difference between the results of two runs, in the order in which they were made.
+
+    What only one of the runs has comes last.
+    """
+    a, b = Path(a), Path(b)
+    if (a / "inputs.sha256").read_text() != (b / "inputs.sha256").read_text():
+        yield Difference(0, "inputs", "inputs.sha256", "two checksums", math.inf)
+    rows, others = values(a), values(b)
+    saved, kept = map(checkpoints, (a, b))
+    for step in sorted(rows.keys() & others.keys() | saved.keys() & kept.keys()):
+        if step in saved and step in kept and (found := weights(saved[step], kept[step])):
+            yield Difference(step, "weights", saved[step].name, *found)
+        x, y = rows.get(step, {}), others.get(step, {})
+        for name in sorted((name for name in x if name in y), key=place):
+            if repr(x[name]) != repr(y[name]):
+                yield Difference(step, ORDER[place(name)][0], name, *gap(name, x[name], y[name]))
+    for step in sorted(rows.keys() | others.keys()):
+        for name in sorted(rows.get(step, {}).keys() ^ others.get(step, {}).keys()):
+            yield Difference(step, "other values", name, "only one run has it", math.inf)
+    if math.inf in saved.keys() ^ kept.keys():
+        yield Difference(math.inf, "other values", "final", "only one run has it", math.inf)
+
+
+def checkpoints(folder):
+    """{step: folder} of the checkpoints of a run; that of final/ is inf."""
+    finals = {math.inf: path for path in [folder / "final"] if path.exists()}
+    return on_disk(folder) | finals
+
+
+def values(folder):
+    """{step: {name: value}} of the logs of a run, without what depends on time.
+
+    The numbers per token in rollouts.jsonl have two digits only: they are left out, too.
+    """
+    found = {}
+    for file in LABELS:
+        for step, rows in groupby(common.read(folder, f"{file}.jsonl"), lambda row: row["step"]):
+            for i, row in enumerate(rows):
+                if "per_token" in row:
+                    row["text"] = row.pop("per_token")["text"]
+                for name, value in row.items():
+                    if not name.startswith(TIMED):
+                        label = LABELS[file].format(name, i)
+                        found.setdefault(step, {})[label] = value
+    return found
+
+
+def gap(name, x, y):
+    """(text, size) of how two values of the logs differ."""
+    where = ""
+    if isinstance(x, list) and isinstance(y, list):  # the first place that differs
+        i = next((i for i, (p, q) in enumerate(zip(x, y)) if p != q), min(len(x), len(y)))
+        x, y, where = x[i:i + 1], y[i:i + 1], f", at {i}"
+    are_numbers = all(isinstance(value, (int, float)) for value in (x, y)) and name != "lr"
+    size = abs(x - y) / max(abs(x), abs(y), 1) if are_numbers else math.inf
+    return f"{shorten(repr(x), 70)} | {shorten(repr(y), 70)}{where}", size
+
+
+def weights(a, b):
+    """(text, size) of how the tensors of two folders differ, None if their bits are equal.
+
+    size: distance of the two vectors of all weights, divided by the norm of the first.
+    """
+    import torch
+    from safetensors.torch import load_file
+    changed, distance, norm = [], 0.0, 0.0
+    for path in sorted({path.relative_to(folder) for folder in (a, b)
+                        for path in folder.rglob("*.safetensors")}):
+        x, y = (load_file(f / path) if (f / path).exists() else {} for f in (a, b))
+        if {k: t.shape for k, t in x.items()} != {k: t.shape for k, t in y.items()}:
+            return f"{path} has other tensors in one of them, or is missing", math.inf
+        for key in x:
+            p, q = x[key].flatten(), y[key].flatten()  # (P,), (P,)
+            apart = p.double() - q.double()  # (P,)
+            if not torch.equal(p.view(torch.uint8), q.view(torch.uint8)):
+                changed.append(f"{path} {key}, {(p != q).sum()} of {len(p)} values, "
+                               f"by {apart.abs().max():.1e} at most")
+            if not key.startswith("exp_avg"):  # AdamW's moments
+                distance += apart.square().sum().item()
+                norm += p.double().square().sum().item()
+    if not changed:
+        return None
+    text = f"{len(changed)} tensors differ, the first: {changed[0]}"
+    return text, math.sqrt(distance / norm) or math.inf
+
 
 # a difference by rounding, relative to the larger value or to 1: 64 roundings, in bf16 two
 ROUNDED = {"float64": 2**-46, "float32": 2**-17, "bfloat16": 2**-6}

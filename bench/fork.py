@@ -3,8 +3,7 @@
     OMP_NUM_THREADS=1 python -m bench.fork --at runs/a/step-20 [--group 3] [--more 10]
 
 The run continues twice from this checkpoint: in runs/a-whole as it was, and in runs/a-without with
-one group left out of the first step. Flags of the script count for both. With one thread all that
-differs later comes from this group. A learning rate that decays does so towards the new last step.
+one group left out of the first step. Flags of the script count for both.
 """
 import argparse
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 import nano_rlvr as nr
-from bench import compare, diff
+from bench import diff
 from runtime import checkpoint, dist, report, stop
 
 
@@ -63,7 +62,7 @@ def both(saved, number, more, argv):
         print(f"{folder.name}: mean reward of the {more} steps {reward:.3f}, "
               f"accuracy after them {rows[-1]['eval/accuracy']:.1%}")
     end = whole / f"step-{step + more}"
-    apart, moved = (compare.weights(end, other)[1] for other in (less / end.name, saved))
+    apart, moved = (diff.weights(end, other)[1] for other in (less / end.name, saved))
     print(f"distance of the two forks' weights: {apart / moved:.1%} of the way of the first fork")
 
 

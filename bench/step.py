@@ -35,10 +35,8 @@ def analyse(folder, device):
     about, rows = common.read_config(folder), common.read(folder)
     cfg = nr.Config(**about["config"])
     steps = [row for row in rows if "mfu" in row and row["step"]]
-    if not steps:
-        raise ValueError(f"{folder}: the run ended before its second step")
-    if about["world"] > 1:
-        raise ValueError(f"{folder}: a run of {about['world']} processes: only one is supported")
+    if not steps or about["world"] > 1:
+        raise ValueError(f"{folder}: needs a run of one process with two steps or more")
     rollouts, shape, bounds = common.read(folder, "rollouts.jsonl"), ModelShape.of(cfg.model), []
     for row in steps:
         of_step = [r for r in rollouts if r["step"] == row["step"]]

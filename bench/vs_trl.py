@@ -11,9 +11,8 @@ Flags that are not listed below are nano_rlvr's; all contenders get them. Each h
     trl+vllm     TRL with vLLM in the same process ("colocate"); on CUDA as shipped, with sleep mode
     trl          TRL as shipped, generating with transformers; not on CUDA
 
-Without CUDA, TRL's vLLM mode does not run as shipped: its first weight sync fails ('Parameter'
-object has no attribute 'weight_loader'), because vLLM repacks weights for the CPU. patch_for_cpu()
-gives TRL nano_rlvr's weight sync. This favours TRL: users have no such patch.
+Without CUDA, TRL's first weight sync into vLLM fails, because vLLM repacks weights for the CPU.
+patch_for_cpu() gives TRL nano_rlvr's weight sync. This favours TRL: users have no such patch.
 
 The same for all: weights, prompts (token ids are compared), group size, lengths, temperature,
 rewards.gsm8k_reward, fp32 on a CPU, bf16 with fp32 weights on CUDA, AdamW, KL to a reference,
@@ -21,9 +20,9 @@ importance correction between vLLM and the trainer (not in trl), one optimizer s
 cache size; no checkpoints, evaluation or reports. Only nano_rlvr uses pages of 2 MB: with them TRL
 is slower. The learning rate is 1e-6, so that lengths stay equal.
 
-A step ends where the next one begins. rollout: prompts to decoded completions. reward: ours runs it
-in worker processes, TRL in its own. sync: weights into vLLM. update: the rest of the step, also
-logging. Figures are medians over all steps but the first.
+rollout: prompts to decoded completions. reward: ours runs it in worker processes, TRL in its own.
+sync: weights into vLLM. update: the rest of the step, also logging. Figures are medians over all
+steps but the first.
 """
 import functools
 import json

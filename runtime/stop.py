@@ -58,13 +58,11 @@ def check(checkpoints):
     """Ends the run with a checkpoint if one of the ranks got a signal. Collective."""
     if number := max(dist.all_gather([received])):
         checkpoints.save()
-        module = sys.modules["__main__"].__spec__  # of `python -m examples.dpo`
-        script = ["-m", module.name] if module else sys.argv[:1]
         again = [] if "--resume" in sys.argv else ["--resume", str(checkpoints.folder)]
         dist.print_once(
             f"nano_rlvr: stopped by {signal.Signals(number).name} at step "
             f"{checkpoints.progress.step}; continue with: "
-            f"python {shlex.join([*script, *sys.argv[1:], *again])}", file=sys.stderr)
+            f"python {shlex.join([*sys.orig_argv[1:], *again])}", file=sys.stderr)
         raise SystemExit(128 + number)
 
 
