@@ -5,8 +5,8 @@
                                        their results were made, then all pages and tables
 
 A finding is a file with FINDING. An arm is a command, without --seed; all arms get the flags BASE
-and those of the finding. Runs of one seed have the same prompts in the same order, so the arms are
-compared seed by seed. An interrupted command continues. One run per core goes on at a time.
+and those of the finding. The arms are compared seed by seed. The intervals are about the seeds: all
+runs answer the same held-out questions. An interrupted command continues. One run per core goes on at a time.
 """
 import dataclasses
 import hashlib
@@ -138,7 +138,7 @@ def write_page(finding, name, results=RESULTS):
         cells = [cell(of[title], form, " to ") for title, (_, form) in finding.measures.items()]
         rows.append([label, *cells])
     page = [f"# {name}", f"Claim: {finding.claim} ({link(finding)})",
-            f"Rule, written before the runs: {finding.rule}",
+            f"Rule: {finding.rule}",
             common.table(["arm", *finding.measures], rows), f"Verdict: **{verdict(result)}**.",
             finding.reading, f"![curves]({name}.png)",
             f"All arms: `{BASE} {finding.flags}`. {result['conditions']}."]
@@ -171,7 +171,7 @@ def stored(name, results=RESULTS):
 
 
 def verdict(result):
-    return "agrees" if result["agrees"] else "does not agree"
+    return "agrees" if result["agrees"] else "not shown"
 
 
 def link(finding):
