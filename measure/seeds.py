@@ -11,7 +11,8 @@ last checkpoint. The results are <out>/seeds.md, .json and .png; without a comma
 hour on 2 cores, bench/results/learn.*. In the control a coin rewards each completion.
 
 The interval is Student's t interval of the mean, 95 %: mean +- t(n - 1) * s / sqrt(n) over n seeds.
-It is about the seed only: all runs are evaluated on the same held-out questions.
+It is about the seed only where all runs answer the same held-out questions. With --data and no
+--eval_data each seed holds out other rows.
 """
 import math
 import os
@@ -179,9 +180,11 @@ def report(folders, out, columns=None, panels=PANELS):
     everyone, runs = sum(folders.values(), []), []
     first_row = next(iter(results.values()))[0][0]
     about = common.describe([common.read_config(folder) for folder in everyone])
+    config = common.read_config(everyone[0])["config"]
+    own_file = config.get("data") and not config.get("eval_data")
     conditions = (f"{len(everyone) // len(folders)} seeds per row; in brackets the 95 % t interval "
-                  f"of the mean over the seeds. Held out: {first_row['eval/n']} questions, the "
-                  f"same for all runs. {about}.")
+                  f"of the mean over the seeds. Held out: {first_row['eval/n']} questions, "
+                  f"{'other ones for each seed' if own_file else 'the same for all runs'}. {about}.")
     columns, lines = columns or before_and_after(first_row), []
     for label, of in results.items():
         lines.append([label, *(cell([value(rows) for rows in of], form)
