@@ -184,7 +184,7 @@ def report(folders, out, columns=None, panels=PANELS):
     own_file = config.get("data") and not config.get("eval_data")
     conditions = (f"{len(everyone) // len(folders)} seeds per row; in brackets the 95 % t interval "
                   f"of the mean over the seeds. Held out: {first_row['eval/n']} questions, "
-                  f"{'other ones for each seed' if own_file else 'the same for all runs'}. {about}.")
+                  f"{'others for each seed' if own_file else 'the same for all runs'}. {about}.")
     columns, lines = columns or before_and_after(first_row), []
     for label, of in results.items():
         lines.append([label, *(cell([value(rows) for rows in of], form)

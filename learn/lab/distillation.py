@@ -45,10 +45,9 @@ FINDING = lab.Finding(
         "Three seeds cannot tell the order in mean@4: on-policy distillation minus RL +2.5 points "
         "(-0.8 to +5.8), SFT minus on-policy distillation +3.9 (-1.8 to +9.6). In greedy accuracy "
         "on-policy distillation is above RL (92.7 % against 79.9 %) and SFT above both (+6.0, 2.1 "
-        "to 9.9). SFT also ends with the lowest entropy. A likely reason, which these runs do not test: the teacher is this "
-        "student after RL, so the student can write its answers already, and 1,920 of "
-        "them are enough to copy the habit of working a sum out. learn/lab/r1.py has a "
-        "student that is smaller than its teacher."),
+        "to 9.9). SFT also ends with the lowest entropy. A likely reason, which these runs do not "
+        "test: the teacher is this student after RL, so the student can write its answers already. "
+        "learn/lab/r1.py has a student that is smaller than its teacher."),
     exercises=(
         "Take a teacher that was trained for 15 steps only. Predict which arm suffers more.",
         "Take the student as its own teacher with `--teacher_prompt`. Which text could help "

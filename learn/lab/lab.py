@@ -6,7 +6,8 @@
 
 A finding is a file with FINDING. An arm is a command, without --seed; all arms get the flags BASE
 and those of the finding. The arms are compared seed by seed. The intervals are about the seeds: all
-runs answer the same held-out questions. An interrupted command continues. One run per core goes on at a time.
+runs answer the same held-out questions. An interrupted command continues. One run per core goes on
+at a time.
 """
 import dataclasses
 import hashlib
