@@ -1,6 +1,6 @@
 """Where two runs part: the first step, stage and value that differ, and what that usually means.
 
-    python -m bench.diff runs/a runs/b
+    python -m bench.diff runs/a runs/b       ends with status 1 if they differ
 
 Runs with the same settings are equal bit for bit (docs/reliability.md says when), so the first
 difference is close to its cause. What the two folders hold is compared in the order in which the
@@ -205,9 +205,11 @@ def main(argv):
     if len(argv) != 2:
         sys.exit(__doc__)
     try:
-        print(*answer(*argv), sep="\n")
+        lines = list(answer(*argv))
     except Exception as e:  # a damaged file can raise anything
         sys.exit(f"diff: {' '.join(argv)}: damaged, or not the folder of a run ({first_line(e)})")
+    print(*lines, sep="\n")
+    sys.exit(any(line.startswith("first difference") for line in lines))
 
 
 if __name__ == "__main__":

@@ -88,6 +88,9 @@ def test_rounding_is_told_from_what_follows_it(runs):
 def test_equal_runs_other_settings_and_inputs_a_shorter_run_and_a_damaged_one(runs):
     a, b = runs
     assert list(diff.answer(a, b))[1:] == ["no difference: all results are equal bit for bit"]
+    with pytest.raises(SystemExit) as ended:
+        diff.main([str(a), str(b)])
+    assert not ended.value.code
     write_rows(b / "metrics.jsonl", read_rows(b / "metrics.jsonl")[:1])
     (b / "inputs.sha256").write_text("4567")
     about = json.loads((b / "config.json").read_text())
@@ -97,6 +100,9 @@ def test_equal_runs_other_settings_and_inputs_a_shorter_run_and_a_damaged_one(ru
     assert flags == "settings and versions that differ: --seed 0 | 1"
     assert "step 0, inputs: " in first and cause.endswith("the settings differ in --seed.")
     assert "where it shows first: step 1, other values: " in later
+    with pytest.raises(SystemExit) as ended:
+        diff.main([str(a), str(b)])
+    assert ended.value.code == 1
     (b / "step-1/model.safetensors").write_text("")
     with pytest.raises(SystemExit, match=r"^diff: .*damaged, or not the folder of a run .*\Z"):
         diff.main([str(a), str(b)])
