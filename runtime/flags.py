@@ -95,8 +95,8 @@ RANGES = (
 NEEDS = (
     ("question_key answer_key", lambda cfg: cfg.data or cfg.eval_data, "--data or --eval_data"),
     ("delta clip_low", lambda cfg: cfg.surrogate == "ppo", "--surrogate ppo"),
-    ("clip_high", lambda cfg: cfg.surrogate in ("ppo", "cispo"), "--surrogate ppo or detach"),
-    ("tau", lambda cfg: cfg.surrogate in ("sapo", "kimi"), "--surrogate sapo or squared"),
+    ("clip_high", lambda cfg: cfg.surrogate in ("ppo", "cispo"), "--surrogate ppo or cispo"),
+    ("tau", lambda cfg: cfg.surrogate in ("sapo", "kimi"), "--surrogate sapo or kimi"),
     ("tau_neg", lambda cfg: cfg.surrogate == "sapo", "--surrogate sapo"),
     ("correction_cap", lambda cfg: cfg.correction != "none", "a --correction"),
     ("gpu_memory_utilization", lambda cfg: torch.cuda.is_available(), "a GPU"),
