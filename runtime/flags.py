@@ -102,7 +102,7 @@ NEEDS = (
     ("gpu_memory_utilization", lambda cfg: torch.cuda.is_available(), "a GPU"),
     ("warmup", lambda cfg: not cfg.warmup > cfg.steps > 0, "more --steps: --lr is not reached"),
     # On-policy, pi/pi_old is 1: no bound is reached, and all surrogates have the same slope there.
-    # --ratio is not listed: it still sums or averages the correction and the rewards of steps.
+    # --ratio is not listed: it still sums or averages the correction.
     ("surrogate clip_low clip_high delta tau tau_neg", lambda cfg: cfg.epochs * cfg.minibatches > 1,
      "--epochs or --minibatches above 1: on-policy, pi/pi_old is 1"),
 )
@@ -285,7 +285,7 @@ def model_row(model):
     if path.is_file():
         names = set().union(*MODELS.values())
         return {name: x for name, x in read_settings(path)["config"].items() if name in names}
-    by_path = {os.path.realpath(find_model(name)): row for name, row in MODELS.items()}
+    by_path = {os.path.realpath(REPOSITORY / name): row for name, row in MODELS.items()}
     return by_path.get(os.path.realpath(find_model(model)), {})
 
 

@@ -26,10 +26,10 @@ class Sampler:
     """vLLM's LLM in this process, with what a trainer needs. Its other methods work as well."""
 
     def __init__(self, cfg, **args):
-        """args: more arguments of start_vllm."""
+        """args: other or more arguments of start_vllm."""
         # The trainer's log-probs include the temperature, but not top-p; vLLM's processed ones
         # include both. With top-p the temperature is 1, so vLLM's raw ones are right.
-        self._llm = start_vllm(
+        settings = dict(
             model=cfg.model, dtype=cfg.dtype, seed=cfg.seed,
             trust_remote_code=cfg.trust_remote_code,
             logprobs_mode="processed_logprobs" if cfg.top_p == 1.0 else "raw_logprobs",
@@ -37,7 +37,8 @@ class Sampler:
             max_num_seqs=memory.most_sequences(cfg), enable_prefix_caching=True,
             cuda_args=dict(gpu_memory_utilization=cfg.gpu_memory_utilization,
                            enable_sleep_mode=True,
-                           kv_cache_memory_bytes=memory.kv_cache_bytes(cfg)), **args)
+                           kv_cache_memory_bytes=memory.kv_cache_bytes(cfg)))
+        self._llm = start_vllm(**settings | args)
         self._threads = torch.get_num_threads()
 
     def __getattr__(self, name):

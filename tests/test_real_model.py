@@ -57,9 +57,9 @@ def rollouts(tokenizer):
     a second, short answer to the first question."""
     prose = tokenizer((ROOT / "CONTRIBUTING.md").read_text())["input_ids"]
     end, made = tokenizer.convert_tokens_to_ids("<|im_end|>"), []
-    for question, size, advantage in ((0, 300, 1.0), (0, 50, -1.0), (1, 60, 1.0)):
+    for question, length, advantage in ((0, 300, 1.0), (0, 50, -1.0), (1, 60, 1.0)):
         prompt = encode(tokenizer, QUESTIONS[question])
-        answer = [*prose[:size - len(prompt) - 1], end]
+        answer = [*prose[:length - len(prompt) - 1], end]
         made.append(nr.Rollout(prompt, answer, tokenizer.decode(answer), False, [0.0] * len(answer),
                                reward=advantage, advantages=[advantage] * len(answer)))
     return made

@@ -17,7 +17,7 @@ import report.page
 import report.tokens
 from bench import screenshots
 from conftest import EPS, fixed_rollouts, make_config, within, write_rows
-from runtime import records, trainer
+from runtime import records
 from runtime.log import Log
 
 in_chromium = pytest.mark.skipif(not screenshots.CHROMIUM,
@@ -270,26 +270,26 @@ def test_the_report_has_whole_groups_of_at_most_2000_rollouts_in_every_kth_step(
 
 @pytest.mark.numeric
 def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
-        group, tokenizer, tmp_path):
+        group, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(report.tokens, "SHARE", 1)
     cfg = make_config(keep_rollouts=8, lr=1e-3, out=str(tmp_path), correction="none",
                       mismatch_bound=1e9, kl_coef=0.0)
     rollouts = fixed_rollouts(tokenizer)
     rollouts[1].loss_mask[1:] = [False] * (len(rollouts[1].completion) - 1)
     groups = [rollouts[i:i + 4] for i in range(0, 16, 4)]
     policy, written = nr.make_policy(cfg), Log(cfg, tokenizer)
-    shown = written.rollouts_with_tokens(0, groups)
 
+    @torch.no_grad()
     def logps():
-        with torch.no_grad():
-            alone = [policy(nr.collate([r]))[0].tolist() for r in shown]
-        return trainer.token_logps(policy, shown, rollouts[0], cfg), alone
+        return [policy(nr.collate([r]))[0].tolist() for r in rollouts[:8]]  # one by one
 
-    before, old = logps()
-    nr.update(policy, [nr.collate(rollouts)], cfg)
-    after, new = logps()
-    written.write(0, {}, groups, token_logps=zip(shown, before, after))
+    old = logps()
+    with written.token_changes(0, groups, policy, rollouts[0], metrics := {}):
+        nr.update(policy, [nr.collate(rollouts)], cfg)
+    new = logps()
+    written.write(0, metrics, groups)
     rows = records.read(written.folder, "rollouts.jsonl")
-    assert len(rows) == len(shown) == 8  # those that are kept
+    assert len(rows) == 8 and metrics["seconds/report"] > 0  # those that are kept
     for row, r, x, y in zip(rows, rollouts, old, new):
         vllm = itertools.compress(r.vllm_logps, r.loss_mask)
         for name, wanted in (("logp", x), ("change", [b - a for a, b in zip(x, y)]),
