@@ -1,13 +1,14 @@
-"""The memory plan of the default flags for GPUs that are not here: python bench/plan.py
+"""The memory plan of the default flags for GPUs that are not here: python -m bench.plan
 
 Prints what the tables of docs/memory.md hold: for the shapes of Qwen2.5-1.5B and, with --lora_rank
-32, Qwen2.5-7B; then for several GPUs of one machine, with ZeRO-3 and --tp.
+32, Qwen2.5-7B; then for several GPUs of one machine, with ZeRO-3 and tensor_parallel.py --tp.
 """
 import dataclasses
 import os
+from unittest import mock
 
-import common  # noqa: F401  puts the repository on sys.path
 import nano_rlvr as nr
+from examples import tensor_parallel
 from runtime import memory
 from runtime.shape import ModelShape
 
@@ -30,12 +31,14 @@ SHAPES = {  # of Qwen's config.json files
 }
 
 
-def plan(model, gib, host=64, gpus=1, **flags):
+def plan(model, gib, host=64, gpus=1, tp=1, **flags):
     """Prints the plan for GPUs of `gib` GiB in a machine with `host` GiB of memory."""
     os.environ.update(WORLD_SIZE=str(gpus), LOCAL_WORLD_SIZE=str(gpus))
     cfg = dataclasses.replace(nr.Config(), model=model, dtype="bfloat16", **flags)
     gib, host = gib * memory.GIB, host * memory.GIB
-    memory.plan(cfg, memory.Device(True, gib, gib, host), SHAPES[model])
+    with mock.patch.object(memory, "step_bytes", memory.step_bytes):  # restored afterwards
+        tensor_parallel.plan_shards(tp)
+        memory.plan(cfg, memory.Device(True, gib, gib, host), SHAPES[model])
 
 
 if __name__ == "__main__":
