@@ -176,8 +176,8 @@ def example_of(row, question_key, answer_key):
         case str(question) | [{"role": "user", "content": str(question)}]:
             example = row | {"question": question}
         case other:
-            raise ValueError(f"'{question_key}' must be text, or messages with one of the role user "
-                             f"and no other, not {other!r:.150}{MAKE}")
+            raise ValueError(f"'{question_key}' must be text, or messages with one of the role "
+                             f"user and no other, not {other!r:.150}{MAKE}")
     if answer_key in flags:
         if isinstance(row[answer_key], (dict, list)):
             raise ValueError(f"'{answer_key}' must be text or a number; --answer_key none hands it "
