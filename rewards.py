@@ -347,13 +347,13 @@ def known_tests(tests):
 
 @each
 def code_reward(text, tests, timeout=5.0, allow_unsafe_code=False):
-    """1.0 if the program passes every test, else 0.0; None without tests. ValueError for others.
+    """1.0 if the program passes every test, else 0.0; None without tests.
 
     `tests` is a list, or its JSON text. A test is either {"input": "2 3", "output": "5"}, standard
     input and output, compared line by line without spaces at line ends, or "assert add(2, 3) == 5",
     Python that runs after the program. All tests of a completion share 0.9 * timeout seconds; a
     program that needs longer fails. Programs run in the jail of verify/jail.py. Raises
-    RuntimeError where it cannot be built.
+    RuntimeError where it cannot be built, ValueError for tests of other forms: see known_tests.
     """
     end = time.monotonic() + 0.9 * timeout
     tests = known_tests(tests)

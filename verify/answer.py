@@ -24,6 +24,7 @@ CLEAN_UP = [  # (pattern, replacement); ¤ keeps apart what must not become one 
     (r"\\[!,;]|\\left|\\right|\^\{?\\circ\}?|°", ""),
     (r"[\u00a0\u2007\u2009\u202f]|\\ |~", " "),
     (r"\{,\}", ","),
+    (r"[¼-¾⅐-⅞]", lambda m: f" {_plain(m[0])}"),  # 2½ is 2 1/2
     (r"\\(?:text(?:bf|it)?|mathrm|mathbf|mbox|operatorname)\s?\{([^{}]*)\}", r" \1 "),
     (r"(?<=\d)\s?(?=\\[dtc]?frac)", " "),  # 1\frac{1}{2}
     (r"\\[dtc]?frac\s?\{?(-?\d+)\}?\s?\{?(\d+)\}?(?!\d)", r"\1/\2 "),
