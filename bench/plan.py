@@ -24,7 +24,7 @@ SHAPES = {  # of Qwen's config.json files
         kv_cache=2 * 28 * 2 * 128, qk_norms=False),
     "Qwen2.5-7B": ModelShape(
         parameters=7_615_616_512, hidden=3584, layers=28, attention=3584, mlp=18944, vocab=152064,
-        kv_cache=2 * 28 * 4 * 128, kv_heads=4, qk_norms=False),
+        kv_cache=2 * 28 * 4 * 128, qk_norms=False),
     "Qwen2.5-32B": ModelShape(
         parameters=32_763_876_352, hidden=5120, layers=64, attention=5120, mlp=27648, vocab=152064,
         kv_cache=2 * 64 * 8 * 128, qk_norms=False),
