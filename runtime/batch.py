@@ -51,6 +51,11 @@ class Rollout:
         """Number of sampled tokens."""
         return sum(self.loss_mask)
 
+    def record(self):
+        """What the logs of a run keep of every completion: a dict."""
+        return {"completion": self.text, "reward": self.reward, "parts": self.parts,
+                "tokens": self.length, "finish": "length" if self.truncated else "stop"}
+
 
 def flatten(lists):
     """The items of all lists, in one list."""
@@ -82,12 +87,11 @@ def skip_zero_advantages(rollouts, cfg):
     """
     if cfg.kl_coef or cfg.surrogate == "kimi":  # its penalty has a gradient without an advantage
         return rollouts
-    kept = [r for r in rollouts if any(r.advantages)]
-    skipped = sorted([r for r in rollouts if not any(r.advantages)], key=len)
-    if skipped and not kept:
-        kept = [skipped.pop(0)]
-    for r in skipped:
-        r.weight = 0.0
+    kept = [r for r in rollouts if any(r.advantages)] or sorted(rollouts, key=len)[:1]
+    ids = set(map(id, kept))
+    for r in rollouts:
+        if id(r) not in ids:
+            r.weight = 0.0
     return kept
 
 

@@ -202,10 +202,8 @@ class Log:
         self._append("metrics.jsonl", self.rows[-1:])
         kept = self._kept(groups)
         prompts = self.tokenizer.batch_decode([r.prompt for r in kept])
-        rows = [{"step": step, "prompt": prompt, "completion": r.text, "reward": r.reward,
-                 "parts": r.parts, "advantage": r.advantages[0],
-                 "prompt_tokens": len(r.prompt), "tokens": r.length,
-                 "finish": "length" if r.truncated else "stop"} for r, prompt in zip(kept, prompts)]
+        rows = [{"step": step, "prompt": prompt, "prompt_tokens": len(r.prompt),
+                 "advantage": r.advantages[0]} | r.record() for r, prompt in zip(kept, prompts)]
         for row, (r, before, after) in zip(rows, self.changes):  # the first of `kept`
             row["per_token"] = tokens.numbers(r, before, after, self.tokenizer)
         self._append("rollouts.jsonl", rows)
