@@ -25,6 +25,7 @@ from make_tiny import cold_start, make_tokenizer, new_model, training_example  #
 
 import data  # noqa: E402
 import nano_rlvr  # noqa: E402
+from arithmetic import generate  # noqa: E402
 
 HABIT = 0.3  # share of the examples that call Python
 TAGS = ["<python>", "</python>", "<output>", "</output>"]  # one token each
@@ -76,7 +77,7 @@ def main():
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     for split, size in (("train", 8192), ("test", 512)):
-        rows = data.generate(product, split, size, args.seed)
+        rows = generate(product, split, size, args.seed)
         lines = [json.dumps(row) + "\n" for row in rows]
         (Path(args.out) / f"{split}.jsonl").write_text("".join(lines))
 

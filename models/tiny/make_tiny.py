@@ -21,9 +21,11 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import data
 import nano_rlvr
+from arithmetic import arithmetic
 from runtime.batch import packed_attention
 
 # number of terms -> fraction of the examples that are worked out
@@ -125,7 +127,7 @@ def main():
     tokenizer = make_tokenizer()
 
     def sample(rng):
-        example = training_example(data.arithmetic, rng)
+        example = training_example(arithmetic, rng)
         text = demonstration(example, rng)
         completion = tokenizer(text, add_special_tokens=False)["input_ids"]
         prompt = data.encode(example, tokenizer, "chat")
