@@ -20,7 +20,7 @@ from runtime import hub
 from verify import user_code
 from verify.verifier import ADDED_COLUMNS, SETTINGS
 
-EXAMPLES = Path(__file__).parent / "examples"
+EXAMPLES = os.path.relpath(Path(__file__).parent / "examples")
 # name -> where its examples come from, as in load, and its default for --rewards, the first of
 # which the evaluation counts
 TASKS = {
@@ -188,7 +188,8 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
             answer_key = answer_key or next((k for k in ANSWER_KEYS if k in row), "answer")
             examples.append(example_of(row, question_key, answer_key))
         except ValueError as e:
-            raise ValueError(f"{location}: {e}") from None
+            # in one line: a column may have a line break in its name
+            raise ValueError(f"{location}: {' '.join(str(e).split())}") from None
         if len(examples) == size:
             break
     if not examples:

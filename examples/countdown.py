@@ -6,7 +6,7 @@ import ast
 import re
 from fractions import Fraction
 
-from arithmetic import generate
+from examples.arithmetic import generate
 from rewards import each, final_answer
 
 

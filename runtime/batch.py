@@ -68,7 +68,7 @@ def in_groups(rollouts, n):
 
 
 def deal(groups, hands):
-    """Groups i, i + hands, i + 2 hands, ... for each i; None, a group of another rank, is left out.
+    """Deals groups like cards into `hands` lists. None, a group of another rank, is left out.
 
     >>> deal(["a", "b", None, "d", "e"], 2)
     [['a', 'e'], ['b', 'd']]
@@ -164,9 +164,9 @@ def pack_evenly(rollouts, dummy, budget):
 def collate(rollouts, device="cpu"):
     """A pack of B rollouts -> one row of T tokens: each prompt once, before its first completion.
 
-    A prompt P with completions a and b becomes the row P a b. Attention runs per sequence: queries
-    P a with keys P a, then queries b with keys P b. The causal mask is aligned to the end: b sees
-    all of P. Sequence i has the queries cu_seqlens_q[i]:cu_seqlens_q[i+1] of the row and the keys
+    A prompt X with completions a and b becomes the row X a b. Attention runs per sequence: queries
+    X a with keys X a, then queries b with keys X b. The causal mask is aligned to the end: b sees
+    all of X. Sequence i has the queries cu_seqlens_q[i]:cu_seqlens_q[i+1] of the row and the keys
     kv_index[cu_seqlens_k[i]:cu_seqlens_k[i+1]]; kv_index holds positions in the row. predictors
     (R,) are the positions whose output predicts the R sampled tokens; other completion tokens (a
     tool's output) are only read, like a prompt. old and ref are left to store_fixed_logps.

@@ -185,7 +185,7 @@ def misfit(r, prompt, vocabulary):
         return "it is no Rollout, or without text, or not in the order of the prompts"
     lists = r.completion, r.vllm_logps, r.loss_mask
     if {*map(type, lists)} != {list} or len({*map(len, lists)}) > 1 or True not in r.loss_mask:
-        return "completion, vllm_logps, sampled: not lists of one length, or no token is sampled"
+        return "completion, vllm_logps, loss_mask: not lists of one length, or no token is sampled"
     for token, logp, sampled in zip(*lists):
         is_token = type(token) is int and 0 <= token < vocabulary
         is_logp = isinstance(logp, (int, float)) and -math.inf < logp <= 1e-3  # rounded

@@ -179,11 +179,11 @@ class Log:
 
     @contextlib.contextmanager
     def token_changes(self, step, groups, policy, dummy, metrics):
-        """Around the update of a step: keeps log-probs before and after it for the report, of one
-        rollout in SHARE; of none in most steps of a long run or a small batch. Collective."""
+        """Around the update, for the report: keeps log-probs before and after it, of one rollout in
+        SHARE. If that is less than one per step, of one rollout in some steps. Collective."""
         shown = tokens.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
-        share = sum(map(len, groups)) / tokens.SHARE  # of a step's rollouts
-        shown = shown[:max(1, int(share))] if step % math.ceil(1 / share) == 0 else []
+        count = sum(map(len, groups)) / tokens.SHARE  # rollouts per step; may be below 1
+        shown = shown[:max(1, int(count))] if step % math.ceil(1 / count) == 0 else []
         with timed(metrics, "report"):
             before = token_logps(policy, shown, dummy, self.cfg)
         yield

@@ -172,8 +172,9 @@ def chunk_forward(hidden, weight, targets, temperature):
 
 
 def chunk_backward(hidden, weight, targets, temperature, norm, grad, entropy, grad_entropy=None):
-    """-> gradient of hidden @ weight.T for one chunk (R, C). grad, grad_entropy: those of log-prob
-    and entropy, divided by the temperature; like norm and entropy (R, 1)."""
+    """-> gradient of hidden @ weight.T for one chunk (R, C). norm, grad, entropy, grad_entropy:
+    (R, 1). grad is d loss / d logp, grad_entropy d loss / d entropy, both divided by the
+    temperature."""
     logits, column, in_chunk = chunk_logits(hidden, weight, targets, temperature)
     logp, factor = logits.sub_(norm), grad  # (R, C), (R, 1)
     if grad_entropy is not None:

@@ -14,7 +14,7 @@ import torch
 
 import nano_rlvr as nr
 from conftest import close, judged, make_config, read_rows
-from random_reward import random_reward
+from examples.random_reward import random_reward
 from runtime import dist
 from runtime.checkpoint import Progress
 from runtime.dist import RunError

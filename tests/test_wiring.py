@@ -21,9 +21,9 @@ import data
 import nano_rlvr as nr
 import rewards
 from conftest import ROOT, close, fixed_rollouts, judged, make_config, write_rows
-from models import shape_of
 from runtime import dist, log, memory, model
 from runtime.checkpoint import Checkpoints
+from shapes import shape_of
 
 TINY = str(ROOT / "models/tiny")
 SAME_MODEL = str(ROOT / "tests/../models/tiny")  # another text for the same folder
@@ -124,8 +124,8 @@ def setting(name):
 
 def splits(cfg):
     """Training and held-out examples; of a generated task at most 64 each."""
-    generate = data.generate
-    with patched((data, "generate", lambda make, split, size, seed: generate(
+    rows = data.function_rows
+    with patched((data, "function_rows", lambda make, split, size, seed: rows(
             make, split, min(size, 64), seed))):
         tokenizer = AutoTokenizer.from_pretrained(TINY)
         return data.load_splits(cfg, tokenizer, notify=lambda text: None)
