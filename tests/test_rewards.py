@@ -19,7 +19,7 @@ import data
 import nano_rlvr as nr
 import rewards
 from conftest import ROOT, SHARED
-from examples import code_reward, countdown, instructions, jail, process_rewards
+from examples import code_reward, countdown, instructions, jail, process_rewards, random_reward
 from examples import judge as judging
 from examples import shaping_rewards as shaping
 from runtime import batch, stats
@@ -32,6 +32,8 @@ OWN = {name: f"{ROOT}/examples/shaping_rewards.py:{name}"
 FUNCTIONS = rewards.REWARDS | {name: getattr(shaping, name) for name in OWN}
 FUNCTIONS["instruction"] = instructions.instruction
 FUNCTIONS["countdown"] = countdown.countdown_reward
+FUNCTIONS["random"] = random_reward.random_reward
+FUNCTIONS |= {"format": shaping.format_reward, "overlong": shaping.overlong}
 OWN["instruction"] = f"{ROOT}/examples/instructions.py:instruction"
 # columns with which every reward runs on any completion; judge and code have tests of their own
 COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}"}, "format": {},
@@ -187,7 +189,7 @@ def test_a_row_that_lacks_a_column_gets_the_default_of_each():
 def test_a_bad_spec_raises_a_one_line_error(spec, says):
     with pytest.raises(ValueError) as caught:
         for _, _, where in rewards.parse_spec(spec):
-            user_code.load(*where.rsplit(":", 1))
+            user_code.load(where)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -429,7 +431,7 @@ def test_overlong_is_trls_soft_overlong_punishment():
     from trl.rewards import get_soft_overlong_punishment
     ids = [[0] * n for n in (0, 79, 80, 81, 90, 99, 100, 101)]
     theirs = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)(ids)
-    f = functools.partial(rewards.overlong_reward, [""] * len(ids), completion_ids=ids,
+    f = functools.partial(shaping.overlong, [""] * len(ids), completion_ids=ids,
                           max_tokens=100)
     assert f(overlong_buffer=20) == f() == theirs
     assert f(overlong_buffer=0) == [0] * 7 + [-1]
@@ -456,11 +458,11 @@ def test_repetition_is_trls_penalty():
 def test_random_is_a_fair_coin_that_ignores_the_answer_and_is_reproducible(verify):
     n = 4000
     texts, columns = ["<answer>72</answer>"] * n, {"prompts": ["p"] * n, "answer": ["72"] * n}
-    coins = rewards.random_reward(texts, **columns)
-    assert coins == rewards.random_reward(texts, **columns | {"answer": ["5"] * n})
+    coins = random_reward.random_reward(texts, **columns)
+    assert coins == random_reward.random_reward(texts, **columns | {"answer": ["5"] * n})
     assert abs(sum(coins) / n - 0.5) < 0.04  # 5 standard deviations
     for other in ({"random_seed": 1}, {"step": 1}, {"prompts": ["q"] * n}):
-        changed = rewards.random_reward(texts, **columns | other)
+        changed = random_reward.random_reward(texts, **columns | other)
         assert 0.4 < sum(a != b for a, b in zip(coins, changed)) / n < 0.6
     in_workers = verify("random")(texts[:99], prompts=["p"] * 99, sample_index=[*range(99)])
     assert in_workers[0] == coins[:99]

@@ -28,9 +28,9 @@ def load(spec, kind="reward"):
     try:
         if path:
             sys.path.append(str(path.parent))  # the file may import its neighbours
-            spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-            found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found)
+            about = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+            found = sys.modules[about.name] = importlib.util.module_from_spec(about)
+            about.loader.exec_module(found)
         else:
             found = importlib.import_module(module)
     except (Exception, SystemExit) as e:  # a user's file: any type

@@ -42,8 +42,6 @@ class Verifier(contextlib.AbstractContextManager):
     parts     {name: one unweighted value per completion}; None where a row does not name it
     metrics   reward/timeouts and reward/crashes: how many completions have no reward for that
 
-    `known`: see parse_spec; rewards.Verifier fills it in.
-
     A column that is a list holds one value per completion. Any other column and the settings
     (max_tokens, random_seed, ...) reach every call unchanged. A call gets one completion, `timeout`
     seconds and memory_mb. Two columns are added: index (position in the batch) and, for whole_batch
@@ -149,12 +147,11 @@ class Verifier(contextlib.AbstractContextManager):
                 raise ValueError(f"{says}; choose another reward or --answer_key")
             notify(f"{says}; their completions get no reward")
 
-    def close(self):
+    def close(self, *_):
         """End the worker processes."""
         self.pool.close()
 
-    def __exit__(self, *_):
-        self.close()
+    __exit__ = close
 
 
 def text_of(completion):
