@@ -270,7 +270,7 @@ def test_code_takes_the_last_block_after_thinking():
 def test_tests_of_an_unknown_form_are_refused_before_any_program_runs():
     known = ["assert f(1) == 2", "def check(f):\n    assert f(1) == 2\ncheck(f)",
              {"input": "", "output": "6\n"}]
-    assert rewards.known_tests(json.dumps(known)) == known and rewards.known_tests([]) == []
+    assert code_reward.known_tests(json.dumps(known)) == known and code_reward.known_tests([]) == []
     for tests in (
             {"inputs": ["3\n"], "outputs": ["6\n"]},
             {"fn_name": "f", "inputs": [[3]], "outputs": [6]},
@@ -279,13 +279,13 @@ def test_tests_of_an_unknown_form_are_refused_before_any_program_runs():
             known[0], ["class T(TestCase):\n    def test(self): self.assertEqual(f(1), 2)\nmain()"],
             "[", ["assert"]):
         with pytest.raises((ValueError, SyntaxError)):
-            rewards.known_tests(tests)
+            code_reward.known_tests(tests)
 
 
 @needs_jail
 def test_a_run_says_at_its_start_which_tests_are_of_an_unknown_form():
     said, rows = [], [{"tests": {"inputs": ["3"]}}, {"tests": ["assert f(1) == 2"]}]
-    with rewards.Verifier("code", timeout=20) as verify:
+    with rewards.Verifier(f"{ROOT}/examples/code_reward.py:code", timeout=20) as verify:
         verify.count_unreadable(rows, said.append)
         assert "reward code: 1 of 2 answers cannot be read, ValueError: the form" in said[0]
         with pytest.raises(ValueError, match=r"^reward code: 1 of 1 .*{'inputs': \['3'\]}; write"):
@@ -438,12 +438,12 @@ def test_overlong_is_trls_soft_overlong_punishment():
 
 
 def test_settings_of_the_run_go_before_columns_of_the_data():
-    with rewards.Verifier("overlong,code:0.5", timeout=9, max_tokens=96, overlong_buffer=20,
-                          allow_unsafe_code=True) as verify:
+    spec = "overlong,math:0.5"
+    with rewards.Verifier(spec, timeout=9, max_tokens=96, overlong_buffer=20) as verify:
         _, parts, metrics = verify(
-            ["```\nprint(1)\n```"], completion_ids=[[0] * 96], max_tokens=[10**6], timeout=["2 s"],
-            overlong_buffer=[1], allow_unsafe_code=[False], tests=[[{"input": "", "output": "1"}]])
-    assert parts == {"overlong": [-1.0], "code": [1.0]} and not any(metrics.values())
+            [r"\boxed{1}"], completion_ids=[[0] * 96], max_tokens=[10**6], timeout=["2 s"],
+            overlong_buffer=[1], answer=["1"])
+    assert parts == {"overlong": [-1.0], "math": [1.0]} and not any(metrics.values())
 
 
 def test_repetition_is_trls_penalty():
