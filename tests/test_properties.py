@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import data
 import judge
 import nano_rlvr as nr
-import runtime.flags
+import runtime.model
 from conftest import ROOT, make_config
 from runtime import report
 
@@ -99,7 +99,7 @@ def test_a_model_folder_with_a_changed_setting_is_loaded_or_refused_in_one_line(
     about[name.draw(st.sampled_from(sorted(about)))] = name.draw(SCALARS)
     path.write_text(json.dumps(about))
     try:
-        runtime.flags.load_tokenizer(make_config(model=str(tmp_path / "m")))
+        runtime.model.load_tokenizer(make_config(model=str(tmp_path / "m")))
     except ValueError as e:
         assert one_line(e) and "--model" in str(e)
 

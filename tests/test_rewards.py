@@ -440,12 +440,10 @@ def test_overlong_is_trls_soft_overlong_punishment():
 
 
 def test_settings_of_the_run_go_before_columns_of_the_data():
-    with rewards.Verifier("overlong,code:0.5", timeout=9, max_tokens=96, overlong_buffer=20,
-                          allow_unsafe_code=True) as verify:
-        _, parts, metrics = verify(
-            ["```\nprint(1)\n```"], completion_ids=[[0] * 96], max_tokens=[10**6], timeout=["2 s"],
-            overlong_buffer=[1], allow_unsafe_code=[False], tests=[[{"input": "", "output": "1"}]])
-    assert parts == {"overlong": [-1.0], "code": [1.0]} and not any(metrics.values())
+    with rewards.Verifier("overlong", timeout=9, max_tokens=96, overlong_buffer=20) as verify:
+        _, parts, metrics = verify(["x"], completion_ids=[[0] * 96], max_tokens=[10**6],
+                                   timeout=["2 s"], overlong_buffer=[1])
+    assert parts == {"overlong": [-1.0]} and not any(metrics.values())
 
 
 def test_repetition_is_trls_penalty():
