@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import data
 import judge
 import nano_rlvr as nr
+import runtime.flags
 import runtime.model
 from conftest import ROOT, make_config
 from runtime import report
