@@ -1,6 +1,7 @@
 """Seconds per step, by stage: nano_rlvr and TRL's GRPOTrainer on the same machine and prompts.
 
     python bench/vs_trl.py --micro 64         models/tiny; writes bench/results/vs_trl.md and .json
+    python bench/vs_trl.py --model models/smollm2 --steps 6 --micro 16 --out vs_trl_smollm2
     python bench/vs_trl.py --random_model small 128 --prompts 16 --samples 8 --max_tokens 1024 \\
         --micro 8 --steps 2 --out vs_trl_long
                                               random weights; 128 tokens per completion on average
@@ -16,7 +17,7 @@ object has no attribute 'weight_loader'), because vLLM repacks weights for the C
 gives TRL nano_rlvr's weight sync. This favours TRL: users have no such patch.
 
 The same for all: weights, prompts (token ids are compared), group size, lengths, temperature,
-rewards.gsm8k_reward, fp32 on a CPU, bf16 with fp32 weights on CUDA, AdamW, KL to a reference,
+the task's first reward, fp32 on a CPU, bf16 with fp32 weights on CUDA, AdamW, KL to a reference,
 importance correction between vLLM and the trainer (not in trl), one optimizer step per step, KV
 cache size; no checkpoints, evaluation or reports. Only nano_rlvr uses pages of 2 MB: with them TRL
 is slower. The learning rate is 1e-6, so that lengths stay equal.
@@ -126,9 +127,10 @@ def grpo_options(cfg, micro, vllm):
 def trl(argv, micro, folder, vllm=False):
     import data
     import nano_rlvr as nr  # for its flags
-    from rewards import gsm8k_reward
+    import rewards
     from runtime import memory
     from runtime.model import load_tokenizer
+    from verify import user_code
     cfg = nr.parse_config([*argv, "--out", folder])
     tokenizer = load_tokenizer(cfg)
     train_set, _ = data.load_splits(cfg, tokenizer)
@@ -154,8 +156,10 @@ def trl(argv, micro, folder, vllm=False):
             seconds.clear()
 
     rows = [{"prompt": p, "answer": e["answer"]} for p, e in zip(prompts, examples)]
+    _, _, where = rewards.parse_spec(cfg.rewards)[0]
     trainer = GRPOTrainer(
-        model=cfg.model, reward_funcs=gsm8k_reward, processing_class=tokenizer,
+        model=cfg.model, reward_funcs=user_code.load(*where.rsplit(":", 1)),
+        processing_class=tokenizer,
         args=GRPOConfig(folder, **grpo_options(cfg, micro, vllm)), callbacks=[Callback()],
         train_dataset=Dataset.from_list(rows))
     if not vllm:  # the model's stop tokens, as in vLLM; TRL's default is the tokenizer's single one

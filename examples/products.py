@@ -5,6 +5,11 @@
 
 The flags of this model are in runtime/flags.py. For another one: --task products --template chat.
 A control in which a coin rewards each completion: --rewards examples/products.py:right:0,random:1
+How much of this a model knows already, if its answer is begun with "8 x 9 =":
+
+    python nano_rlvr.py --model models/smollm2 --steps 0 --template examples/primed.txt \\
+        --data examples/products.py:primed --eval_data examples/products.py:primed \\
+        --rewards examples/products.py:right
 """
 import itertools
 import random
@@ -30,6 +35,15 @@ def make(split, size, seed):
             for form, (a, b) in itertools.product(FORMS, both_orders)]
     rng.shuffle(rows)
     return rows[:size]
+
+
+def primed(split, size, seed):
+    """The same questions, but the answer is begun: "8 x 9 =". So the model need not find out how to
+    answer, only the number. For a model with ChatML, with --template examples/primed.txt."""
+    turn = "<|im_end|>\n<|im_start|>assistant\n"
+    for row in make(split, size, seed):
+        a, b = numbers(row["question"])
+        yield row | {"question": f"{row['question']}{turn}{a} x {b} ="}
 
 
 def numbers(text):

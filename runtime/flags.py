@@ -70,7 +70,8 @@ MODELS = {
                         eval_every=10),
     "models/smollm2": dict(task="products", template="chat", steps=8, prompts=8, samples=8,
                            temperature=0.8, max_prompt=64, max_tokens=48, lr=2e-5, beta2=0.95,
-                           kl_coef=0.0, eval_every=8, eval_size=256, save_every=0),
+                           kl_coef=0.0, pack_tokens=2048, eval_every=8, eval_size=256,
+                           save_every=0),
 }
 
 # (flags, smallest, largest value): one row for each numeric flag. inf and nan are in no range.

@@ -2,6 +2,7 @@
 import json
 import subprocess
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,35 @@ def test_every_single_bit_changes_it_and_the_order_does_not(dtype):
     x = torch.randn(700, 600).to(dtype)
     assert checksum(x) == checksum(x.T) == checksum(x.flip(0)) == sum(map(checksum, x))
     assert checksum(x[0, :0]) == 0 != checksum(torch.zeros(1).to(dtype))  # a zero counts
+
+
+# ---- how a token is drawn on a CPU
+
+def test_a_token_is_drawn_as_often_as_its_probability_says_and_never_at_probability_0(monkeypatch):
+    """With random numbers at equal distances, the counts are n * p up to the two ends of its range
+    of numbers. A seeded row does not depend on the others."""
+    n = 2**12
+    p = torch.tensor([0.0, 0.5, 0.0, 0.125, 1e-9, 0.375, 0.0])
+    grid = torch.arange(n, dtype=torch.float64)[:, None] / n
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "rand", lambda *shape, **_: grid.clone())
+        tokens = sampler.sample_by_inversion(p.expand(n, -1), {})
+    counts = tokens.bincount(minlength=len(p))
+    assert (counts - n * p / p.sum()).abs().max() <= 1 and not counts[p == 0].any()
+    probs = torch.rand(3, 1000).softmax(-1)
+    drawn = [sampler.sample_by_inversion(probs, {1: torch.Generator().manual_seed(seed)})[1].item()
+             for seed in (5, 5, 6)]
+    alone = sampler.sample_by_inversion(probs[1:2], {0: torch.Generator().manual_seed(5)})
+    assert drawn[0] == drawn[1] == alone.item() != drawn[2]
+
+
+def test_vllm_draws_its_tokens_in_this_way(llm):
+    from vllm.v1.sample.ops import topk_topp_sampler
+    with mock.patch.object(topk_topp_sampler, "random_sample",
+                           side_effect=topk_topp_sampler.random_sample) as draw:
+        llm.generate([{"prompt_token_ids": [5, 6]}], SamplingParams(max_tokens=3, seed=1),
+                     use_tqdm=False)
+    assert draw.call_count and draw.side_effect is sampler.sample_by_inversion
 
 
 # ---- a model as vLLM keeps it

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nano_rlvr as nr
-from conftest import fixed_rollouts, make_config
+from conftest import close, fixed_rollouts, float64, make_config
 from runtime import stats
 from runtime.batch import pack
 
@@ -107,3 +107,36 @@ def test_a_dummy_changes_no_metric(model, tokenizer):
     alone, both = (nr.update(engine_of(nr.TokenLogps(model)), [nr.collate(p) for p in packs], cfg)
                    for packs in ([rollouts], [rollouts, dummy]))
     assert alone == both
+
+
+@pytest.mark.parametrize("changes, passes", [
+    (dict(aggregate="sequence"), 8), (dict(aggregate="token", surrogate="cispo"), 8),
+    (dict(aggregate="constant", ratio="sequence"), 8), (dict(kl_coef=0.1), 16),
+    (dict(surrogate="kimi"), 16)], ids=str)
+def test_without_a_kl_a_sequence_with_advantage_0_needs_no_pass(group, tokenizer, changes, passes):
+    """The gradient of a step is the same as with all 16 passes, in float64 and to rounding."""
+    with float64():
+        cfg = make_config(**dict(kl_coef=0.0, pack_tokens=300) | changes)
+        module = nr.TokenLogps(nr.load_model(cfg))
+
+        def gradient(zero, loss):
+            rollouts = fixed_rollouts(tokenizer)
+            for r in rollouts[:zero]:
+                r.advantages = [0.0] * len(r.completion)
+            batches = nr.make_batches([rollouts], rollouts[0], cfg, loss)
+            module.zero_grad()
+            for batch in batches:
+                old = batch.vllm_logps + 0.01 if cfg.surrogate == "kimi" else None
+                ref = batch.vllm_logps if cfg.kl_coef else None
+                nr.policy_loss(module(batch)[0], old, ref, batch, cfg)[0].backward()
+            sequences = sum(len(batch.lengths) for batch in batches)
+            assert sequences == sum(r.weight > 0 for r in rollouts)
+            return sequences, torch.cat([p.grad.flatten() for p in module.parameters()])
+
+        some, ours = gradient(8, nr.policy_loss)
+        every, wanted = gradient(8, None)  # as for a loss of the user, which may need them
+        assert (some, every) == (passes, 16)
+        close(ours, wanted)
+        if passes == 8:  # AdamW's step with momentum is taken all the same
+            one, nothing = gradient(16, nr.policy_loss)
+            assert one == 1 and not nothing.any()
