@@ -33,11 +33,11 @@ notebooks: $(DEV)
 
 # the findings of the lab whose commands have changed (an hour or more), then the pages and tables
 lab: $(DEV)
-	.venv/bin/python learn/lab/lab.py
+	.venv/bin/python -m learn.lab.lab
 
 # every exercise's test fails on an empty function and passes on the solution
 exercises: $(DEV)
-	.venv/bin/python learn/exercise.py --prove
+	.venv/bin/python -m learn.exercise --prove
 
 setup: $(READY)
 

@@ -216,7 +216,8 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
             answer_key = answer_key or next((k for k in ANSWER_KEYS if k in row), "answer")
             examples.append(example_of(row, question_key, answer_key))
         except ValueError as e:
-            raise ValueError(f"{location}: {e}") from None
+            # in one line: a column may have a line break in its name
+            raise ValueError(f"{location}: {' '.join(str(e).split())}") from None
         if len(examples) == size:
             break
     if not examples:

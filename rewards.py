@@ -76,7 +76,8 @@ def each(score_one):
 MAX_ANSWER = 1000  # characters; a longer final answer does not count, which bounds the cost
 ANSWER_MARK = re.compile(  # "#### 1. April" is a heading
     r"<answer>|\\f?boxed\s{0,3}\{|####[ \t]{0,9}(?=[-+−$€£¥₹\\.\d])"
-    r"(?!\d{1,3}(?:\.\d{1,3})?(?:\\?[.):][ \t]{1,9}[^\s]|[ \t][-–—:][ \t]{1,9}[^\W\d]))")
+    r"(?!\d{1,3}(?:\.\d{1,3})?(?:\\?[.):](?:[ \t]{1,9}\S|[^\W\d])|[ \t][-–—:][ \t]{1,9}[^\W\d]"
+    r"|(?:st|nd|rd|th)\b|\ufe0f?\u20e3))")
 ANSWER_PHRASE = re.compile(  # "The answer is correct." states none; "A: north" may be an option
     r"(?im)(?:\banswer\W{0,4}(?:is\b|:|=)(?!\s{1,9}correct\b[^\d\\\n]*$)"
     r"|^(?:\#{1,6}[ \t]|\*\*)(?:[^\w\n]|the\b|final\b){0,9}answer[:* \t]{0,9}\n"  # a heading

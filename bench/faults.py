@@ -1,11 +1,10 @@
-"""What a run survives: kills, signals, damaged checkpoints, full disks, a long run.
+"""What a run survives: kills, damaged checkpoints, full disks, a long run.
 
-    python bench/faults.py kill       kill -9 at 50 random moments; each run is continued (an hour)
-    python bench/faults.py ranks      the same with two ranks, 10 times
-    python bench/faults.py async      the same with examples/async_rl.py: its trainer or its sampler
-    python bench/faults.py signals    SIGTERM, SIGINT and SIGUSR1 at 12 random moments
-    python bench/faults.py damage     checkpoints cut, changed, incomplete; a full disk
-    python bench/faults.py soak       2,000 steps: memory, open files, processes, size of the folder
+    python -m bench.faults kill       kill -9 at 50 random moments; each run is continued (an hour)
+    python -m bench.faults ranks      the same with two ranks, 10 times
+    python -m bench.faults async      the same with examples/async_rl.py: its trainer or its sampler
+    python -m bench.faults damage     checkpoints cut, changed, incomplete; a full disk
+    python -m bench.faults soak       2,000 steps: memory, open files, processes, size of the folder
 
 Each writes bench/results/faults_<name>.md. Every run is the real script with vLLM and DeepSpeed.
 "Equal" means: the same bits in all weights, AdamW moments, metrics (except seconds and memory, and
@@ -14,7 +13,6 @@ what is computed from them) and rollouts as in a run without the fault.
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,14 +23,14 @@ from statistics import fmean
 
 import psutil
 
-import common  # puts the repository on sys.path
-from learn import compare
+from bench import diff
+from measure import common
 
 FLAGS = ("--steps 8 --prompts 8 --samples 4 --eval_size 16 --eval_every 4 --save_every 1 "
          "--max_tokens 64 --baseline running --epochs 2 --minibatches 2 --lr 3e-4").split()
 ONE = common.SCRIPT
 TWO = [*common.LAUNCHER, common.SCRIPT[1]]
-ASYNC = [sys.executable, "examples/async_rl.py"]
+ASYNC = [sys.executable, "-m", "examples.async_rl"]
 # with several threads two runs may add in another order
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -47,12 +45,12 @@ def start(folder, *flags, command=ONE):
 
 def differences(a, b):
     """What differs between two finished runs: a list of texts, [] if they are equal bit for bit."""
-    found = [f"step {d.step}: {d.name}: {d.text}" for d in compare.differences(a, b)]
-    last = max(compare.checkpoints(a).keys() - {float("inf")})
+    found = [f"step {d.step}: {d.name}: {d.text}" for d in diff.differences(a, b)]
+    last = max(diff.checkpoints(a).keys() - {float("inf")})
     if not (b / f"step-{last}").exists():
         found.append(f"step-{last} is missing")
     if (a / "rollouts.jsonl").read_bytes() != (b / "rollouts.jsonl").read_bytes():
-        found.append("rollouts.jsonl")  # it also has numbers that compare.py leaves out
+        found.append("rollouts.jsonl")  # it also has numbers that diff.py leaves out
     return found
 
 
@@ -90,9 +88,8 @@ def metrics_lines(folder):
 
 
 def random_moment(process, folder, rng):
-    """Waits until a run has written a random number of lines of metrics, and then at most half a
-    second, about a step. One time in three, it goes on waiting until the run writes a checkpoint.
-    Returns what the folder shows then."""
+    """Waits until a run has written a random number of lines of metrics, then at most half a
+    second; one time in three until it writes a checkpoint. Returns what the folder shows then."""
     wanted = rng.randrange(int(FLAGS[1]))
     wait_until(process, lambda: metrics_lines(folder) >= wanted)
     end = time.time() + rng.uniform(0, 0.5)
@@ -134,26 +131,6 @@ def kill(out, command=ONE, times=50):
                 victim.kill()
             process.wait()
         yield "; ".join(moments), outcome(whole, folder, command=command)
-
-
-def signals(out):
-    """The first signal stops the run with a checkpoint; then it is continued."""
-    whole, rng = whole_run(out), random.Random(1)
-    for i in range(12):
-        number = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[i % 3]
-        folder = out / f"stopped-{i}"
-        process = start(folder, "--save_every", "0")
-        moment = random_moment(process, folder, rng)
-        process.send_signal(number)
-        code, log = process.wait(), Path(f"{folder}.log")
-        said = [line for line in own_lines(log) if number.name in line]
-        traceback = "Traceback" in log.read_text()
-        result = outcome(whole, folder, "--save_every", "1")
-        if code == 0 and result == "equal":
-            result = "equal: it came after the last step, and the run ended"
-        elif code != 128 + number or traceback or len(said) != 1:
-            result = f"exit code {code}, said {said}, then {result}"
-        yield f"{number.name}, {moment}", result
 
 
 HARMS = {"cut": lambda data: data[:len(data) // 2], "empty": lambda data: b"",
@@ -210,11 +187,11 @@ def soak(out, steps=2000):
     """Many steps: what grows?"""
     flags = (f"--steps {steps} --prompts 2 --samples 2 --minibatches 1 --epochs 1 --max_tokens 8 "
              "--save_every 100 --eval_every 400 --keep_rollouts 4").split()
-    run, metrics, samples = start(out / "soak", *flags), out / "soak/metrics.jsonl", {}
+    run, samples = start(out / "soak", *flags), {}
     process = psutil.Process(run.pid)
     while run.poll() is None:
         time.sleep(0.2)
-        lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        lines = metrics_lines(out / "soak")
         if lines >= max(samples, default=0) + steps // 20 and lines < steps:
             children = process.children(recursive=True)
             samples[lines] = {
@@ -233,8 +210,7 @@ def soak(out, steps=2000):
 
 
 BENCHES = {"kill": kill, "ranks": lambda out: kill(out, TWO, times=10),
-           "async": lambda out: kill(out, ASYNC, times=24), "signals": signals,
-           "damage": damage, "soak": soak}
+           "async": lambda out: kill(out, ASYNC, times=24), "damage": damage, "soak": soak}
 
 
 def main(name):

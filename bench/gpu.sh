@@ -57,21 +57,21 @@ run() {  # name, flags ...: 4 steps of SCRIPT, the first of which is a warm-up
     rm -rf "$folder"/step-* "$folder"/final  # 20 GB per run
 }
 
-$PYTHON bench/random_model.py "$MODEL" "$SHAPE" --mean $MEAN || exit 1
+$PYTHON -m bench.random_model "$MODEL" "$SHAPE" --mean $MEAN || exit 1
 for name in ${ONLY:-$ROWS}; do
     case $name in
         whole) run whole --kl_coef 0 ;;
         whole-kl) run whole-kl --kl_coef 0.001 --gradient_checkpointing on ;;
-        compile) SCRIPT=examples/compiled.py run compile --kl_coef 0 ;;
+        compile) SCRIPT='-m examples.compiled' run compile --kl_coef 0 ;;
         24-lora) run 24-lora --kl_coef 0.001 --memory_gb 24 --lora_rank 32 ;;
-        trl-*) row "$name" $PYTHON bench/vs_trl.py --random_model "$SHAPE" $MEAN $SIZE \
+        trl-*) row "$name" $PYTHON -m bench.vs_trl --random_model "$SHAPE" $MEAN $SIZE \
                    --micro "${name#trl-}" --steps 3 --out "$WORK/$name"
                [ ! -f "$WORK/$name.md" ] || cat "$WORK/$name.md" >> "$NOTES" ;;
         *) run "$name" --kl_coef 0.001 --memory_gb "$name" ;;
     esac
 done
 rm -f "$REPORT"
-[ ${#RUNS[@]} -eq 0 ] || row report $PYTHON bench/step.py "${RUNS[@]}" --out "$OUT"
+[ ${#RUNS[@]} -eq 0 ] || row report $PYTHON -m bench.step "${RUNS[@]}" --out "$OUT"
 command -v nvidia-smi >/dev/null && nvidia-smi --format=csv,noheader \
     --query-gpu=name,driver_version,memory.total,power.limit >> "$NOTES"
 cat "$NOTES" >> "$REPORT" && cat "$REPORT"

@@ -1,6 +1,6 @@
 """How often is each habit of the bundled model used, and how often is it right? Before any RL.
 
-    python bench/habits.py            half a minute on 2 cores; a table by number of terms
+    python -m bench.habits            half a minute on 2 cores; a table by number of terms
 
 8 samples each of 512 held-out questions. The habits are those of models/tiny/make_tiny.py.
 """
@@ -8,10 +8,10 @@ import dataclasses
 import sys
 from statistics import fmean
 
-import common  # puts the repository on sys.path
 import data
 import nano_rlvr as nr
 import rewards
+from measure import common
 from runtime import dist
 from runtime.model import load_tokenizer
 

@@ -1,6 +1,6 @@
 """A model with random weights in the exact shape of a real one: for speed and memory.
 
-    python bench/random_model.py FOLDER [qwen2.5-1.5b | small | tiny] [--mean 700]
+    python -m bench.random_model FOLDER [qwen2.5-1.5b | small | tiny] [--mean 700]
 
 Writes the weights to FOLDER, a byte-level tokenizer padded to the vocabulary, questions.jsonl, and
 a generation config in which one token in `mean` ends a completion. Random weights sample nearly
@@ -14,7 +14,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-import common
+from measure import common
 
 FRUIT = ("apples", "pears", "plums", "figs")
 
@@ -35,8 +35,8 @@ SHAPES = {
 
 
 def make(folder, shape="qwen2.5-1.5b", mean=700):
-    """Writes the model: in bf16 from a hidden size of 1536 on, below that in fp32. shape: a name in
-    SHAPES, or a dict like those. Returns the flags with which nano_rlvr.py trains it."""
+    """Writes the model, in bf16 from a hidden size of 1536 on. shape: a name in SHAPES, or a dict
+    like those. Returns the flags with which nano_rlvr.py trains it."""
     size, folder = SHAPES[shape] if isinstance(shape, str) else shape, Path(folder)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
@@ -50,8 +50,7 @@ def make(folder, shape="qwen2.5-1.5b", mean=700):
     vocab.update({f"<random {i}>": i for i in unused})
     rng, eos = random.Random(0), special[0]
     stops = [eos, *rng.sample(unused, max(0, round(size["vocab_size"] / mean) - 1))]
-    model.generation_config = transformers.GenerationConfig(
-        eos_token_id=stops, do_sample=True)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=stops, do_sample=True)
     model.config.eos_token_id = eos
     model.save_pretrained(folder)
     wrapped = transformers.PreTrainedTokenizerFast(

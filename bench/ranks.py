@@ -1,61 +1,23 @@
-"""Several ranks: cost per rank before and after balancing, bytes exchanged, seconds on paper.
+"""Two ranks: the bytes that ZeRO sends in a step and holds before it, in each stage.
 
-    python bench/ranks.py balance    the lengths of update.make_rollouts
-    python bench/ranks.py reduce     2 processes with gloo: 2 minutes
-    python bench/ranks.py paper      8 GPUs and 2 nodes, from formulas alone
+    python -m bench.ranks       2 processes with gloo: 2 minutes
 
-Writes bench/results/ranks_<name>.md and .json.
+Writes bench/results/ranks_reduce.md and .json.
 """
 import gc
 import json
-import math
-import pickle
 import sys
 import tempfile
-from statistics import fmean
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import common  # puts the repository on sys.path
 import nano_rlvr as nr
-import plan
-import random_model
-import update
+from bench import random_model, update
+from measure import common
 from runtime import dist, memory
-from runtime.batch import divide
 from runtime.shape import ModelShape
-
-
-def excess(costs):
-    """Highest cost of a rank above the mean, as a fraction of it: what the others wait for."""
-    return max(costs) / fmean(costs) - 1
-
-
-def balance_one(rollouts, ranks, cost):
-    """(excess before, after, cost added, bytes sent per token) for one batch."""
-    share = len(rollouts) // ranks  # as prompts are divided when they are sampled
-    parts = [rollouts[i * share:(i + 1) * share] for i in range(ranks)]
-    before = [cost(part) for part in parts]
-    after = [cost(part) for part in divide(parts, cost)]
-    tokens = sum(map(len, rollouts))
-    sent = len(pickle.dumps(parts)) / tokens
-    return excess(before), excess(after), sum(after) / sum(before) - 1, sent
-
-
-def balance():
-    cost, rows = plan.SHAPES["Qwen2.5-1.5B"].forward_flops, []
-    for n in (128, 512, 2048):
-        batches = [update.make_rollouts(n, 3000, 151936, seed) for seed in range(10)]
-        for ranks in (2, 4, 8, 16):
-            before, after, added, sent = zip(*(balance_one(b, ranks, cost) for b in batches))
-            rows.append([f"lognormal, {n} rollouts", ranks,
-                         f"{fmean(before):.1%} ({max(before):.1%})",
-                         f"{fmean(after):.1%} ({max(after):.1%})",
-                         f"{fmean(added):.2%}", f"{fmean(sent):.0f}"])
-    return ["lengths", "ranks", "before: mean (worst)", "after: mean (worst)", "FLOPs added",
-            "bytes sent per token"], rows, rows
 
 
 class Traffic(TorchDispatchMode):
@@ -115,75 +77,22 @@ def worker(model):
         print(json.dumps(found))
 
 
-def reduce():
+def main(argv):
+    parser = common.parser(__doc__)
+    parser.add_argument("--worker", metavar="MODEL", help="one of the two processes")
+    if model := parser.parse_args(argv).worker:
+        return worker(model)
+    conditions, rows = common.conditions(), []
     with tempfile.TemporaryDirectory() as folder:
         random_model.make(folder, "small")
-        found = common.run_apart("ranks.py", "worker", folder, launcher=common.LAUNCHER)
-    rows = []
+        found = common.run_apart("ranks", "--worker", folder, launcher=common.LAUNCHER)
     for name, row in found.items():
         sent = [", ".join(f"{call} {x:.1f}" for call, x in row[packs].items())
                 for packs in ("1", "4")]
         rows.append([*name.split(), row["optimizer"], *sent, f"{row['held']:.1f}"])
-    return ["dtype", "ZeRO stage", "DeepSpeed's class", "sent per step with 1 pack", "with 4 packs",
-            "held before the step"], rows, found
-
-
-# ranks; bytes per second, each way, of the narrowest link: NVLink of a GPU, or the network of a
-# node, which carries what one GPU of a ring sends
-LINKS = {"8 GPUs, NVLink": (8, 450e9), "2 nodes of 8 GPUs, 400 Gb/s per node": (16, 50e9),
-         "2 nodes of 8 GPUs, 8 x 400 Gb/s per node": (16, 400e9)}
-PEAK, USE = 989e12, 0.4  # bf16 FLOP/s of an H100; the share that an update is assumed to reach
-PACK = 32768  # tokens
-
-
-def sent(stage, packs, ranks):
-    """Bytes per parameter that a GPU sends in an optimizer step, as counted by `reduce`, in bf16.
-
-    A ring sends (ranks - 1) / ranks of a tensor per all-gather or reduce-scatter, twice that per
-    all-reduce. Stages 1 and 2 reduce all gradients to all ranks and gather the new weights; stage 3
-    gathers the weights for the forward and for the backward pass.
-    """
-    ring, size = (ranks - 1) / ranks, 2
-    return ring * size * {1: 2 + 1, 2: packs * 2 + 1, 3: packs * (2 + 1)}[stage]
-
-
-def state(stage, ranks):
-    """Bytes per parameter that a GPU holds: bf16 weights, fp32 gradients, weights, two moments.
-
-    Stage 1 is DeepSpeed's BF16_Optimizer, which also keeps the last pack's gradients in bf16.
-    """
-    return {1: 2 + 2 + 4 + 12 / ranks, 2: 2 + (4 + 12) / ranks, 3: (2 + 4 + 12) / ranks}[stage]
-
-
-def paper():
-    rollouts, rows = update.make_rollouts(512, 3000, 1000), []
-    tokens = sum(map(len, rollouts))
-    for name, shape in plan.SHAPES.items():
-        flops = 4 * shape.forward_flops(rollouts)  # with recomputed activations
-        for link, (ranks, speed) in LINKS.items():
-            packs = math.ceil(tokens / ranks / PACK)
-            compute = flops / ranks / PEAK / USE
-            for stage in (1, 2, 3):
-                size = sent(stage, packs, ranks) * shape.parameters
-                held = state(stage, ranks) * shape.parameters / 2**30
-                rows.append([name, link, stage, f"{held:.0f}", packs, f"{size / 1e9:.1f}",
-                             f"{size / speed:.2f}", f"{compute:.2f}"])
-    return ["model", "ranks", "ZeRO stage", "state per GPU, GiB", "packs", "GB sent per GPU",
-            "seconds", "seconds of compute"], rows, rows
-
-
-BENCHES = {"balance": balance, "reduce": reduce, "paper": paper}
-
-
-def main(argv):
-    parser = common.parser(__doc__)
-    parser.add_argument("bench", choices=[*BENCHES, "worker"])
-    parser.add_argument("model", nargs="?", help="of a worker; `reduce` starts them")
-    args = parser.parse_args(argv)
-    if args.bench == "worker":
-        return worker(args.model)
-    conditions, (head, rows, numbers) = common.conditions(), BENCHES[args.bench]()
-    common.write(f"ranks_{args.bench}", f"{common.table(head, rows)}\n\n{conditions}", numbers)
+    head = ["dtype", "ZeRO stage", "DeepSpeed's class", "sent per step with 1 pack", "with 4 packs",
+            "held before the step"]
+    common.write("ranks_reduce", f"{common.table(head, rows)}\n\n{conditions}", found)
 
 
 if __name__ == "__main__":

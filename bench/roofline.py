@@ -1,7 +1,7 @@
 """The least seconds that one training step can take: the roofline model, stage by stage.
 
-    python bench/roofline.py             on paper: four models on four GPUs
-    python bench/roofline.py --measure   the rates of this machine, a GPU or a CPU
+    python -m bench.roofline             on paper: four models on four GPUs
+    python -m bench.roofline --measure   the rates of this machine, a GPU or a CPU
 
 An operation takes at least as long as the slowest of three: its FLOPs at the rate of a large matrix
 product, its bytes at the memory's bandwidth, its bytes over the link between host and device. The
@@ -22,9 +22,9 @@ from typing import NamedTuple
 import psutil
 import torch
 
-import common  # puts the repository on sys.path
 import nano_rlvr as nr
-from plan import SHAPES
+from bench.plan import SHAPES
+from measure import common
 from runtime import dist, memory
 from runtime.shape import DATA_SHEET
 
@@ -81,8 +81,7 @@ def measure_device():
 
 
 def measure_python(llm, sequences=512, tokens=32):
-    """Seconds of processor time per token that vLLM's engine spends outside of the model: in its
-    scheduler, before and after a token step, and in its outputs. The least of several trials."""
+    """Processor time per token of vLLM's scheduler and outputs, seconds: the least of 4 trials."""
     engine, trials = llm.llm_engine, []
     scheduler = engine.engine_core.engine_core.scheduler
     parts = [(scheduler, "schedule"), (scheduler, "update_from_output"),
@@ -127,11 +126,8 @@ def body_weights(shape):
 
 
 def stages(cfg, shape, groups, device):
-    """{stage: {part: [Op]}} of one step; the stages are those of metrics.jsonl.
-
-    groups: list of (prompt tokens, [tokens of each completion]). device: its size decides how many
-    sequences vLLM can decode at once.
-    """
+    """{stage: {part: [Op]}} of one step. groups: list of (prompt tokens, [tokens of each
+    completion]). device: its size decides how many sequences vLLM can decode at once."""
     b = getattr(torch, cfg.dtype).itemsize  # bytes of a number
     body, head = body_weights(shape), shape.vocab * shape.hidden
     completions = [c for _, lengths in groups for c in lengths]
@@ -210,9 +206,8 @@ def bounds(cfg, shape, groups, device):
             for stage, parts in stages(cfg, shape, groups, device).items()}
 
 
-COLUMNS = ("device", "model", "rollout", "of it Python", "reference", "forward + backward",
-           "recomputation", "optimizer", "sync", "step, no reference", "with reference",
-           "and recomputation", "memory plan")
+COLUMNS = ("device", "model", "rollout", "of it Python", "forward + backward",
+           "step, no reference", "with reference", "and recomputation", "memory plan")
 
 
 def geometric(n, mean, longest=3000):
@@ -223,17 +218,17 @@ def geometric(n, mean, longest=3000):
 
 
 def planned(cfg, shape, device):
-    """cfg with what runtime/memory.py chooses for a device; adapters where nothing else fits, None
-    if nothing does."""
+    """cfg as runtime/memory.py plans it for a device, with adapters where nothing else fits."""
     place = memory.Device(True, device.size, device.size)
     for rank in (cfg.lora_rank, 32):
         with contextlib.suppress(ValueError), contextlib.redirect_stdout(None):
             return memory.plan(dataclasses.replace(cfg, lora_rank=rank), place, shape)[0]
 
 
-def paper(tokens):
-    """Rows of COLUMNS for 64 prompts of 100 tokens; tokens: of each completion."""
-    groups, rows = [(100, tokens[i::64]) for i in range(64)], []
+def paper():
+    """Rows of COLUMNS: 64 prompts of 100 tokens, 512 completions with a mean of 700."""
+    tokens, rows = geometric(512, 700), []
+    groups = [(100, tokens[i::64]) for i in range(64)]
     for name, device in itertools.product(list(SHAPES)[:4], DEVICES):
         shape = SHAPES[name]
         plan = planned(nr.Config(model=name, dtype="bfloat16"), shape, device)
@@ -241,9 +236,8 @@ def paper(tokens):
         times = bounds(cfg, shape, groups, device)
         update, sums = times["update"], [sum(parts.values()) for parts in times.values()]
         with_reference = sum(sums) - update["recomputation"]
-        cells = [sums[0], times["rollout"]["engine's Python"], update["reference"],
-                 update["forward"] + update["backward"], update["recomputation"],
-                 update["optimizer"], sums[2], with_reference - update["reference"],
+        cells = [sums[0], times["rollout"]["engine's Python"],
+                 update["forward"] + update["backward"], with_reference - update["reference"],
                  with_reference, sum(sums)]
         flags = f"offload {plan.offload}, recomputation {plan.checkpointing}, LoRA {plan.lora_rank}"
         rows.append([device.name, name, *(f"{x:.2f}" for x in cells), flags])
@@ -259,15 +253,8 @@ def main(argv=None):
         llm = nr.Sampler(nr.Config(common.TINY, dtype="float32", max_prompt=64, max_tokens=64,
                                    gpu_memory_utilization=0.2))
         return print(json.dumps(device._replace(python=measure_python(llm))))
-    print(f"""Bound in seconds of one step: 64 prompts of 100 tokens, 8 completions each, bf16.
-
-512 completions of 700 tokens:
-
-{common.table(COLUMNS, paper([700] * 512))}
-
-The same with geometric lengths, mean 700 and at most 3,000, as random weights sample them:
-
-{common.table(COLUMNS, paper(geometric(512, 700)))}""")
+    print("Bound in seconds of one step: 64 prompts of 100 tokens, 8 completions each (geometric "
+          f"lengths, mean 700, at most 3,000), bf16.\n\n{common.table(COLUMNS, paper())}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The pictures of docs/report.md and of README.md: the report of a run in headless Chromium.
 
     python nano_rlvr.py --steps 12 --eval_every 4 --eval_n 4 --name demo
-    python bench/screenshots.py runs/demo
+    python -m bench.screenshots runs/demo
 
 Writes docs/images/report.png, report_rollouts.png, report_phone.png (dark), report_tokens.png (144
 dpi), and the report itself as docs/example_report.html.
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import ROOT  # puts the repository on sys.path
+from measure.common import ROOT
 
 BROWSERS = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
 CHROMIUM = next(filter(None, BROWSERS), None)

@@ -1,7 +1,7 @@
 """Where does a training step go? The seconds of each stage of a real run, against their bound.
 
     python nano_rlvr.py --steps 5 --save_every 0 --keep_rollouts 512 --name step
-    python bench/step.py runs/step
+    python -m bench.step runs/step
 
 Writes bench/results/step.md and .json (--out). The runs need --keep_rollouts of at least prompts *
 samples: bench/roofline.py computes the bound from the lengths of all completions of a step and from
@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from statistics import median
 
-import common  # puts the repository on sys.path
 import nano_rlvr as nr
-import roofline
+from bench import roofline
+from measure import common
 from runtime import log
 from runtime.shape import ModelShape
 
@@ -35,10 +35,8 @@ def analyse(folder, device):
     about, rows = common.read_config(folder), common.read(folder)
     cfg = nr.Config(**about["config"])
     steps = [row for row in rows if "mfu" in row and row["step"]]
-    if not steps:
-        raise ValueError(f"{folder}: the run ended before its second step")
-    if about["world"] > 1:
-        raise ValueError(f"{folder}: a run of {about['world']} processes: only one is supported")
+    if not steps or about["world"] > 1:
+        raise ValueError(f"{folder}: needs a run of one process with two steps or more")
     rollouts, shape, bounds = common.read(folder, "rollouts.jsonl"), ModelShape.of(cfg.model), []
     for row in steps:
         of_step = [r for r in rollouts if r["step"] == row["step"]]
@@ -100,7 +98,7 @@ def main(argv):
     parser.add_argument("--out", default="step", help="of the results, or an absolute path")
     args, conditions = parser.parse_args(argv), common.conditions()
     # in a process of its own, which frees its memory
-    device = roofline.Device(*common.run_apart("roofline.py", "--measure"))
+    device = roofline.Device(*common.run_apart("roofline", "--measure"))
     report(args.runs, device, args.out, conditions)
 
 

@@ -1,8 +1,7 @@
 """One optimizer update on one ragged batch of rollouts: packed (this trainer) or padded.
 
-    python bench/update.py                      writes bench/results/update.md and .json
-    python bench/update.py --model models/tiny --vocab 256 --out update_tiny
-    python bench/update.py --side packed        measures one side in this process, prints JSON
+    python -m bench.update                      writes bench/results/update.md and .json
+    python -m bench.update --side packed        measures one side in this process, prints JSON
 
 The model is a small Qwen2 with the real vocabulary on a CPU, Qwen2.5-1.5B's shape in bf16 on CUDA.
 
@@ -11,9 +10,8 @@ padded   micro-batches of --micro_batch rows (nano-aha-moment: 4) in the order o
          padded to its longest; the logits of all completion positions at once, log_softmax and
          gather in fp32, no entropy: the textbook loop
 
-All run through the same nano_rlvr.update and DeepSpeed engine; only the module that computes
-log-probs differs. On a CPU, nano_rlvr.py asks PyTorch for memory in pages of 2 MB; the padded loop
-runs without, as it does by default, and also with them. Each measurement is a separate process (for
+Both run through the same nano_rlvr.update and DeepSpeed engine, with memory in pages of 2 MB on a
+CPU; only the module that computes log-probs differs. Each measurement is a separate process (for
 its peak memory), in turns, and runs the same update once before as a warm-up. Loss, mean log-prob
 mismatch and gradient norm must agree.
 """
@@ -32,9 +30,9 @@ from statistics import median
 
 import torch
 
-import common  # puts the repository on sys.path
 import nano_rlvr as nr
-import random_model
+from bench import random_model
+from measure import common
 from runtime import dist, flags
 from runtime.batch import pack
 
@@ -136,8 +134,8 @@ def one(args, model):
     rollouts = nr.assign_token_weights(rollouts, cfg)
     tokens = padded = sum(map(len, rollouts))
     if args.side == "padded":
-        [n] = args.micro_batch
-        parts = [rollouts[i:i + n] for i in range(0, len(rollouts), n)]
+        parts = [rollouts[i:i + args.micro_batch]
+                 for i in range(0, len(rollouts), args.micro_batch)]
         padded = sum(len(part) * (max(len(r.prompt) for r in part)
                                   + max(len(r.completion) for r in part)) for part in parts)
     else:
@@ -149,16 +147,11 @@ def one(args, model):
 
 def compare(args, argv, model):
     """Measures the sides in turns and writes the table."""
-    sides = {"packed": (["packed"], "1")}  # name -> flags, THP_MEM_ALLOC_ENABLE
-    for n in args.micro_batch:
-        sides[f"padded, {n} rows"] = ["padded", "--micro_batch", n], "0"
-        if not CUDA:
-            sides[f"padded, {n} rows, pages of 2 MB"] = ["padded", "--micro_batch", n], "1"
-    conditions, results = common.conditions(), {side: [] for side in sides}
+    conditions, results = common.conditions(), {"packed": [], "padded": []}
     for _ in range(args.rounds):
-        for side, (own, pages) in sides.items():
-            words = [*argv, "--model", model, "--side", *own]
-            run = common.run_apart("update.py", *words, THP_MEM_ALLOC_ENABLE=pages)
+        for side in results:
+            words = [*argv, "--model", model, "--side", side]
+            run = common.run_apart("update", *words, THP_MEM_ALLOC_ENABLE="1")
             results[side].append(run)
             print(f"{side}: {run['seconds']:.1f} s, processor {run['cpu_seconds']:.1f} s")
 
@@ -190,7 +183,7 @@ def main(argv):
     add("--max_tokens", type=int, default=3000 if CUDA else 750,
         help="99th percentile of the completion lengths, 15 times their median")
     add("--pack_tokens", type=int, default=16384 if CUDA else 4096, help="tokens per pack")
-    add("--micro_batch", type=int, nargs="*", default=[4], help="rows per padded batch")
+    add("--micro_batch", type=int, default=4, help="rows per padded batch")
     add("--rounds", type=int, default=3)
     add("--out", default="update-gpu" if CUDA else "update", help="name of the results")
     add("--side", choices=("packed", "padded"))

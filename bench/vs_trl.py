@@ -1,8 +1,8 @@
 """Seconds per step, by stage: nano_rlvr and TRL's GRPOTrainer on the same machine and prompts.
 
-    python bench/vs_trl.py --micro 64         models/tiny; writes bench/results/vs_trl.md and .json
-    python bench/vs_trl.py --model models/smollm2 --steps 6 --micro 16 --out vs_trl_smollm2
-    python bench/vs_trl.py --random_model small 128 --prompts 16 --samples 8 --max_tokens 1024 \\
+    python -m bench.vs_trl --micro 64         models/tiny; writes bench/results/vs_trl.md and .json
+    python -m bench.vs_trl --model models/smollm2 --steps 6 --micro 16 --out vs_trl_smollm2
+    python -m bench.vs_trl --random_model small 128 --prompts 16 --samples 8 --max_tokens 1024 \\
         --micro 8 --steps 2 --out vs_trl_long
                                               random weights; 128 tokens per completion on average
 
@@ -12,9 +12,8 @@ Flags that are not listed below are nano_rlvr's; all contenders get them. Each h
     trl+vllm     TRL with vLLM in the same process ("colocate"); on CUDA as shipped, with sleep mode
     trl          TRL as shipped, generating with transformers; not on CUDA
 
-Without CUDA, TRL's vLLM mode does not run as shipped: its first weight sync fails ('Parameter'
-object has no attribute 'weight_loader'), because vLLM repacks weights for the CPU. patch_for_cpu()
-gives TRL nano_rlvr's weight sync. This favours TRL: users have no such patch.
+Without CUDA, TRL's first weight sync into vLLM fails, because vLLM repacks weights for the CPU.
+patch_for_cpu() gives TRL nano_rlvr's weight sync. This favours TRL: users have no such patch.
 
 The same for all: weights, prompts (token ids are compared), group size, lengths, temperature,
 the task's first reward, fp32 on a CPU, bf16 with fp32 weights on CUDA, AdamW, KL to a reference,
@@ -22,9 +21,9 @@ importance correction between vLLM and the trainer (not in trl), one optimizer s
 cache size; no checkpoints, evaluation or reports. Only nano_rlvr uses pages of 2 MB: with them TRL
 is slower. The learning rate is 1e-6, so that lengths stay equal.
 
-A step ends where the next one begins. rollout: prompts to decoded completions. reward: ours runs it
-in worker processes, TRL in its own. sync: weights into vLLM. update: the rest of the step, also
-logging. Figures are medians over all steps but the first.
+rollout: prompts to decoded completions. reward: ours runs it in worker processes, TRL in its own.
+sync: weights into vLLM. update: the rest of the step, also logging. Figures are medians over all
+steps but the first.
 """
 import functools
 import json
@@ -35,15 +34,15 @@ import time
 from collections import Counter
 from statistics import fmean, median
 
-import common  # puts the repository on sys.path
+from measure import common
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; these three are nano_rlvr's, for all
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch  # noqa: E402
+import torch
 
-import random_model  # noqa: E402
+from bench import random_model
 
 CUDA = torch.cuda.is_available()
 STAGES = ("rollout", "reward", "update", "sync", "total")  # the last one is the sum of the others
@@ -217,7 +216,7 @@ def compare(a, flags):
     for name in ("ours", "trl+vllm", *["trl"] * (not CUDA)):
         pages = "1" if name == "ours" else "0"
         own = ["--contender", name, "--micro", a.micro, "--steps", a.steps]
-        rows = common.run_apart("vs_trl.py", *own, *flags, THP_MEM_ALLOC_ENABLE=pages)[1:]
+        rows = common.run_apart("vs_trl", *own, *flags, THP_MEM_ALLOC_ENABLE=pages)[1:]
         runs[name] = rows
         seconds = {stage: median(row[stage] for row in rows) for stage in STAGES}
         base = median(row["total"] for row in runs["ours"])

@@ -1,6 +1,6 @@
 """Asynchronous RL that repeats bit for bit: vLLM samples while the trainer takes its step.
 
-    python examples/async_rl.py --lag 1 --steps 50     all flags of nano_rlvr.py work
+    python -m examples.async_rl --lag 1 --steps 50     all flags of nano_rlvr.py work
 
 vLLM and the rewards run in a second process, on the last GPU or on cores of the CPU. The rollouts
 of step t come from the weights before step t - lag; --lag 0 is synchronous. No queue decides: the
@@ -10,17 +10,15 @@ import argparse
 import ctypes
 import os
 import signal
-import sys
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from safetensors import SafetensorError, safe_open  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
-import nano_rlvr as nr  # noqa: E402
-from runtime import checkpoint, dist, records, sampler, shape, stop  # noqa: E402
+import nano_rlvr as nr
+from runtime import checkpoint, dist, records, sampler, shape, stop
 
 here = {}  # in the sampler's process: "run", its Run, and "path", the file whose weights vLLM has
 

@@ -10,7 +10,7 @@ import json
 import re
 import time
 
-import jail
+from examples import jail
 from rewards import after_thinking, each, final_answer
 
 FENCE = re.compile(r"```[ \t]{0,9}([\w+-]{0,20})[^\n`]{0,99}\n(.*?)\n?```", re.S)

@@ -1,22 +1,19 @@
 """Compiles the decoder layers with torch.compile: fewer passes over memory, for a GPU.
 
-    python examples/compiled.py --model Qwen2.5-Math-1.5B       the flags of nano_rlvr.py
+    python -m examples.compiled --model Qwen2.5-Math-1.5B       the flags of nano_rlvr.py
 
 Each norm, rotary embedding and SiLU * up becomes one or two passes; matrix products and attention
 stay PyTorch's own. Equal layers share what is compiled, for any lengths. Not with --zero_stage 3,
 which replaces the weights of a layer at each call.
 """
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from transformers import AttentionInterface  # noqa: E402
-from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
+import torch
+from transformers import AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-import nano_rlvr as nr  # noqa: E402
-from runtime.batch import packed_attention  # noqa: E402
+import nano_rlvr as nr
+from runtime.batch import packed_attention
 
 
 def compile_layers(model, **options):

@@ -1,7 +1,7 @@
 """Curriculum: train on the questions that the model sometimes gets right.
 
-    python examples/curriculum.py --band 0.2 0.8 --steps 30        flags of nano_rlvr.py work
-    python examples/curriculum.py --band 0.2 0.8 --fixed           the band of the starting model
+    python -m examples.curriculum --band 0.2 0.8 --steps 30        flags of nano_rlvr.py work
+    python -m examples.curriculum --band 0.2 0.8 --fixed           the band of the starting model
 
 A group whose samples are all right, or all wrong, has advantage 0. So the questions whose pass rate
 is in a band are drawn (Kimi k1.5, arXiv:2501.12599, section 2.3.2). Before the first step, vLLM
@@ -11,12 +11,10 @@ question a new pass rate (unless --fixed): solved ones leave the band, others en
 import argparse
 import json
 import sys
-from pathlib import Path
 from statistics import fmean
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import nano_rlvr as nr  # noqa: E402
-from runtime import dist, records, stats  # noqa: E402
+import nano_rlvr as nr
+from runtime import dist, records, stats
 
 
 def in_band(examples, rates, low, high, least):

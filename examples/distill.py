@@ -1,6 +1,6 @@
 """On-policy distillation: the student samples, and a teacher grades each of its tokens.
 
-    python examples/distill.py --teacher runs/x/final --steps 20     flags of nano_rlvr.py work
+    python -m examples.distill --teacher runs/x/final --steps 20     flags of nano_rlvr.py work
 
 The advantage of a token is log pi_teacher - log pi_student: the sum over a completion is minus the
 KL that the student pays, and each token gets its own share of it, with no reward to wait for
@@ -12,13 +12,10 @@ waits in host memory, and the memory plan does not count it.
 """
 import argparse
 import dataclasses
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import nano_rlvr as nr  # noqa: E402
-from runtime import dist, trainer  # noqa: E402
-from runtime.model import on_device  # noqa: E402
+import nano_rlvr as nr
+from runtime import dist, trainer
+from runtime.model import on_device
 
 
 def token_advantages(policy, teacher, rollouts, prefix, cfg, dummy):

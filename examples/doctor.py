@@ -1,7 +1,7 @@
 """Checks whether this machine can do a run, and prints the memory plan for its flags.
 
-    python examples/doctor.py [flags of nano_rlvr.py]
-    python examples/doctor.py --model Qwen2.5-Math-1.5B --memory_gb 24    the plan for another GPU
+    python -m examples.doctor [flags of nano_rlvr.py]
+    python -m examples.doctor --model Qwen2.5-Math-1.5B --memory_gb 24    the plan for another GPU
 
 A check returns what it found and a text about what limits a run, which is empty or None if nothing
 does. It raises an error if the run would fail.
@@ -19,16 +19,15 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
+import torch
+
+import nano_rlvr as nr
+from bench import roofline
+from runtime import memory, shape
+from runtime.memory import GIB
+from runtime.model import loading
+
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "bench")]
-import torch  # noqa: E402
-
-import nano_rlvr as nr  # noqa: E402
-import roofline  # noqa: E402
-from runtime import memory, shape  # noqa: E402
-from runtime.memory import GIB  # noqa: E402
-from runtime.model import loading  # noqa: E402
-
 STEP = ("--steps 1 --prompts 2 --samples 2 --max_prompt 256 --max_tokens 16 --pack_tokens 512 "
         "--eval_size 2 --out")
 

@@ -1,6 +1,6 @@
 """DPO on verified pairs: of the samples of a prompt, a right and a wrong one are a pair.
 
-    python examples/dpo.py [--offline] --steps 20      offline: all samples of the starting model
+    python -m examples.dpo [--offline] --steps 20      offline: all samples of the starting model
 
 DPO (arXiv:2305.18290, eq. 7) minimises the mean over the pairs of -log sigmoid(margin), with
 
@@ -12,15 +12,12 @@ others 0. The margin is that before the step, so a batch of rollouts gives one o
 """
 import argparse
 import dataclasses
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import torch  # noqa: E402
+import torch
 
-import nano_rlvr as nr  # noqa: E402
-from runtime import dist, stats, trainer  # noqa: E402
-from runtime.model import on_device  # noqa: E402
+import nano_rlvr as nr
+from runtime import dist, stats, trainer
+from runtime.model import on_device
 
 
 def assign_pairs(groups, policy, ref, beta, cfg, dummy):

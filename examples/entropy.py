@@ -1,8 +1,8 @@
 """Against the collapse of the entropy: a bonus for it, Clip-Cov, or a mean that outliers spare.
 
-    python examples/entropy.py --bonus 0.001 --steps 30      flags of nano_rlvr.py work
-    python examples/entropy.py --clip_cov 0.01 --minibatches 4
-    python examples/entropy.py --gmpo --minibatches 4
+    python -m examples.entropy --bonus 0.001 --steps 30      flags of nano_rlvr.py work
+    python -m examples.entropy --clip_cov 0.01 --minibatches 4
+    python -m examples.entropy --gmpo --minibatches 4
 
 --bonus c subtracts c times the entropy of each token from its loss; here it has a gradient.
 --clip_cov r (arXiv:2505.22617): a share r of the tokens gets no gradient. They are drawn
@@ -14,13 +14,10 @@ side to which the advantage pushes it; the bounds are wide, e^-0.4 to e^0.4.
 import argparse
 import dataclasses
 import random
-import sys
-from pathlib import Path
 from statistics import fmean
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import nano_rlvr as nr  # noqa: E402
-from runtime import trainer  # noqa: E402
+import nano_rlvr as nr
+from runtime import trainer
 
 LOW, HIGH = 1.0, 5.0
 

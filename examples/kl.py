@@ -1,7 +1,7 @@
 """The KL term of the loss by another estimator than k3, or the KL in the reward.
 
-    python examples/kl.py --kl_estimator unbiased --steps 30     flags of nano_rlvr.py work
-    python examples/kl.py --kl_in reward --algo rloo --kl_coef 0.05
+    python -m examples.kl --kl_estimator unbiased --steps 30     flags of nano_rlvr.py work
+    python -m examples.kl --kl_in reward --algo rloo --kl_coef 0.05
 
 --kl_in reward subtracts kl_coef (log pi - log ref), summed over the sequence, from the reward that
 the advantages are computed from; the logged rewards are without it. The loss then has no KL.
@@ -20,13 +20,10 @@ them is unbiased for whole completions: docs/audit.md. The log's `kl` is k3 for 
 import argparse
 import dataclasses
 import functools
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import nano_rlvr as nr  # noqa: E402
-from runtime import dist, trainer  # noqa: E402
-from runtime.model import on_device  # noqa: E402
+import nano_rlvr as nr
+from runtime import dist, trainer
+from runtime.model import on_device
 
 ESTIMATORS = {  # (logp, ref, ratio), each (R,), -> (R,)
     "k1": lambda logp, ref, ratio: logp - ref,

@@ -8,8 +8,8 @@ in TRL. The evaluation counts the first function, so this one should know every 
 """
 import random
 
-from countdown import countdown, countdown_reward
 from data import arithmetic, generate
+from examples.countdown import countdown, countdown_reward
 from rewards import each, gsm8k_reward
 
 

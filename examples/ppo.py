@@ -1,6 +1,6 @@
 """PPO with a critic, to compare with GRPO: values per token and GAE in place of the group's mean.
 
-    python examples/ppo.py --steps 20    PPO on the bundled model; all flags of nano_rlvr.py work
+    python -m examples.ppo --steps 20    PPO on the bundled model; all flags of nano_rlvr.py work
 
 A critic V predicts, before each token, the reward that the completion will get. An advantage is
 what a token changed in this prediction: the token that decides gets the credit. GRPO has no critic,
@@ -8,13 +8,11 @@ so all tokens of a completion share one number. One process, for the bundled mod
 memory plan nor the checkpoints know the critic, so --resume starts with a new one.
 """
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import torch  # noqa: E402
+import torch
 
-import nano_rlvr as nr  # noqa: E402
-from runtime import dist  # noqa: E402
+import nano_rlvr as nr
+from runtime import dist
 
 
 def gae(rewards, values, gamma=1.0, lam=1.0):

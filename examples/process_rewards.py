@@ -1,7 +1,7 @@
 """GRPO with a reward per step of reasoning: process supervision (GRPO+PS, arXiv:2402.03300, 4.1.3).
 
-    python examples/process_rewards.py --steps 30                      sums such as 14+2+9
-    python examples/process_rewards.py --step_rewards my_file.py:my_steps --data my.jsonl
+    python -m examples.process_rewards --steps 30                      sums such as 14+2+9
+    python -m examples.process_rewards --step_rewards my_file.py:my_steps --data my.jsonl
 
 A step reward function is f(completions, **columns) -> per completion [(end, value), ...]: a pair
 per step, which ends after `end` characters of the text. `end` rises from step to step, up to the
@@ -9,7 +9,7 @@ length of the text. A completion without such a list has one step, its outcome. 
 steps of a group are normalised together. A token's advantage is the sum of the advantages of the
 steps that end at it or later.
 
---rewards still gives the outcome: the accuracy, the metrics and which groups count as flat. A step
+--rewards still gives the outcome: the accuracy, the metrics and which groups have zero std. A step
 reward function runs in the trainer's process: nothing limits its time. Flags of nano_rlvr.py work.
 """
 import argparse
@@ -18,15 +18,13 @@ import itertools
 import math
 import re
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import torch  # noqa: E402
+import torch
 
-import nano_rlvr as nr  # noqa: E402
-from rewards import each, final_number  # noqa: E402
-from runtime import dist  # noqa: E402
-from verify.user_code import load, user_error  # noqa: E402
+import nano_rlvr as nr
+from rewards import each, final_number
+from runtime import dist
+from verify.user_code import load, user_error
 
 SUM = re.compile(r"\d{1,18}([+-]\d{1,18})+", re.A)
 RUNNING_TOTAL = re.compile(r"=[ \t]*(-?\w+(?:\.\d+)?)?", re.A)

@@ -15,8 +15,8 @@ trainer gets the same ids.
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-import jail
 from data import request_seed
+from examples import jail
 from nano_rlvr import Rollout, rollout
 from rewards import each
 

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the model imitates the completions of a file.
 
-    python examples/sft.py --demos demos.jsonl --steps 20       flags of nano_rlvr.py work
+    python -m examples.sft --demos demos.jsonl --steps 20       flags of nano_rlvr.py work
 
 A line of the file is a JSON object with `question` and `completion`. The eval.jsonl of a run
 (`--steps 0 --model teacher --eval_data questions.jsonl`) is such a file: then only the completions
@@ -10,12 +10,10 @@ lines; each completion counts the same, or each token with `--aggregate token`.
 import argparse
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import nano_rlvr as nr  # noqa: E402
-from runtime import dist  # noqa: E402
+import nano_rlvr as nr
+from runtime import dist
 
 
 def as_rollout(example, text, tokenizer, template):

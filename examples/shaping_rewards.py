@@ -9,7 +9,7 @@ that sees the whole batch (length_kimi), and one that loads a model before the w
 import re
 from collections import Counter
 
-from instructions import identifier, language_of
+from examples.instructions import identifier, language_of
 from rewards import each, math_reward
 from verify.verifier import text_of
 

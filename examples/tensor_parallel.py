@@ -1,6 +1,6 @@
 """vLLM engines that several ranks share (tensor parallel): weights that do not fit one GPU.
 
-    torchrun --nproc_per_node 2 examples/tensor_parallel.py --tp 2       flags of nano_rlvr.py work
+    torchrun --nproc_per_node 2 -m examples.tensor_parallel --tp 2       flags of nano_rlvr.py work
 
 Ranks 0 to tp - 1 share an engine, the next tp ranks the second one, and so on. vLLM's external
 launcher expects the same calls in the same order from every rank of an engine. So the ranks gather
@@ -10,14 +10,11 @@ checksums of their shards: each of them then knows whether all shards are right.
 import argparse
 import itertools
 import os
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import torch  # noqa: E402
+import torch
 
-import nano_rlvr as nr  # noqa: E402
-from runtime import dist, memory, sampler  # noqa: E402
+import nano_rlvr as nr
+from runtime import dist, memory, sampler
 
 
 class SharedEngine(nr.Sampler):

@@ -1,6 +1,6 @@
 """Test-time compute: what more tokens, or fewer, do to the accuracy of a model, without training.
 
-    python examples/test_time.py       the bundled model, minutes on a CPU; flags of nano_rlvr.py
+    python -m examples.test_time       the bundled model, minutes on a CPU; flags of nano_rlvr.py
 
 Prints the accuracy and the sampled tokens per question of six methods: thinking budgets, "Wait"
 forcing, best of n, best of n by difficulty, refinement, and tree search. The last four need a
@@ -8,15 +8,12 @@ selector: a reward function that gets the question and no gold answer. Here it i
 which works out the sum itself and so never errs. With a learned verifier, expect less of them.
 """
 import itertools
-import sys
-from pathlib import Path
 from statistics import fmean
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import data  # noqa: E402
-import nano_rlvr as nr  # noqa: E402
-from process_rewards import steps_reward  # noqa: E402
-from runtime import dist, memory, stats, stop  # noqa: E402
+import data
+import nano_rlvr as nr
+from examples.process_rewards import steps_reward
+from runtime import dist, memory, stats, stop
 
 # texts of the bundled model; another model may need others
 OPENER, ANSWER = "</think><answer>", 16  # to force an answer, and the most tokens that it gets

@@ -1,6 +1,6 @@
 """Makes a small model that can call Python but mostly guesses, and its task: products of numbers.
 
-    python examples/tool_model.py --out runs/tool          90 seconds on one core; seeded (--seed)
+    python -m examples.tool_model --out runs/tool          90 seconds on one core; seeded (--seed)
 
 Writes the model, train.jsonl and test.jsonl. The supervised examples are products such as 347*86,
 of numbers with up to three digits, each answered in one of two ways:
@@ -16,16 +16,13 @@ calling pays.
 """
 import argparse
 import json
-import sys
 from pathlib import Path
 
+import data
+import nano_rlvr
+from models.tiny.make_tiny import cold_start, make_tokenizer, new_model, training_example
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "models/tiny")]
-from make_tiny import cold_start, make_tokenizer, new_model, training_example  # noqa: E402
-
-import data  # noqa: E402
-import nano_rlvr  # noqa: E402
-
 HABIT = 0.3  # share of the examples that call Python
 TAGS = ["<python>", "</python>", "<output>", "</output>"]  # one token each
 

@@ -1,6 +1,6 @@
 """The exact-gradient audit: what each option does to the expected gradient, without sampling error.
 
-    python learn/audit.py          writes the tables of docs/audit.md
+    python -m learn.audit          writes the tables of docs/audit.md
 
 A completion has at most 3 of 4 tokens, and token 0 ends it: of the 64 strings, 40 are different.
 The policy is a table of logits per prefix. All groups are enumerated, so the mean and the variance
@@ -12,21 +12,19 @@ import math
 import os
 import random
 import re
-import sys
 from collections import Counter
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+import nano_rlvr as nr
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-import nano_rlvr as nr  # noqa: E402
-
 PAGE = ROOT / "docs/audit.md"
 TOKENS, END = 4, 0
 
@@ -337,7 +335,7 @@ def presets():
 def baselines_and_scales():
     rows = []
     for baseline in ("none", "running", "batch", "group", "leave_one_out"):
-        for scale in ("none", "group", "batch", "group_mean"):
+        for scale in ("none", "group", "batch"):
             cfg = config(baseline=baseline, scale=scale, aggregate="constant")
             rows.append([f"`{baseline}`", f"`{scale}`", *policy_row(cfg, make_questions())])
     return ["baseline", "scale", *POLICY], rows
@@ -346,7 +344,7 @@ def baselines_and_scales():
 def difficulties():
     rows, knobs = [], (EASY, MIDDLE, HARD)
     for scale in ("none", "group", "group_mean"):
-        for n in (2, 4, 8):
+        for n in (2, 8):
             cells = []
             for knob in knobs:
                 [question] = make_questions(knobs=[knob])
@@ -372,12 +370,9 @@ def bounds():
     options = {
         "token ratio, no clip": UNBIASED | OFF,
         "token ratio, clip 0.2": UNBIASED,
-        "token ratio, clip 0.2 and 0.28": UNBIASED | dict(clip_high=0.28),
-        "token ratio, clip 0.2, delta 1.3": UNBIASED | dict(delta=1.3),
         "product, no clip": WHOLE | OFF,
         "product, clip 0.2": WHOLE,
         "geometric mean, no clip": mean | OFF,
-        "geometric mean, clip 0.2": mean,
         "geometric mean, GSPO's clip": mean | dict(clip_low=3e-4, clip_high=4e-4),
         "detached weight, at most 5": UNBIASED | dict(surrogate="cispo", clip_high=4.0),
         "SAPO": UNBIASED | dict(surrogate="sapo"),
@@ -395,8 +390,7 @@ def corrections():
 
     rows = []
     for name, cap in (("none", 2.0), ("token_truncate", 1e9), ("token_truncate", 2.0),
-                      ("token_truncate", 1.2), ("token_mask", 2.0), ("token_mask", 1.2),
-                      ("sequence_mask", 2.0), ("sequence_mask", 1.2)):
+                      ("token_mask", 2.0), ("sequence_mask", 1.2)):
         cfg = config(**UNBIASED, correction=name, correction_cap=cap)
         shown = "-" if name == "none" else "no cap" if cap == 1e9 else cap
         rows.append([f"`{name}`", shown, *policy_row(cfg, NEAR())])
@@ -426,16 +420,10 @@ def kl_terms():
             loss = nr.policy_loss if "script" in kind else partial(kl_loss, kind)
             [question] = make_questions(lambda q: no_reward(after_updates(q, step)), [MIDDLE])
             rows.append([place, kind, "`constant`", *kl_row(question, config(**constant), loss)])
-    for kind in ("k3 (the script)", "k3 times pi/old"):
-        loss, cfg = partial(kl_loss, kind), config(**constant | dict(aggregate="sequence"))
-        [question] = make_questions(no_reward, [MIDDLE])
-        rows.append(["loss", kind, "`sequence`", *kl_row(question, cfg, loss)])
-    for kind, axes in (("k1", UNBIASED), ("k2", UNBIASED), ("k3 (the script)", UNBIASED),
-                       ("k1", UNBIASED | dict(baseline="group")),
-                       ("k1", UNBIASED | dict(baseline="group", scale="group"))):
-        [question] = make_questions(lambda q: in_reward(q, kind), [MIDDLE])
-        name = kind.removesuffix(" (the script)") + " (the script)" * (kind == "k1")
-        rows.append(["reward", name, f"`{axes['baseline']}`, `{axes['scale']}`",
+    for axes in (UNBIASED, UNBIASED | dict(baseline="group"),
+                 UNBIASED | dict(baseline="group", scale="group")):
+        [question] = make_questions(lambda q: in_reward(q, "k1"), [MIDDLE])
+        rows.append(["reward", "k1 (the script)", f"`{axes['baseline']}`, `{axes['scale']}`",
                      *kl_row(question, config(**axes, samples=2), nr.policy_loss)])
     return ["place", "estimator", "aggregate, or baseline and scale", "KL(π‖ref)",
             "next-token KL(π‖ref)", "KL(ref‖π)", "next-token KL(ref‖π)", "noise"], rows

@@ -1,10 +1,10 @@
 """Exercises: copies of the repository in which you write a function again. See learn/exercises.md.
 
-    python learn/exercise.py                   lists them
-    python learn/exercise.py 3                 makes exercises/3/, a copy with an empty function
-    python learn/exercise.py --grade           grades the copies in exercises/, a line of JSON each
-    python learn/exercise.py --grade ann/3     grades the copies in these folders
-    python learn/exercise.py --prove           no test passes in such copies, and all pass here
+    python -m learn.exercise                   lists them
+    python -m learn.exercise 3                 makes exercises/3/, a copy with an empty function
+    python -m learn.exercise --grade           grades the copies in exercises/, a line of JSON each
+    python -m learn.exercise --grade ann/3     grades the copies in these folders
+    python -m learn.exercise --prove           no test passes in such copies, and all pass here
 """
 import ast
 import contextlib
@@ -17,10 +17,9 @@ import tempfile
 import xml.etree.ElementTree
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-import mutations  # noqa: E402
+from tests import mutations
 
+ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "exercises"
 LIMIT = 300  # seconds that the tests of an exercise may take
 EXERCISES = {  # number -> (functions to write, test files); learn/exercises.md has all else

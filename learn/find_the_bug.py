@@ -1,10 +1,10 @@
 """Find the bug: a copy of the repository with one of the faults of tests/faults.txt, unseen.
 
-    python learn/find_the_bug.py            plants a fault in exercises/bug/
-    python learn/find_the_bug.py clip       one of this topic (--topics lists them)
-    python learn/find_the_bug.py --hint     names the file and the function
-    python learn/find_the_bug.py --check    runs its quick tests: which one fails, if any
-    python learn/find_the_bug.py --reveal   shows the fault, or that you have repaired it
+    python -m learn.find_the_bug            plants a fault in exercises/bug/
+    python -m learn.find_the_bug clip       one of this topic (--topics lists them)
+    python -m learn.find_the_bug --hint     names the file and the function
+    python -m learn.find_the_bug --check    runs its quick tests: which one fails, if any
+    python -m learn.find_the_bug --reveal   shows the fault, or that you have repaired it
 """
 import ast
 import difflib
@@ -13,10 +13,9 @@ import random
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-import mutations  # noqa: E402
+from tests import mutations
 
+ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "exercises" / "bug"
 REPAIRED = "no difference: it is repaired"
 QUICK = [f"tests/test_{name}.py" for name in (  # of the tests that notice most of the faults
@@ -28,7 +27,7 @@ def plant(folder, topic=""):
     """Plants a random fault of a topic, the word before the colon in its description."""
     faults = [fault for fault in mutations.planted() if fault[0].startswith(topic)]
     if not faults:
-        sys.exit(f"no topic {topic!r}: python learn/find_the_bug.py --topics lists them")
+        sys.exit(f"no topic {topic!r}: python -m learn.find_the_bug --topics lists them")
     _, file, changed = random.choice(faults)
     mutations.copy(folder, mutations.PRODUCT)
     (folder / file).write_text(changed)
@@ -62,7 +61,7 @@ def main(word=""):
         topics = [what.partition(":")[0] for what, *_ in mutations.planted()]
         print("\n".join(f"{topics.count(topic):3} {topic}" for topic in sorted(set(topics))))
     elif word in ("--check", "--hint", "--reveal") and not FOLDER.exists():
-        sys.exit("no bug is planted: python learn/find_the_bug.py")
+        sys.exit("no bug is planted: python -m learn.find_the_bug")
     elif word == "--check":
         mutations.import_libraries()
         core = min(os.sched_getaffinity(0))
@@ -76,10 +75,10 @@ def main(word=""):
         sys.exit(f"{FOLDER} exists already: continue there, or delete it to begin again")
     else:
         plant(FOLDER, word)
-        print("One line in exercises/bug/ is wrong. Read, run, repair it there. Then:\n"
-              "    python learn/find_the_bug.py --hint     names the file and the function\n"
-              "    python learn/find_the_bug.py --check    runs its quick tests (minutes)\n"
-              "    python learn/find_the_bug.py --reveal   shows the fault, or that it is repaired")
+        print("One place in exercises/bug/ is wrong. Read, run, repair it there. Then:\n"
+              "    python -m learn.find_the_bug --hint     names the file and the function\n"
+              "    python -m learn.find_the_bug --check    runs its quick tests (minutes)\n"
+              "    python -m learn.find_the_bug --reveal   shows the fault, or that it is repaired")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python -m report runs/a runs/b --out ab.html   several runs in one report
     python -m report runs/a runs/b --out ab.png    only reward, accuracy and length
 
-A run is a line; bench/seeds.py has means over seeds. docs/report.md says how to read the report.
+A run is a line; measure/seeds.py has means over seeds. docs/report.md says how to read the report.
 """
 import argparse
 import sys

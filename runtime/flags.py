@@ -168,7 +168,7 @@ def read_settings(path):
     try:
         about = json.loads(path.read_text())
         return about | {"config": dict(about["config"])}
-    except (ValueError, TypeError, KeyError) as e:
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise ValueError(f"{path} is damaged ({type(e).__name__}: {e})") from e
 
 

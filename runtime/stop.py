@@ -61,7 +61,7 @@ def check(checkpoints):
         dist.print_once(
             f"nano_rlvr: stopped by {signal.Signals(number).name} at step "
             f"{checkpoints.progress.step}; continue with: "
-            f"python {shlex.join([*sys.argv, *again])}", file=sys.stderr)
+            f"python {shlex.join([*sys.orig_argv[1:], *again])}", file=sys.stderr)
         raise SystemExit(128 + number)
 
 

@@ -21,15 +21,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import nano_rlvr as nr
+import runtime.flags
+import runtime.model
+from runtime import dist
+from runtime.checkpoint import Checkpoints
+from runtime.log import Log
 
-import nano_rlvr as nr  # noqa: E402
-import runtime.flags  # noqa: E402
-import runtime.model  # noqa: E402
-from runtime import dist  # noqa: E402
-from runtime.checkpoint import Checkpoints  # noqa: E402
-from runtime.log import Log  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 # environment of child processes: without the process group that this process has joined, and with
 # one thread: with several, two runs may add in another order
@@ -56,7 +55,9 @@ def close(ours, wanted, bound=EXACT):
     """Asserts that numbers or tensors of one shape differ by at most bound * max |wanted|."""
     ours, wanted = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (ours, wanted))
     assert ours.shape == wanted.shape and ours.numel() and wanted.isfinite().all()
-    within((ours - wanted).abs().max(), bound * (wanted.abs().max().item() or 1.0))
+    largest = bound * (wanted.abs().max().item() or 1.0)
+    assert (ours - wanted).abs().max() <= largest, (
+        f"yours {ours.flatten()[:6].tolist()}, wanted {wanted.flatten()[:6].tolist()}")
 
 
 class Double(TorchDispatchMode):

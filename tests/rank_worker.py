@@ -30,7 +30,7 @@ def config(name="", **changes):
 
 
 def batches_of(name, cfg, tokenizer):
-    """The packs of this rank. With "one group left", the rewards of all other groups are flat."""
+    """The packs of this rank. With "one group left", all other groups have equal rewards."""
     rollouts = fixed_rollouts(tokenizer, groups=6, n=3)
     groups = [rollouts[i:i + 3] for i in range(0, 18, 3)]
     for i, group in enumerate(groups):

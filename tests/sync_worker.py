@@ -13,8 +13,8 @@ import torch
 import vllm._custom_ops
 
 import nano_rlvr as nr
-import tensor_parallel
 from conftest import make_config
+from examples import tensor_parallel
 from runtime import dist
 
 POLICIES = dict(zero_stage=2, lora_rank=4, lr=0.1), dict(zero_stage=3)

@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 import torch
 
-import audit as lab
-import kl
 import nano_rlvr as nr
-from audit import UNBIASED, WHOLE, Question, after_updates, config, with_sampler
 from conftest import close, float64, within
+from examples import kl
+from learn import audit as lab
+from learn.audit import UNBIASED, WHOLE, Question, after_updates, config, with_sampler
 
 pytestmark = pytest.mark.numeric
 EPSILON = 1e-13

@@ -6,65 +6,61 @@ import sys
 
 import pytest
 
-import common
 import nano_rlvr as nr
-import random_model
-import seeds
+from bench import faults, habits, plan, random_model, ranks, roofline, update, vs_trl
 from conftest import FAKE_RUN
+from measure import common, seeds
 from runtime import memory
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch, capsys, llm):
-    """bench(name) -> a module whose processes are this one, and whose results are in tmp_path."""
-    def here(script, *argv, launcher=None, **environment):
-        importlib.import_module(script.removesuffix(".py")).main([str(x) for x in argv])
+def here(tmp_path, monkeypatch, capsys, llm):
+    """The processes of a bench are this one, and its results are in tmp_path."""
+    def run_apart(name, *argv, launcher=None, **environment):
+        importlib.import_module(f"bench.{name}").main([str(x) for x in argv])
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
-    monkeypatch.setattr(common, "run_apart", here)
+    monkeypatch.setattr(common, "run_apart", run_apart)
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(nr, "Sampler", lambda cfg: llm)
-    monkeypatch.setattr(nr, "TokenLogps", nr.TokenLogps)  # which a bench changes
-    return importlib.import_module
+    monkeypatch.setattr(nr, "TokenLogps", nr.TokenLogps)  # which bench/update.py changes
 
 
-def test_benches_of_one_process(bench, llm):
-    bench("sampling").main([], prompts=2, samples=2, max_tokens=8)
-    bench("habits").main(["--eval_size", "64"])
-    bench("plan").plan("Qwen2.5-1.5B", 24)
-    bench("ranks").main(["paper"])
-    assert min(bench("roofline").measure_device()[1:5]) > 0
-    bench("roofline").measure_python(llm, 16, 2)
-    bench("verifiers").measure("name", "gsm8k", ["#### 1"] * 4, {"answer": ["1", "2"] * 2}, pools=1)
+def test_benches_of_one_process(here, llm):
+    habits.main(["--eval_size", "64"])
+    plan.plan("Qwen2.5-1.5B", 24)
+    assert len(roofline.paper()) == 16
+    assert min(roofline.measure_device()[1:5]) > 0
+    roofline.measure_python(llm, 16, 2)
 
 
-def test_benches_of_updates(bench, monkeypatch, tmp_path):
-    bench("update").main(f"--model {common.TINY} --vocab 256 --sequences 8 --max_tokens 30 "
-                         "--rounds 1".split())
-    size = dict(layers=1, vocab=512, pack_tokens=64, max_tokens=30)
-    monkeypatch.setattr(bench("scale"), "BASE", size)
-    monkeypatch.setattr(bench("scale"), "AXES", {"rollouts": [{"sequences": n} for n in (2, 4)]})
-    bench("scale").main()
-    monkeypatch.setattr(bench("ranks"), "held", lambda: 0)  # of tensors of other tests
-    monkeypatch.setattr(memory, "BUCKET", memory.BUCKET)  # which a bench changes
+def test_benches_of_updates(here, monkeypatch, tmp_path):
+    update.main(f"--model {common.TINY} --vocab 256 --sequences 8 --max_tokens 30 "
+                "--rounds 1".split())
+    monkeypatch.setattr(ranks, "held", lambda: 0)  # of tensors of other tests
+    monkeypatch.setattr(memory, "BUCKET", memory.BUCKET)  # which bench/ranks.py changes
     monkeypatch.setitem(random_model.SHAPES, "small", random_model.SHAPES["tiny"])
-    bench("ranks").main(["reduce"])
+    ranks.main([])
     assert len(json.loads((tmp_path / "ranks_reduce.json").read_text())) == 6
 
 
-def test_benches_whose_runs_are_given(bench, monkeypatch, tmp_path):
-    stages = dict.fromkeys(bench("vs_trl").STAGES, 1.0) | {"length": 9.0, "mismatch": 0.0}
+def test_benches_whose_runs_are_given(here, monkeypatch, tmp_path):
+    stages = dict.fromkeys(vs_trl.STAGES, 1.0) | {"length": 9.0, "mismatch": 0.0}
     monkeypatch.setattr(common, "run_apart", lambda *_, **__: [stages] * 3)
-    bench("vs_trl").main(["--prompts", "2"])
-    monkeypatch.setattr(common, "run_apart", lambda *_, **__: [])
-    rows = [{"reward/mean": 0.5, "mismatch/mean_abs": 0.0}] * 12
-    monkeypatch.setattr(common, "read", lambda folder: rows)
-    bench("stale").main()
-    monkeypatch.setattr(bench("faults"), "differences", lambda a, b: [])
-    monkeypatch.setattr(bench("faults"), "start", lambda folder, *_, **__: subprocess.Popen(
+    vs_trl.main(["--prompts", "2"])
+    monkeypatch.setattr(faults, "differences", lambda a, b: [])
+    monkeypatch.setattr(faults, "start", lambda folder, *_, **__: subprocess.Popen(
         ["bash", "-c", f"mkdir -p {folder}; sleep 0.2"]))
-    assert {result for _, result in bench("faults").kill(tmp_path, times=2)} == {"equal"}
+    assert {result for _, result in faults.kill(tmp_path, times=2)} == {"equal"}
     assert subprocess.run(["bash", "-n", common.ROOT / "bench/gpu.sh"]).returncode == 0
+
+
+@pytest.mark.parametrize("command", [
+    "/x/nano_rlvr.py --steps 2 --seed 0", "python -m examples.dpo --steps 2 --seed 0",
+    "python -m torch.distributed.run --nproc_per_node 2 nano_rlvr.py --steps 2 --seed 0",
+    "torchrun --nproc_per_node 2 -m examples.dpo --steps 2 --seed 0"])
+def test_the_flags_of_a_run_are_what_follows_its_script_or_module(command):
+    assert seeds.own_flags(command) == "--steps 2"
 
 
 def test_runs_are_made_once_and_reported_with_their_interval(tmp_path):

@@ -8,9 +8,8 @@ import re
 import subprocess
 import sys
 
-import exercise
-import find_the_bug
 from conftest import ENV, ROOT
+from learn import exercise, find_the_bug
 
 
 def differences(folder):
@@ -81,7 +80,7 @@ def test_a_grade_counts_the_repositorys_tests_and_only_the_files_to_write(tmp_pa
         (folder / "tests/test_data.py").write_text(
             f"import pytest\n@pytest.mark.exercise_14\ndef test():\n    {tests}\n")
     code = (  # TRL and vLLM are not needed here
-        "import json, sys; sys.path.insert(0, 'learn'); import exercise; "
+        "import json, sys; from learn import exercise; "
         "exercise.mutations.import_libraries = lambda: __import__('deepspeed'); "
         "exercise.main('--grade', *sys.argv[1:])")
     folders = [tmp_path / name / "14" for name in ("solved", "empty")]

@@ -20,12 +20,12 @@ import nano_rlvr as nr
 import runtime.model
 from card import CARD, HOST, attention_kernel, simulated_card, stub_cuda
 from conftest import ENV, EPS, ROOT, close, fixed_rollouts, make_config, within
-from models import SIZES, make
 from runtime import dist, guard, log, memory, stats
 from runtime.checkpoint import Checkpoints
 from runtime.log import Log
 from runtime.shape import ModelShape
 from runtime.trainer import KINDS, adamw_states, get_tensor, trained_parameters
+from shapes import SIZES, make
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs this code itself")
 

@@ -1,12 +1,11 @@
-"""learn/diff.py on runs that the test prepares, and the part of examples/fork.py that drops."""
+"""bench/diff.py on runs that the test prepares, and the part of bench/fork.py that drops."""
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import diff
-import fork
+from bench import diff, fork
 from conftest import fixed_rollouts, make_config, read_rows, write_rows
 from runtime.log import Log
 
@@ -25,64 +24,51 @@ def runs(tokenizer, tmp_path):
             rollouts = fixed_rollouts(tokenizer, groups=2, seed=step)
             logps = [r.vllm_logps for r in rollouts]
             answers = [{"question": "1+1", "completion": "2", "right": True}] if step else []
-            metrics = METRICS | {"seconds/update": 1.0 + number}
-            log.write(step, metrics, [rollouts[:4], rollouts[4:]], answers,
-                      zip(rollouts, logps, logps))
-        tensor = torch.linspace(-1, 1, 24).view(4, 6)
+            log.write(step, METRICS | {"seconds/update": 1.0 + number},
+                      [rollouts[:4], rollouts[4:]], answers, zip(rollouts, logps, logps))
         (folder / "step-1/trainer").mkdir(parents=True)
+        tensor = torch.linspace(-1, 1, 24).view(4, 6)
         save_file({"fp32": tensor, "exp_avg": 2 * tensor}, folder / "step-1/trainer/w.safetensors")
         save_file({"w": tensor}, folder / "step-1/model.safetensors")
     return tmp_path / "a", tmp_path / "b"
 
 
-def edit(file, change, line=-1):
-    """A function that changes a row of a file of JSON lines in a folder: change(row)."""
-    def edited(folder):
-        rows = read_rows(folder / file)
-        change(rows[line])
-        write_rows(folder / file, rows)
-    return edited
+def change(folder, file, line=-1, **values):
+    """Changes a row of a file of JSON lines."""
+    rows = read_rows(folder / file)
+    rows[line] |= values
+    write_rows(folder / file, rows)
 
 
-def add(name, amount=0.25):
-    return edit("metrics.jsonl", lambda row: row.update({name: row[name] + amount}))
-
-
-def replace(name, value):
-    return edit("rollouts.jsonl", lambda row: row.update({name: value}))
-
-
-def other_weight(folder):
+def change_weight(folder):
     path = folder / "step-1/trainer/w.safetensors"
     tensors = {name: x.clone() for name, x in load_file(path).items()}
     tensors["fp32"][1, 2] += 0.5
     save_file(tensors, path)
 
 
-other_token = edit("rollouts.jsonl", lambda row: row["per_token"]["text"].__setitem__(2, "other"))
 # a change at each stage of step 1, in the order of the step, and what the answer says about it
 CHANGES = {
-    "weights": (other_weight, "step-1: 1 tensors differ, the first: trainer/w.safetensors fp32, "
+    "weights": (change_weight, "step-1: 1 tensors differ, the first: trainer/w.safetensors fp32, "
                 "1 of 24 values, by 5.0e-01 at most"),
-    "evaluation": (edit("eval.jsonl", lambda row: row.update(completion="3")),
-                   "eval/completion of answer 0: '2' | '3'"),
-    "data": (replace("prompt", "2+2"), "prompt of rollout 7"),
-    "tokens": (other_token, "text of rollout 7: "),
-    "rewards": (replace("reward", 2.0), "reward of rollout 7: "),
-    "advantages": (replace("advantage", 9.0), "advantage of rollout 7: "),
-    "trainer's log-probs": (add("entropy"), "entropy: 0.4 | 0.65 "),
-    "vLLM's log-probs": (add("mismatch/max"), "mismatch/max: 2e-06 | "),
-    "loss": (add("kl"), "kl: 0.001 | 0.251 "),
-    "learning rate": (add("lr", 1e-6), "lr: 0.0001 | 0.000101"),
-    "gradients": (add("grad_norm"), "grad_norm: 0.5 | 0.75 (relative difference 2.5e"),
-    "other values": (add("curriculum/questions"), "curriculum/questions: 9 | 9.25"),
+    "evaluation": (("eval.jsonl", {"completion": "3"}), "eval/completion of answer 0: '2' | '3'"),
+    "data": (("rollouts.jsonl", {"prompt": "2+2"}), "prompt of rollout 7"),
+    "tokens": (("rollouts.jsonl", {"tokens": 99}), "tokens of rollout 7: "),
+    "rewards": (("rollouts.jsonl", {"reward": 2.0}), "reward of rollout 7: "),
+    "advantages": (("rollouts.jsonl", {"advantage": 9.0}), "advantage of rollout 7: "),
+    "trainer's log-probs": (("metrics.jsonl", {"entropy": 0.65}), "entropy: 0.4 | 0.65 "),
+    "vLLM's log-probs": (("metrics.jsonl", {"mismatch/max": 0.2}), "mismatch/max: 2e-06 | "),
+    "loss": (("metrics.jsonl", {"kl": 0.251}), "kl: 0.001 | 0.251 "),
+    "learning rate": (("metrics.jsonl", {"lr": 1.01e-4}), "lr: 0.0001 | 0.000101"),
+    "gradients": (("metrics.jsonl", {"grad_norm": 0.75}), "grad_norm: 0.5 | 0.75 (relative diff"),
+    "other values": (("metrics.jsonl", {"curriculum/questions": 8}), "curriculum/questions: 9 | 8"),
 }
 
 
 def test_the_first_stage_that_differs_is_named_though_all_later_ones_differ_too(runs):
     a, b = runs
-    for stage, (change, said) in reversed(CHANGES.items()):
-        change(b)
+    for stage, (how, said) in reversed(CHANGES.items()):
+        how(b) if callable(how) else change(b, how[0], **how[1])
         nothing, first, meaning = diff.answer(a, b)
         assert nothing == "settings and versions that differ: none"
         assert first.startswith(f"first difference: step 1, {stage}: {said}")
@@ -91,17 +77,20 @@ def test_the_first_stage_that_differs_is_named_though_all_later_ones_differ_too(
 
 def test_rounding_is_told_from_what_follows_it(runs):
     a, b = runs
-    edit("metrics.jsonl", lambda row: row.update(loss=row["loss"] + 1e-8, entropy=0.4 + 1e-8), 0)(b)
-    other_token(b)
+    change(b, "metrics.jsonl", 0, loss=1e-3 + 1e-8, entropy=0.4 + 1e-8)
+    change(b, "rollouts.jsonl", tokens=99)
     _, first, meaning, later = diff.answer(a, b)
     assert "step 0, trainer's log-probs: entropy: 0.4 | 0.40000001 (relative diff" in first
     assert meaning.strip() == diff.ROUNDING
-    assert "beyond rounding: step 1, tokens: text of rollout 7" in later
+    assert "beyond rounding: step 1, tokens: tokens of rollout 7" in later
 
 
-def test_equal_runs_other_settings_other_inputs_and_a_shorter_run(runs):
+def test_equal_runs_other_settings_and_inputs_a_shorter_run_and_a_damaged_one(runs):
     a, b = runs
     assert list(diff.answer(a, b))[1:] == ["no difference: all results are equal bit for bit"]
+    with pytest.raises(SystemExit) as ended:
+        diff.main([str(a), str(b)])
+    assert not ended.value.code
     write_rows(b / "metrics.jsonl", read_rows(b / "metrics.jsonl")[:1])
     (b / "inputs.sha256").write_text("4567")
     about = json.loads((b / "config.json").read_text())
@@ -111,14 +100,12 @@ def test_equal_runs_other_settings_other_inputs_and_a_shorter_run(runs):
     assert flags == "settings and versions that differ: --seed 0 | 1"
     assert "step 0, inputs: " in first and cause.endswith("the settings differ in --seed.")
     assert "where it shows first: step 1, other values: " in later
-
-
-def test_a_missing_or_damaged_run_is_one_line(runs):
-    a, b = runs
+    with pytest.raises(SystemExit) as ended:
+        diff.main([str(a), str(b)])
+    assert ended.value.code == 1
     (b / "step-1/model.safetensors").write_text("")
-    for folder in b, b / "missing":
-        with pytest.raises(SystemExit, match=r"^diff: .*damaged, or not the folder of a run .*\Z"):
-            diff.main([str(a), str(folder)])
+    with pytest.raises(SystemExit, match=r"^diff: .*damaged, or not the folder of a run .*\Z"):
+        diff.main([str(a), str(b)])
 
 
 def test_a_dropped_group_is_left_out_of_its_minibatch_and_not_a_group_that_equals_it():

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import doctor
-from models import SIZES
+from examples import doctor
 from runtime.memory import GIB
+from shapes import SIZES
 
 CHECKS = (doctor.versions, doctor.device, doctor.host, doctor.plan, doctor.hours, doctor.disk)
 
@@ -30,7 +30,7 @@ def diagnose(monkeypatch, capsys):
 
 
 FAULTS = {  # what is replaced -> by what; the check that notices, its status, its words
-    "doctor.metadata.distributions": (
+    "examples.doctor.metadata.distributions": (
         lambda: [], "versions", "note", "torch is missing, pinned 2.*-r requirements-cpu.txt"),
     "runtime.memory.free_host_bytes": (
         lambda: 2 * GIB, "host", "note", "2.0 GiB of memory are free.*libraries take 3 GiB"),

@@ -7,9 +7,9 @@ import data
 import nano_rlvr as nr
 import rewards
 import runtime.flags
-import test_time as example
 from conftest import close, make_config, write_rows
-from process_rewards import steps_reward
+from examples import test_time as example
+from examples.process_rewards import steps_reward
 from runtime import evaluation, log, stats
 
 ROWS = [{"question": "3+4+5", "answer": "12"}, {"question": "3+4-5", "answer": "2"}]

@@ -8,15 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import curriculum
 import data
-import distill
-import dpo
-import entropy
-import kl
 import nano_rlvr as nr
-import sft
 from conftest import ROOT, close, fixed_rollouts, make_config, naive_logps, write_rows
+from examples import curriculum, distill, dpo, entropy, kl, sft
 
 
 @pytest.fixture

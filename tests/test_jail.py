@@ -5,9 +5,9 @@ import textwrap
 
 import pytest
 
-import jail
 import rewards
 from conftest import ROOT, descendants, gone
+from examples import jail
 
 pytestmark = pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
 CODE = f"{ROOT}/examples/code_reward.py:code"

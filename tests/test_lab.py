@@ -6,25 +6,24 @@ from pathlib import Path
 
 import pytest
 
-import lab
 import nano_rlvr as nr
-import r1
 from conftest import FAKE_RUN, ROOT, within
+from learn.lab import lab, r1
 
 FINDINGS = lab.findings()
 
 
 def parsed(commands, monkeypatch):
-    """The Configs of the flags that the script of each command hands on to main."""
+    """The Configs of the flags that the module of each command hands on to main."""
     handed_on = []
     monkeypatch.setattr(nr, "main", lambda argv, *_, **__: handed_on.append(argv))
     monkeypatch.chdir(ROOT)
-    for _, script, *flags in commands:
-        monkeypatch.setattr(sys, "argv", [script, *flags])
-        if script.endswith("nano_rlvr.py"):
+    for _, _, module, *flags in commands:
+        monkeypatch.setattr(sys, "argv", [module, *flags])
+        if module == "nano_rlvr":
             nr.main(flags)
         else:
-            runpy.run_path(script, run_name="__main__")
+            runpy.run_module(module, run_name="__main__")
     return [nr.parse_config([*argv, "--model", "models/tiny"]) for argv in handed_on]
 
 

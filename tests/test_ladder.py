@@ -6,12 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import ladder
 import nano_rlvr as nr
 from conftest import close, fixed_rollouts, float64, make_config, naive_logps
+from learn.ladder import ladder
 
 FILES = sorted(ladder.HERE.glob("[0-9]_*.py"))
-reinforce, in_groups, clip, packs, vllm = (importlib.import_module(p.stem) for p in FILES)
+reinforce, in_groups, clip, packs, vllm = (
+    importlib.import_module(f"learn.ladder.{path.stem}") for path in FILES)
 
 
 def tiny(noise=0.0):

@@ -10,12 +10,12 @@ import torch
 
 import nano_rlvr as nr
 import runtime.model
-import tensor_parallel
 from conftest import ROOT, fixed_rollouts, make_config
-from models import SIZES, make, shape_of
+from examples import tensor_parallel
 from runtime import memory
 from runtime.memory import GIB
 from runtime.shape import ModelShape
+from shapes import SIZES, make, shape_of
 
 TOKENS = 8192  # in a simulated forward pass
 

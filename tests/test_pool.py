@@ -19,8 +19,7 @@ MARK = f"my-child-{os.getpid()}"
 FUNCTIONS = """
 import os, signal, subprocess, sys, threading, time
 import numpy as np
-sys.path.append(EXAMPLES)
-import jail
+from examples import jail
 os.environ["ALLOW_UNSAFE_CODE"] = "1"
 threading.Thread(target=time.sleep, args=[600]).start()  # it holds nothing up
 CHILD = [sys.executable, "-c", "import time; time.sleep(600)", MARK]
@@ -71,8 +70,7 @@ asks.waits = True
 @pytest.fixture(scope="module")
 def my(tmp_path_factory):
     path = tmp_path_factory.mktemp("pool") / "my_own_file.py"
-    examples = repr(str(ROOT / "examples"))
-    path.write_text(FUNCTIONS.replace("MARK", repr(MARK)).replace("EXAMPLES", examples))
+    path.write_text(FUNCTIONS.replace("MARK", repr(MARK)))
     return path
 
 

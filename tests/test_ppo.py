@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import nano_rlvr as nr
-import ppo
 from conftest import close, fixed_rollouts, float64, make_config
+from examples import ppo
 
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.5), (0.97, 0.0), (0.97, 1.0)])

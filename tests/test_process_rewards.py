@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 import nano_rlvr as nr
-import process_rewards
 from conftest import close, make_config
+from examples import process_rewards
 from runtime.dist import RunError
 
 # ---- the running totals of a sum
@@ -36,7 +36,7 @@ def test_steps_judges_running_totals_and_the_answer():
         assert process_rewards.steps_reward([message], " ".join(question)) == [steps]
 
 
-def test_steps_gives_none_for_a_question_that_is_no_sum_and_0_for_an_empty_text():
+def test_steps_has_no_reward_for_a_question_that_is_no_sum_and_0_for_an_empty_text():
     questions = ["Why?", "2*3", "", "5", "2+", "+2+3", "9" * 5000 + "+1", "1+2"]
     found = process_rewards.steps_reward([""] * 8, question=questions)
     assert found == [None] * 7 + [0.0]

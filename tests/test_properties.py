@@ -3,17 +3,15 @@ raises ValueError with one line. Completions are in test_rewards.py, answers in 
 import json
 import shutil
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import data
-import judge
 import nano_rlvr as nr
 import runtime.flags
-import runtime.model
 from conftest import ROOT, make_config
-from runtime import report
+from examples import judge
+from runtime import model, records
 
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None,
                  suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -70,7 +68,7 @@ def test_a_file_of_a_run_gives_rows_with_a_step_or_one_line_with_its_name(tmp_pa
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(content)
     try:
-        rows = report.read(tmp_path)
+        rows = records.read(tmp_path)
     except ValueError as e:
         assert one_line(e) and str(e).startswith(str(path))
         return
@@ -100,7 +98,7 @@ def test_a_model_folder_with_a_changed_setting_is_loaded_or_refused_in_one_line(
     about[name.draw(st.sampled_from(sorted(about)))] = name.draw(SCALARS)
     path.write_text(json.dumps(about))
     try:
-        runtime.model.load_tokenizer(make_config(model=str(tmp_path / "m")))
+        model.load_tokenizer(make_config(model=str(tmp_path / "m")))
     except ValueError as e:
         assert one_line(e) and "--model" in str(e)
 
@@ -127,6 +125,4 @@ def test_the_grammar_of_files_is_nasty_and_not_only_nasty():
         except (ValueError, RecursionError):
             read.append(None)
     count()
-    assert 5 < sum(row is None for row in read) < 55
-    with pytest.raises(ValueError):
-        json.loads(b"[" * 5000 + b"'")
+    assert 0.1 < sum(row is None for row in read) / len(read) < 0.9

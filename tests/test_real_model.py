@@ -7,14 +7,14 @@ import os
 from unittest import mock
 
 import pytest
-import smollm2
 import torch
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 import nano_rlvr as nr
-import products
 from conftest import ENV, EXACT, ROOT, close, float64, make_checkpoints, make_config, within
+from examples import products
+from models import smollm2
 from report import tokens
 from runtime import trainer
 

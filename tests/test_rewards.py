@@ -15,17 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import code_reward
-import countdown
 import data
-import instructions
-import jail
-import judge as judging
 import nano_rlvr as nr
-import process_rewards
 import rewards
-import shaping_rewards as shaping
 from conftest import ROOT, SHARED
+from examples import code_reward, countdown, instructions, jail, process_rewards
+from examples import judge as judging
+from examples import shaping_rewards as shaping
 from runtime import batch, stats
 from verify import answer, user_code, verifier
 

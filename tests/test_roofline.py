@@ -6,9 +6,7 @@ import math
 import pytest
 
 import nano_rlvr as nr
-import plan
-import roofline
-import step
+from bench import plan, roofline, step
 from runtime.shape import ModelShape
 
 SMALL = plan.SHAPES["Qwen2.5-1.5B"]  # tied embeddings

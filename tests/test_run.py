@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import async_rl
 import nano_rlvr as nr
-from compare import TIMED
+from bench.diff import TIMED
 from conftest import ENV, EPS, ROOT, TORCHRUN, make_config, read_rows, within
+from examples import async_rl
 from runtime import checkpoint
 
 FLAGS = ("--name run --steps 2 --prompts 8 --samples 4 --eval_size 9 --eval_n 4 --eval_every 2 "
@@ -22,8 +22,8 @@ FLAGS = ("--name run --steps 2 --prompts 8 --samples 4 --eval_size 9 --eval_n 4 
 PARITY = 10_000 * EPS  # see test_engines.py
 
 
-def start(*argv, launcher=(sys.executable,), script="nano_rlvr.py"):
-    return subprocess.Popen([*launcher, ROOT / script, *argv], env=ENV, cwd=ROOT, text=True,
+def start(*argv, launcher=(sys.executable,), script=("nano_rlvr.py",)):
+    return subprocess.Popen([*launcher, *script, *argv], env=ENV, cwd=ROOT, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -50,12 +50,12 @@ def run(tmp_path_factory):
 
 
 def test_a_killed_run_continues_bit_for_bit_also_with_an_asynchronous_sampler(run, tmp_path):
-    """Here a copy of what kill -9 leaves while a checkpoint is written; `bench/faults.py kill`
+    """Here a copy of what kill -9 leaves while a checkpoint is written; bench/faults.py
     kills real ones. With --lag 0 examples/async_rl.py has the bits of a synchronous run."""
     killed = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("final", "*.png"))
     (killed / "step-2").rename(killed / "step-2.part")
     (killed / "step-2.part/manifest.json").unlink()
-    finish(start("--resume", killed, "--lag", "0", script="examples/async_rl.py"))
+    finish(start("--resume", killed, "--lag", "0", script=("-m", "examples.async_rl")))
     assert left_by(killed) == left_by(run)
     assert not list(killed.glob("*.part")) and (killed / "final").exists()
 

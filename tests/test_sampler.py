@@ -10,8 +10,8 @@ from vllm import SamplingParams
 
 import nano_rlvr as nr
 import sync_worker
-import tensor_parallel
 from conftest import ENV, ROOT, TORCHRUN, make_config, save_untied, within
+from examples import tensor_parallel
 from runtime import model, sampler
 from runtime.dist import RunError
 from runtime.sampler import BITS, CHUNK, SentWeights, checksum

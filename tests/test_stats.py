@@ -70,7 +70,7 @@ def test_values_of_samples_by_hand():
     close(values["mean@9"], 1 / 3)
 
 
-def test_a_group_is_flat_if_all_rewards_that_it_has_are_equal():
+def test_a_group_has_zero_std_if_all_rewards_that_it_has_are_equal():
     for rewards, wanted in (((1.0, None, 1.0), True), ((None, None), True), ((1.0, 0.0), False)):
         assert stats.has_zero_std([completion(reward=x) for x in rewards]) == wanted
 
@@ -127,7 +127,7 @@ def test_the_gradient_is_finite_at_any_log_ratio_and_clipped_counts_the_tokens_w
 
 
 def test_the_rewards_of_a_step_by_hand(group):
-    """None, "no reward", enters no mean; a reward without any verdict in the step is absent."""
+    """None, "no reward", enters no mean; a reward that nothing in the step has is absent."""
     parts = [{"a": 1.0, "judge": None}, {"a": 0.0, "judge": None}, {"a": None}, {"b": 2.0}]
     rollouts = [completion(reward=x, parts=own) for x, own in zip((1.0, 0.0, None, 2.0), parts)]
     m = stats.step_summary(make_config(), [], [rollouts], SECONDS)

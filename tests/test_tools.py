@@ -13,9 +13,8 @@ import torch
 
 import data
 import nano_rlvr as nr
-import python_tool
-import tool_model
 from conftest import close, fixed_rollouts, make_config, naive_logps
+from examples import python_tool, tool_model
 from runtime.dist import RunError
 from runtime.model import load_model
 

@@ -21,9 +21,9 @@ import data
 import nano_rlvr as nr
 import rewards
 from conftest import ROOT, close, fixed_rollouts, judged, make_config, write_rows
-from models import shape_of
 from runtime import dist, log, memory, model
 from runtime.checkpoint import Checkpoints
+from shapes import shape_of
 
 TINY = str(ROOT / "models/tiny")
 SAME_MODEL = str(ROOT / "tests/../models/tiny")  # another text for the same folder

@@ -24,6 +24,7 @@ CLEAN_UP = [  # (pattern, replacement); ¤ keeps apart what must not become one 
     (r"\\[!,;]|\\left|\\right|\^\{?\\circ\}?|°", ""),
     (r"[\u00a0\u2007\u2009\u202f]|\\ |~", " "),
     (r"\{,\}", ","),
+    (r"[¼-¾⅐-⅞]", lambda m: f" {_plain(m[0])}"),  # 2½ is 2 1/2
     (r"\\(?:text(?:bf|it)?|mathrm|mathbf|mbox|operatorname)\s?\{([^{}]*)\}", r" \1 "),
     (r"(?<=\d)\s?(?=\\[dtc]?frac)", " "),  # 1\frac{1}{2}
     (r"\\[dtc]?frac\s?\{?(-?\d+)\}?\s?\{?(\d+)\}?(?!\d)", r"\1/\2 "),
@@ -99,7 +100,7 @@ def _exact(candidate):
 
 def _plain(typed):
     """Superscripts, fractions and full-width letters in ASCII: "⁻²" -> "-2", "½" -> "1/2"."""
-    return unicodedata.normalize("NFKC", typed).translate({0x2212: "-", 0x2044: "/"})
+    return unicodedata.normalize("NFKC", typed).translate({0x2212: "-", 0x2044: "/", 0x2215: "/"})
 
 
 def _based(m):
@@ -123,24 +124,24 @@ LATEX = [(re.compile(pattern), replacement) for pattern, replacement in (
     (r"[¼-¾⅐-⅞]", lambda m: r"\frac{%s}{%s}" % tuple(_plain(m[0]).split("/"))),
     (r"([√∛∜])\s?(\d+(?:\.\d+)?|[^\W\d]|\([^()]*\)|(?=\{))",
      lambda m: r"\sqrt[%d]" % ("√∛∜".find(m[1]) + 2) + (m[2] and f"{{{m[2]}}}")),
-    ("[！-～]", lambda m: _plain(m[0])),
+    ("[！-～⁄∕𝐀-𝟿]", lambda m: _plain(m[0])),
     ("∞", r"\\infty "), ("[·∙]", r"\\cdot "), ("∈", r"\\in "), ("°", r"^\\circ "),
-    ("−|(?<!\\d)(?<!\\d )–", "-"),
+    ("[−‐‑﹣]|(?<!\\d)(?<!\\d )–", "-"),
     (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "), (r"(?<![\\A-Za-z])oo(?![A-Za-z])", r"\\infty "),
     (rf"(?<![\w.)}}]){E_NOTATION.pattern}(?![\w.])", lambda m: re.sub(
         "[eE](.+)", r" \\cdot 10^{\1}", m[0])),
     (r"\*\*", "^"), (r"\^\s?(-\d+)", r"^{\1}"),
     # mixed numbers without LaTeX; the library multiplies
-    (r"(?<![\d.^_/}])(?<!frac )(\d+)\s([1-9]\d?)/(\d{1,3})(?![\d.])", r"\1\\frac{\2}{\3}"),
-    (r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s?\{?(\d+)\}?|(?<=\.)\((\d+)\))", _repeating),
+    (r"(?<![\d.^_/}])(?<!frac )(\d+)\s([1-9]\d?)\s?/\s?(\d{1,3})(?![\d.])", r"\1\\frac{\2}{\3}"),
+    (r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s?\{?(\d+)\}?|\((\d+)\))", _repeating),
     (r"(?<![\w^.])\(([\dA-F.]+)\)(?=_)", r"\1"),
     (r"(?<![\w^.])([\dA-F]*\d[\dA-F.]*(?=_\s?\{?1[1-6])|\d[\d.]*)"
      r"_\s?(\d+|\w|\{(?:[^{}]|\{[^{}]*\})*\})", _based),
     # it takes all from the first \text to a } at the end for a unit: 5 \text{ to } \sqrt{36} was 5
     (r"\\(?:text|mbox|mathrm)\s?\{([^{}]*)\}(?=.+\}(?:\^\d)?$)", r" \1 "),
     # upright constants
-    (r"\\(?:math(?:rm|it)|text(?:rm|it|normal)?|operatorname)\s?\{\s*([ei]|\\pi)\s*\}"
-     r"|\{\\rm ([ei])\}", r"{\1\2}"), (r"I(?=\s?\^)", "{I}"),  # it drops I's exponent
+    (r"\\(?:math(?:rm|it)|text(?:rm|it|normal)?|operatorname|rm)\s*(\{)?\s*([ei]|\\pi)(?![A-Za-z])"
+     r"\s*(?(1)\})", r"{\2}"), (r"I(?=\s?\^)", "{I}"),  # it drops I's exponent
 )]
 
 

@@ -1,12 +1,11 @@
-"""A leaky verifier is gamed: the reward rises, and the accuracy that it should stand for falls."""
-import lab
+"""A leaky verifier: the reward rises more than the accuracy that it should stand for."""
+from learn.lab import lab
 
 FAULTY = "learn/lab/faulty_rewards.py"
 
 
 def judge(values):
-    fooled = lab.above(values, "leaky", "exact", "training reward")
-    return fooled and lab.above(values, "exact", "leaky", "mean@4")
+    return lab.gain(values, "leaky", "mean@4")[2] < 0
 
 
 FINDING = lab.Finding(
@@ -14,7 +13,8 @@ FINDING = lab.Finding(
           "shortcut and not the task; a stricter check removes it.",
     source="2604.15149",
     rule="With a verifier that accepts answers up to 5 off (most guesses of the bundled model), "
-         "the training reward ends above that with the exact one, and the true mean@4 below it.",
+         "the true mean@4 falls. (Written after the runs. The first rule, a higher training reward "
+         "and a lower mean@4 than with the exact verifier, could hardly fail.)",
     arms={"exact": "nano_rlvr.py",
           "leaky": f"nano_rlvr.py --rewards gsm8k:0,{FAULTY}:leaky:1"},
     measures=lab.MEAN | lab.BEFORE | {
@@ -23,12 +23,12 @@ FINDING = lab.Finding(
     panels={"true mean@4": "eval/mean@4", "training reward": "reward/mean",
             "tokens of a sample": "completion/length"},
     reading=(
-        "With the leaky verifier the training reward ends at 0.96, above the 0.81 of the exact "
-        "one, while the true mean@4 is 18 points lower: the reward looks better and the model "
-        "is worse. It still gains, because the leak is not whole. Some guesses are more than 5 "
-        "off, so that working a sum out pays a little, and the greedy guesses fall from 66 to "
-        "about 30 %; with the exact reward they fall to 0. Only an exact check on held-out "
-        "questions shows it."),
+        "The runs show the opposite of the claim: with the leaky verifier the true mean@4 rises "
+        "by 17.5 points (12.8 to 22.2), half of what the exact one brings. The shortcut is "
+        "unlearned more slowly: the greedy guesses fall from 66 to about 30 %, with the exact "
+        "reward to 0. The leak is not whole: some guesses are more than 5 off, so working a sum "
+        "out pays a little. The training reward, 0.96 against 0.81, hides the difference; only an "
+        "exact check on held-out questions shows it."),
     exercises=(
         "Let the verifier accept answers that are at most 1 off. A guess passes in 3 of 11 "
         "cases: predict which habit wins.",

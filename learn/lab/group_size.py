@@ -1,5 +1,5 @@
 """The size of a group against the number of prompts, at equal samples."""
-import lab
+from learn.lab import lab
 
 SIZES = (2, 4, 16, 64)
 
@@ -23,7 +23,7 @@ FINDING = lab.Finding(
             "seed n = 2 ends 2 to 3 points above n = 16, although two thirds of its groups have no "
             "gradient. With n = 64 a batch has two questions; each seed ends 5 to 8 points below "
             "n = 16. The source gave groups of 2 an eighth of the samples; here all arms get 128 "
-            "samples per step.",
+            "samples per step, so this is half of its claim.",
     exercises=(
         "With pass rate p, a group of n has no gradient with probability p^n + (1 - p)^n. "
         "Compare with the column of the table.",

@@ -1,12 +1,13 @@
 """The lab: published findings, repeated in small with seeds and judged by a rule written before.
 
-    python learn/lab/staleness.py      its runs, table, picture and verdict: results/staleness.*
-    python learn/lab/lab.py            (make lab) the findings whose commands have changed since
+    python -m learn.lab.staleness      its runs, table, picture and verdict: results/staleness.*
+    python -m learn.lab.lab            (make lab) the findings whose commands have changed since
                                        their results were made, then all pages and tables
 
 A finding is a file with FINDING. An arm is a command, without --seed; all arms get the flags BASE
-and those of the finding. Runs of one seed have the same prompts in the same order, so the arms are
-compared seed by seed. An interrupted command continues. One run per core goes on at a time.
+and those of the finding. The arms are compared seed by seed. The intervals are about the seeds: all
+runs answer the same held-out questions. An interrupted command continues. One run per core goes on
+at a time.
 """
 import dataclasses
 import hashlib
@@ -19,13 +20,11 @@ import sys
 from pathlib import Path
 from typing import Callable
 
+from measure import common, seeds
+from measure.seeds import at, cell, late, number, share
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "bench")]
-import common  # noqa: E402
-import seeds  # noqa: E402
-from seeds import at, cell, late, number, share  # noqa: E402
-
 RESULTS = HERE / "results"
 RUNS = Path("runs/lab")
 BASE = ("--steps 30 --prompts 16 --samples 8 --kl_coef 0 --eval_every 30 --eval_size 256 "
@@ -81,18 +80,24 @@ def near(values, arm, other, title, margin):
     return -margin < low and high < margin
 
 
+def words(finding):
+    """{label: a file and its flags, as a list} of the arms."""
+    found = {}
+    for label, command in finding.arms.items():
+        file, *own = shlex.split(command)
+        found[label] = [file, *BASE.split(), *finding.flags.split(), *own]
+    return found
+
+
 def commands(finding):
     """{label: command as a list} of the arms."""
-    found = {}
-    for label, words in finding.arms.items():
-        found[label] = [sys.executable, *shlex.split(words)[:1], *BASE.split(),
-                        *finding.flags.split(), *shlex.split(words)[1:]]
-    return found
+    return {label: [sys.executable, "-m", common.module(file), *flags]
+            for label, (file, *flags) in words(finding).items()}
 
 
 def digest(finding):
     """Changes with what is run and with what is measured."""
-    what = [command[1:] for command in commands(finding).values()]
+    what = list(words(finding).values())
     what += [list(finding.arms), list(finding.measures), list(finding.seeds)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
@@ -105,7 +110,7 @@ def minutes(folder):
 
 def run(finding, name, out=None, results=RESULTS):
     """Makes the runs of a finding and writes its results: numbers, picture and page."""
-    os.chdir(ROOT)  # the commands have paths from there
+    os.chdir(ROOT)  # the commands have paths and modules from there
     if finding.prepare:
         finding.prepare()
     folders = seeds.run_all(commands(finding), finding.seeds, out or RUNS / name, jobs=2)
@@ -134,7 +139,7 @@ def write_page(finding, name, results=RESULTS):
         cells = [cell(of[title], form, " to ") for title, (_, form) in finding.measures.items()]
         rows.append([label, *cells])
     page = [f"# {name}", f"Claim: {finding.claim} ({link(finding)})",
-            f"Rule, written before the runs: {finding.rule}",
+            f"Rule: {finding.rule}",
             common.table(["arm", *finding.measures], rows), f"Verdict: **{verdict(result)}**.",
             finding.reading, f"![curves]({name}.png)",
             f"All arms: `{BASE} {finding.flags}`. {result['conditions']}."]
@@ -156,7 +161,7 @@ def main(finding):
 def findings():
     """{name: Finding} of the files beside this one, in the order of their names."""
     names = sorted(path.stem for path in HERE.glob("*.py"))
-    modules = {name: importlib.import_module(name) for name in names if name != "lab"}
+    modules = {name: importlib.import_module(f"learn.lab.{name}") for name in names}
     return {name: m.FINDING for name, m in modules.items() if hasattr(m, "FINDING")}
 
 
@@ -167,7 +172,7 @@ def stored(name, results=RESULTS):
 
 
 def verdict(result):
-    return "agrees" if result["agrees"] else "does not agree"
+    return "agrees" if result["agrees"] else "not shown"
 
 
 def link(finding):

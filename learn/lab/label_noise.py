@@ -1,5 +1,5 @@
 """Label noise: how many wrong verdicts RL tolerates."""
-import lab
+from learn.lab import lab
 
 FAULTY = "learn/lab/faulty_rewards.py"
 

@@ -1,14 +1,13 @@
 """Runs the script with one of the planted faults of tests/faults.txt: see it_learns.py.
 
-    python learn/lab/with_fault.py --fault "loss: wrong sign" --steps 30
+    python -m learn.lab.with_fault --fault "loss: wrong sign" --steps 30
 """
 import argparse
 import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-import mutations  # noqa: E402
+from tests import mutations
 
 
 def main(argv):

@@ -1,6 +1,6 @@
 """Step 1: REINFORCE.
 
-    python learn/ladder/1_reinforce.py [seed]
+    python -m learn.ladder.1_reinforce [seed]
 
 The model, here called the policy, answers sums. A right answer o has reward r(o) = 1, a wrong one
 0. We want a larger mean reward J = sum over o of p(o) * r(o). As grad p = p * grad log p,
@@ -23,8 +23,8 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM
 
-import ladder
-from ladder import MODEL, timed
+from learn.ladder import ladder
+from learn.ladder.ladder import MODEL, timed
 
 STEPS = 20
 PROMPTS = 128  # per step

@@ -1,6 +1,6 @@
 """Step 2: step 1 + several completions to each question, each compared with the others.
 
-    python learn/ladder/2_group.py [seed]
+    python -m learn.ladder.2_group [seed]
 
 The model answers sums. A right answer has reward 1, a wrong one 0. The gradient of
 
@@ -20,8 +20,8 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM
 
-import ladder
-from ladder import MODEL, timed
+from learn.ladder import ladder
+from learn.ladder.ladder import MODEL, timed
 
 STEPS = 20
 PROMPTS = 16  # per step

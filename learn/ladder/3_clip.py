@@ -1,6 +1,6 @@
 """Step 3: step 2 + several optimizer steps on each batch of completions.
 
-    python learn/ladder/3_clip.py [seed]
+    python -m learn.ladder.3_clip [seed]
 
 After the first optimizer step, the model is no longer the one that sampled the completions.
 
@@ -27,8 +27,8 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM
 
-import ladder
-from ladder import MODEL, timed
+from learn.ladder import ladder
+from learn.ladder.ladder import MODEL, timed
 
 STEPS = 20
 PROMPTS = 16  # per step

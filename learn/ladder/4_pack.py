@@ -1,6 +1,6 @@
 """Step 4: step 3 + the trainer has packs in place of padding, and one weight for all tokens.
 
-    python learn/ladder/4_pack.py [seed]
+    python -m learn.ladder.4_pack [seed]
 
 A pack is one row in which sequences (a prompt and its completion) lie end to end, without padding.
 An optimizer step has several packs. Each has a backward pass of its own, which needs less memory
@@ -19,8 +19,8 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM
 
-import ladder
-from ladder import MODEL, timed
+from learn.ladder import ladder
+from learn.ladder.ladder import MODEL, timed
 
 STEPS = 20
 PROMPTS = 16  # per step

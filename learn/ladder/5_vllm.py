@@ -1,6 +1,6 @@
 """Step 5: step 4 + vLLM samples.
 
-    python learn/ladder/5_vllm.py [seed]
+    python -m learn.ladder.5_vllm [seed]
 
 vLLM has its own copy of the weights. It gets the trainer's weights after each update. If they did
 not arrive, vLLM would sample from old weights, without an error. So two checks can stop the run:
@@ -14,8 +14,8 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM
 
-import ladder
-from ladder import MODEL, timed
+from learn.ladder import ladder
+from learn.ladder.ladder import MODEL, timed
 from runtime import dist
 from runtime.sampler import SentWeights, start_vllm
 

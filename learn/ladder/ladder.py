@@ -1,6 +1,6 @@
 """What the steps share and what is not learning: questions, rewards, a clock, figures.
 
-    python learn/ladder/ladder.py      runs each step that has no figures in runs/ladder/ yet, and
+    python -m learn.ladder.ladder      runs each step that has no figures in runs/ladder/ yet, and
                                        writes the table of README.md and rewards.png
 """
 import json
@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 
+import data
+from rewards import gsm8k_reward
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
-import data  # noqa: E402
-from rewards import gsm8k_reward  # noqa: E402
-
 MODEL = str(ROOT / "models/tiny")
 RUNS, PAGE = ROOT / "runs/ladder", HERE / "README.md"
 LAST = 5  # the table has the mean reward of so many last steps
@@ -112,7 +111,7 @@ def cell(values):
 
 def write_table(results):
     """Writes the table and its conditions between the marks of README.md."""
-    import common
+    from measure import common
     from runtime.log import provenance
     rows = []
     for name, runs in results.items():
@@ -144,11 +143,12 @@ def draw(results):
 
 
 def main():
-    commands = {path.stem: [str(path)] for path in sorted(HERE.glob("[0-9]_*.py"))}
-    commands["6_script"] = [__file__, "script"]
+    steps = sorted(path.stem for path in HERE.glob("[0-9]_*.py"))
+    commands = {step: [f"learn.ladder.{step}"] for step in steps}
+    commands["6_script"] = ["learn.ladder.ladder", "script"]
     for name, command in commands.items():
         if not (RUNS / f"{name}-0.json").exists():
-            subprocess.run([sys.executable, *command], check=True)
+            subprocess.run([sys.executable, "-m", *command], check=True, cwd=ROOT)
     write_table(figures())
     draw(figures())
 

@@ -1,6 +1,6 @@
 """Makes the bundled model: a Qwen2 of 0.8 M parameters, a tokenizer of bytes, two trained habits.
 
-    python models/tiny/make_tiny.py        11 minutes on 2 cores; seeded (--seed)
+    python -m models.tiny.make_tiny        11 minutes on 2 cores; seeded (--seed)
 
 The supervised examples (the "cold start") are sums such as 14+2+9, answered in one of two ways:
 
@@ -14,14 +14,12 @@ rewarded. Held-out questions (data.py) are never shown.
 import argparse
 import math
 import random
-import sys
 import time
 import zlib
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import data
 import nano_rlvr
 from runtime.batch import packed_attention

@@ -21,9 +21,8 @@ from types import SimpleNamespace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-sys.path.insert(0, str(Path(__file__).parent))
-from check import difference  # noqa: E402
-from make import all_in  # noqa: E402
+from check import difference
+from make import all_in
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = json.loads(Path(__file__).with_name("cases.json").read_text())

@@ -1,4 +1,4 @@
-"""Shared by the benches: paths, tables, processes of their own, results. Imports no PyTorch."""
+"""Shared by bench/ and learn/: paths, tables, processes of their own, results."""
 import argparse
 import json
 import os
@@ -7,14 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+from report.curve import series  # noqa: F401
+from runtime.records import read  # noqa: F401
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench/results"
 TINY = str(ROOT / "models/tiny")
-sys.path.insert(0, str(ROOT))
-
-from report.curve import series  # noqa: E402, F401
-from runtime.records import read  # noqa: E402, F401
-
 SCRIPT = [sys.executable, str(ROOT / "nano_rlvr.py")]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
@@ -32,10 +30,16 @@ def table(head, rows):
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
-def run_apart(script, *arguments, launcher=(sys.executable,), **environment):
+def module(file):
+    """The name under which `python -m` runs a file: "bench/step.py" -> "bench.step"."""
+    return str(file).removesuffix(".py").replace("/", ".")
+
+
+def run_apart(bench, *arguments, launcher=(sys.executable,), **environment):
     """Runs a bench in a process of its own. Returns the last line it prints, parsed as JSON."""
-    command = [str(word) for word in (*launcher, ROOT / "bench" / script, *arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    command = [str(word) for word in (*launcher, "-m", f"bench.{bench}", *arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT,
+                          env=os.environ | environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -46,8 +50,8 @@ def describe(abouts, load=""):
     commits = ", ".join(sorted({about["commit"] for about in abouts} - {""}))
     versions = ", ".join(f"{name} {v}" for name, v in abouts[0]["versions"].items())
     script = Path(sys.argv[0]).resolve()
-    script = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
-    command = " ".join(["python", str(script), *sys.argv[1:]])
+    name = module(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
+    command = " ".join(["python -m", name, *sys.argv[1:]])
     return (f"commit {commits}, {abouts[0]['device']}, {load}{versions}; `{command}`, "
             f"{time.strftime('%Y-%m-%d')}")
 

@@ -1,10 +1,9 @@
 """Fork a run at a checkpoint: what does one group of samples change in the ten steps after it?
 
-    OMP_NUM_THREADS=1 python examples/fork.py --at runs/a/step-20 [--group 3] [--more 10]
+    OMP_NUM_THREADS=1 python -m bench.fork --at runs/a/step-20 [--group 3] [--more 10]
 
 The run continues twice from this checkpoint: in runs/a-whole as it was, and in runs/a-without with
-one group left out of the first step. Flags of the script count for both. With one thread all that
-differs later comes from this group. A learning rate that decays does so towards the new last step.
+one group left out of the first step. Flags of the script count for both.
 """
 import argparse
 import shutil
@@ -13,11 +12,9 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / x) for x in ("", "bench", "learn")]
-import compare  # noqa: E402
-import diff  # noqa: E402
-import nano_rlvr as nr  # noqa: E402
-from runtime import checkpoint, dist, report, stop  # noqa: E402
+import nano_rlvr as nr
+from bench import diff
+from runtime import checkpoint, dist, records, stop
 
 
 def fork(saved, folder):
@@ -57,15 +54,15 @@ def both(saved, number, more, argv):
     whole, less = (run.with_name(f"{run.name}-{arm}") for arm in ("whole", "without"))
     for folder, own in ((whole, []), (less, ["--drop", str(step), str(number)])):
         fork(saved, folder)
-        subprocess.run([sys.executable, __file__, *own, *flags, folder], check=True)
+        subprocess.run([sys.executable, "-m", "bench.fork", *own, *flags, folder], check=True)
     print(*diff.answer(whole, less), sep="\n")
     for folder in (whole, less):
-        rows = report.read(folder)
+        rows = records.read(folder)
         reward = fmean([row["reward/mean"] for row in rows if row["step"] >= step and "lr" in row])
         print(f"{folder.name}: mean reward of the {more} steps {reward:.3f}, "
               f"accuracy after them {rows[-1]['eval/accuracy']:.1%}")
     end = whole / f"step-{step + more}"
-    apart, moved = (compare.weights(end, other)[1] for other in (less / end.name, saved))
+    apart, moved = (diff.weights(end, other)[1] for other in (less / end.name, saved))
     print(f"distance of the two forks' weights: {apart / moved:.1%} of the way of the first fork")
 
 
@@ -77,7 +74,7 @@ if __name__ == "__main__":
     parser.add_argument("--drop", type=int, nargs=2, default=(-1, 0))  # step, group: of one fork
     own, argv = parser.parse_known_args()
     if dist.world_size() > 1:
-        sys.exit("nano_rlvr: examples/fork.py runs in one process: leave out torchrun")
+        sys.exit("nano_rlvr: bench/fork.py runs in one process: leave out torchrun")
     if not own.at:
         nr.main(argv, lambda run: train(run, *own.drop))
     else:

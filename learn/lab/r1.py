@@ -1,6 +1,6 @@
 """DeepSeek-R1 in miniature (arXiv:2501.12948): its stages, R1-Zero, and two distillations.
 
-    python examples/r1.py --seeds 0 1 2      30 runs, one after the other; a second call continues
+    python -m learn.lab.r1 --seeds 0 1 2     30 runs, one after the other; a second call continues
 
 Two base models are made first: `base`, and `student` with two of its four layers. They have read
 sums and strings to reverse, mostly without tags, half of the sums guessed, with fillers ("hm").
@@ -23,19 +23,18 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-ROOT = Path(__file__).resolve().parents[1]
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import nano_rlvr as nr
+from examples import sft
+from measure import common
+from measure import seeds as over_seeds
+from models.tiny.make_tiny import cold_start, training_example, worked
+from report.curve import figure
+
+ROOT = common.ROOT
 TINY = ROOT / "models/tiny"
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(TINY)]
-import torch  # noqa: E402
-from make_tiny import cold_start, training_example, worked  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-import common  # noqa: E402
-import nano_rlvr as nr  # noqa: E402
-import seeds as over_seeds  # noqa: E402
-import sft  # noqa: E402
-from report.curve import figure  # noqa: E402
-
 FILLERS = (" hm", " ok", " so")
 SFT = "--lr 5e-4 --prompts 64 --steps"
 RL = "--lr 1e-4 --prompts 16 --samples 8 --steps 30"
@@ -166,7 +165,7 @@ def commands(seed, out, files):
         start = model if "{" in model else out / model
         words = f"{command} {SAME} --model {start}" + (f" {TEST}" if arm in SHOWN else "")
         script, *flags = words.format(**places).split()
-        found[arm] = [sys.executable, str(ROOT / script), *flags]
+        found[arm] = [sys.executable, "-m", common.module(script), *flags]
     return found
 
 

@@ -1,7 +1,7 @@
 """A command of nano_rlvr with several seeds: means, intervals over the seeds, curves with a band.
 
-    python bench/seeds.py               README's table: 5 seeds of the default run and of a control
-    python bench/seeds.py --out runs/lr --setting low="--lr 1e-5" --setting high="--lr 1e-4" -- \\
+    python -m measure.seeds             README's table: 5 seeds of the default run and of a control
+    python -m measure.seeds --out runs/lr --setting low="--lr 1e-5" --setting high="--lr 1e-4" -- \\
         python nano_rlvr.py --steps 20 --eval_every 5
 
 The command is what follows `--`: any command that takes the flags of nano_rlvr.py, also torchrun.
@@ -11,7 +11,8 @@ last checkpoint. The results are <out>/seeds.md, .json and .png; without a comma
 hour on 2 cores, bench/results/learn.*. In the control a coin rewards each completion.
 
 The interval is Student's t interval of the mean, 95 %: mean +- t(n - 1) * s / sqrt(n) over n seeds.
-It is about the seed only: all runs are evaluated on the same held-out questions.
+It is about the seed only where all runs answer the same held-out questions. With --data and no
+--eval_data each seed holds out other rows.
 """
 import math
 import os
@@ -27,8 +28,8 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-import common  # puts the repository on sys.path
-from common import read, series
+from measure import common
+from measure.common import read, series
 from report.curve import figure
 
 README_COMMAND = [*common.SCRIPT, *"--eval_n 8 --eval_every 25 --save_every 0".split()]
@@ -50,8 +51,9 @@ def mean_interval(values):
 
 
 def own_flags(command):
-    """The flags between the script and --seed: what the runs of a setting have in common."""
-    return command.partition(".py ")[2].partition("--seed ")[0].strip()
+    """The flags between a script, or `-m` and a module, and --seed: what the runs of a setting have
+    in common."""
+    return re.split(r"\.py |-m [\w.]+ ", command.partition("--seed ")[0])[-1].strip()
 
 
 def finished(folder, command):
@@ -178,9 +180,11 @@ def report(folders, out, columns=None, panels=PANELS):
     everyone, runs = sum(folders.values(), []), []
     first_row = next(iter(results.values()))[0][0]
     about = common.describe([common.read_config(folder) for folder in everyone])
+    config = common.read_config(everyone[0])["config"]
+    own_file = config.get("data") and not config.get("eval_data")
     conditions = (f"{len(everyone) // len(folders)} seeds per row; in brackets the 95 % t interval "
-                  f"of the mean over the seeds. Held out: {first_row['eval/n']} questions, the "
-                  f"same for all runs. {about}.")
+                  f"of the mean over the seeds. Held out: {first_row['eval/n']} questions, "
+                  f"{'others for each seed' if own_file else 'the same for all runs'}. {about}.")
     columns, lines = columns or before_and_after(first_row), []
     for label, of in results.items():
         lines.append([label, *(cell([value(rows) for rows in of], form)
