@@ -33,7 +33,7 @@ def arithmetic(rng):
     return {"question": question, "answer": str(total), "terms": terms}
 
 
-EXAMPLES = Path(__file__).parent / "examples"
+EXAMPLES = os.path.relpath(Path(__file__).parent / "examples")
 # name -> where its examples come from (`make`: a function of a random generator; `file`: one of a
 # file; `hub`: repository and configuration), and its default for --rewards, the first of which the
 # evaluation counts

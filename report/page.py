@@ -69,14 +69,15 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
      "It also rises if long answers only become more frequent. It often drops first: the model "
      "learns to end. If it keeps falling while the accuracy stays, a guess pays better than "
      "thinking. If truncated rises with it: --aggregate constant, or a larger --max_tokens."),
-    ("Entropy", "nats, mean per token", "entropy", FROM_ZERO,
+    ("Entropy", "nats, mean per token of the trained completions", "entropy", FROM_ZERO,
      "Falling is normal: RL sharpens. At about 0, if group/zero_std rises too: lower --lr, "
      "more --kl_coef, other questions. If it explodes and text turns into noise: lower --lr."),
     ("KL to the starting model", "nats, mean per token", "kl", {},
      "A slow rise without end is learning. A spike for a step or two is noise: one token that "
      "became much less likely is enough. If it stays, lower --lr or raise --kl_coef."),
-    ("Shares", "zero_std: equal rewards; truncated: cut; unscored: no reward; clip_ratio: clipped",
-     "group/zero_std|completion/truncated|reward/unscored|clip_ratio", SHARE,
+    ("Shares", "zero_std: equal rewards; trained: got a pass in the update; truncated: cut; "
+     "unscored: no reward; clip_ratio: clipped",
+     "group/zero_std|trained|completion/truncated|reward/unscored|clip_ratio", SHARE,
      "group/zero_std above a half is normal at the start of a hard task (take easier questions) "
      "and at the end of an easy one (take harder ones). clip_ratio is 0 with one update per "
      "batch."),
@@ -86,7 +87,7 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
      "About 0 from the first step on is normal, also while the accuracy rises: every ratio is 1, "
      "and the advantages of a group sum to 0. Its gradient is not 0. The loss says nothing."),
     ("Mismatch", "nats, |trainer's log-prob - vLLM's|", "mismatch/(mean_abs|max)", {"log": True},
-     "mean_abs is normal at 0.02 to 0.03 in bf16 and below 1e-6 in fp32."),
+     "mean_abs is normal at 0.02 to 0.03 in bf16 and below 1e-5 in fp32."),
     ("Seconds per step", "without evaluation, start and checkpoints",
      f"seconds/({'|'.join(STAGES)})", FROM_ZERO, "Other programs on the machine make it uneven."),
     ("MFU", "of the update: FLOPs / peak", "mfu", FROM_ZERO, "A busy CPU distorts it, to above 1.")]

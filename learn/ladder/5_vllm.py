@@ -1,11 +1,11 @@
-"""Step 5: step 4 + vLLM samples.
+"""Step 5, the whole loop: step 4, but vLLM samples. Start reading at train().
 
     python -m learn.ladder.5_vllm [seed]
 
 vLLM has its own copy of the weights. It gets the trainer's weights after each update. If they did
 not arrive, vLLM would sample from old weights, without an error. So two checks can stop the run:
-checksums of the weights that vLLM shows (on a CPU 4 %; kernels reorder the others), and the gap
-between the log-probs that vLLM and the trainer compute for the sampled tokens.
+checksums of the weights that vLLM lets us read (on a CPU 4 % of this model), and the gap between
+the log-probs that vLLM and the trainer compute for the sampled tokens.
 
 Shapes: of a pack, T tokens, R of them in completions. N completions, V vocabulary.
 """
@@ -22,10 +22,10 @@ from runtime.sampler import SentWeights, start_vllm
 STEPS = 20
 PROMPTS = 16  # per step
 SAMPLES = 8  # completions to each prompt: a group
-MINIBATCHES = 4  # optimizer steps per batch of completions
-CLIP = 0.2
-KL_COEF = 0.01
-PACK = 8  # sequences
+MINIBATCHES = 4  # optimizer steps per batch of completions; with 1, the ratio would stay 1
+CLIP = 0.2  # the ratio counts within 0.8 to 1.2
+KL_COEF = 0.01  # price for leaving the starting model
+PACK = 8  # sequences in one row
 MAX_TOKENS = 96  # of a completion
 LR = 1e-4
 
@@ -44,10 +44,10 @@ def sample(llm, tokenizer, examples, greedy=False):
 
 
 def sync(model, llm):
-    """Copies the weights into vLLM. Raises an error if vLLM then has others."""
+    """Copies the weights into vLLM. Raises an error if a weight that vLLM shows is another."""
     # named_parameters() would leave out a head that shares its weights with the embedding.
     weights = SentWeights(model.state_dict().items())  # keeps a checksum of each tensor
-    # Without an iterator, vLLM would read the file of the start again, without a message.
+    # Without an iterator, vLLM silently loads the weights of the start again.
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     weights.check(llm)
     llm.reset_prefix_cache()  # it has keys and values of the old weights
@@ -95,12 +95,12 @@ def log_probs(model, pack):
 
 
 def policy_loss(logp, pack):
-    """logp (R,) -> (). The pack's part of the mean over all tokens."""
-    ratio = (logp - pack["old"]).exp()  # (R,)
-    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)  # (R,)
+    """logp (R,) -> (). The pack's part of the mean over the tokens of its minibatch."""
+    ratio = (logp - pack["old"]).exp()  # (R,) p now / p before the update
+    clipped = ratio.clamp(1 - CLIP, 1 + CLIP)  # (R,) beyond this, a token is not pushed further
     token_loss = -torch.minimum(ratio * pack["advantage"], clipped * pack["advantage"])  # (R,)
-    d = pack["ref"] - logp  # (R,)
-    token_loss = token_loss + KL_COEF * (d.exp() - d - 1)  # (R,)
+    d = pack["ref"] - logp  # (R,) log(p of the starting model / p now)
+    token_loss = token_loss + KL_COEF * (d.exp() - d - 1)  # (R,) k3: 0 where they agree, else > 0
     return (pack["weight"] * token_loss).sum()
 
 
@@ -111,8 +111,8 @@ def update(model, ref, optimizer, sequences, reward):
     minibatches = [make_packs([sequences[i] for i in rows]) for rows in parts]
     with torch.no_grad():
         for pack in sum(minibatches, []):
-            pack["old"] = log_probs(model, pack)  # (R,) not vLLM's: the ratio starts at 1
-            pack["ref"] = log_probs(ref, pack)  # (R,)
+            pack["old"] = log_probs(model, pack)  # (R,) by the trainer: the ratio starts at 1
+            pack["ref"] = log_probs(ref, pack)  # (R,) of the starting model
             gap = (pack["old"] - pack["sampled"]).abs().max()
             assert gap < 0.01, f"vLLM and the trainer have different weights: gap {gap:.3f}"
     for packs in minibatches:
@@ -136,7 +136,7 @@ def train(seed=0):
         examples = [example for example in examples for _ in range(SAMPLES)]
         with timed(seconds, "sampling"):
             sequences, texts = sample(llm, tokenizer, examples)
-        reward = torch.tensor(ladder.score(texts, examples))  # (N,)
+        reward = torch.tensor(ladder.score(texts, examples))  # (N,) 1 if right, else 0
         with timed(seconds, "updating"):
             update(model, ref, optimizer, sequences, reward)
             sync(model, llm)
