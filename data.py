@@ -14,39 +14,25 @@ import json
 import os
 import random
 import re
-import zlib
 from pathlib import Path
 
 from runtime import hub
 from verify import user_code
 from verify.verifier import ADDED_COLUMNS, SETTINGS
 
-# ---------------------------------------------------------------------------------- generated tasks
-
-def arithmetic(rng):
-    """A sum of 3 to 6 terms such as 14+2+9. Every running total is in 0..99."""
-    total, terms = rng.randint(1, 20), 1
-    question = str(total)
-    for _ in range(rng.randint(2, 5)):
-        x = rng.choice([x for x in range(-20, 21) if x and 0 <= total + x <= 99])
-        total, question, terms = total + x, question + f"{x:+d}", terms + 1
-    return {"question": question, "answer": str(total), "terms": terms}
-
-
 EXAMPLES = os.path.relpath(Path(__file__).parent / "examples")
-# name -> where its examples come from (`make`: a function of a random generator; `file`: one of a
-# file; `hub`: repository and configuration), and its default for --rewards, the first of which the
-# evaluation counts
+# name -> where its examples come from, as in load, and its default for --rewards, the first of
+# which the evaluation counts
 TASKS = {
-    "arithmetic": {"make": arithmetic, "rewards": "gsm8k:1"},
-    "countdown": {"file": f"{EXAMPLES}/countdown.py:make", "rewards": "countdown:1,format:0.1"},
-    "products": {"file": f"{EXAMPLES}/products.py:make",
+    "arithmetic": {"source": f"{EXAMPLES}/arithmetic.py:make", "rewards": "gsm8k:1"},
+    "countdown": {"source": f"{EXAMPLES}/countdown.py:make", "rewards": "countdown:1,format:0.1"},
+    "products": {"source": f"{EXAMPLES}/products.py:make",
                  "rewards": f"{EXAMPLES}/products.py:right,{EXAMPLES}/products.py:anywhere:0"},
-    "gsm8k": {"hub": ("openai/gsm8k", "main"), "rewards": "gsm8k:1"},
-    "math": {"hub": ("DigitalLearningGmbH/MATH-lighteval", None), "rewards": "math:1"},
-    "math500": {"hub": ("HuggingFaceH4/MATH-500", None), "rewards": "math:1", "test_only": True},
-    "aime24": {"hub": ("HuggingFaceH4/aime_2024", None), "rewards": "math:1", "test_only": True},
-    "amc23": {"hub": ("math-ai/amc23", None), "rewards": "math:1", "test_only": True},
+    "gsm8k": {"source": "openai/gsm8k:main", "rewards": "gsm8k:1"},
+    "math": {"source": "DigitalLearningGmbH/MATH-lighteval", "rewards": "math:1"},
+    "math500": {"source": "HuggingFaceH4/MATH-500", "rewards": "math:1", "test_only": True},
+    "aime24": {"source": "HuggingFaceH4/aime_2024", "rewards": "math:1", "test_only": True},
+    "amc23": {"source": "math-ai/amc23", "rewards": "math:1", "test_only": True},
 }
 # without --question_key and --answer_key, the first of these columns that a source has
 QUESTION_KEYS = ("question", "problem", "prompt")
@@ -59,17 +45,6 @@ MAKE = ("; or yield {'question': text, 'answer': text} per row from def make(spl
         "a file of yours, --data my_file.py:make (docs/data_and_rewards.md has one)")
 
 
-def generate(make, split, size, seed):
-    """`size` distinct examples. The checksum of a question decides its split: whatever the seed, no
-    test question is in the training split."""
-    rng, seen = random.Random(f"{make.__name__}/{split}/{seed}"), {}
-    while len(seen) < size:
-        example = make(rng)
-        if (zlib.crc32(example["question"].encode()) % 8 == 0) == (split == "test"):
-            seen.setdefault(example["question"], example)
-    return list(seen.values())
-
-
 # ------------------------------------------------------------------------------- files and hub sets
 
 def unique(pairs):
@@ -78,6 +53,10 @@ def unique(pairs):
     if len(set(names)) < len(names):
         raise ValueError(f"'{max(names, key=names.count)}' is there twice")
     return dict(pairs)
+
+
+def numbered(name, rows):
+    return ((f"{name}, row {n}", row) for n, row in enumerate(rows, 1))
 
 
 def read_rows(path):
@@ -107,7 +86,7 @@ def read_rows(path):
     if not isinstance(rows, list):
         raise ValueError(f"{path}: not a jsonl, csv or parquet file, nor a .json file with a list "
                          "of objects (or one under 'data')")
-    yield from ((f"{path}, row {n}", row) for n, row in enumerate(rows, 1))
+    yield from numbered(path, rows)
 
 
 def hub_rows(repo, name, split):
@@ -123,23 +102,18 @@ def hub_rows(repo, name, split):
     if split not in splits and len(splits) > 1:
         raise ValueError(f"{repo} has no split '{split}' (it has {', '.join(splits)})")
     rows = splits[split if split in splits else next(iter(splits))]
-    yield from ((f"{repo}[{split}], row {n}", row) for n, row in enumerate(rows, 1))
+    yield from numbered(f"{repo}[{split}]", rows)
 
 
 def function_rows(source, split, size, seed):
     """What make(split, size, seed) of my_file.py:make gives -> iterator of (location, row)."""
-    file, name = source.rsplit(":", 1)
-    make = user_code.load(file, name, kind="data")
+    make = user_code.load(source, kind="data")
     try:
         rows = list(make(split, size, seed))
         json.dumps(rows)  # only what a file can hold: plain values, the same in every process
     except (Exception, SystemExit) as e:  # a user's file: any type
-        raise ValueError(f"data {source}: {user_code.user_error(e, file)}") from e
-    yield from ((f"{source}, row {n}", row) for n, row in enumerate(rows, 1))
-
-
-def is_empty(value):
-    return value is None or str(value).strip().lower() in ("", "nan")  # pandas' missing value
+        raise ValueError(f"data {source}: {user_code.user_error(e, source)}") from e
+    yield from numbered(source, rows)
 
 
 def example_of(row, question_key, answer_key):
@@ -156,7 +130,8 @@ def example_of(row, question_key, answer_key):
     if answer_key != "none":
         flags[answer_key] = "--answer_key"
     for name, flag in flags.items():
-        if is_empty(row.get(name)):
+        value = row.get(name)
+        if value is None or str(value).strip().lower() in ("", "nan"):  # pandas' missing value
             fault = f"'{name}' is empty or NaN" if name in row else (
                 f"no '{name}' (it has {', '.join(map(str, row))})")
             raise ValueError(f"{fault}; {flag} names another column")
@@ -183,21 +158,18 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
     source: a name in TASKS, a path (.jsonl .json .csv .parquet), a function in a file
         (my_file.py:make, see function_rows) or a hub dataset (org/name, org/name:config)
     split: "train" or "test"; ignored for files, which have no splits
-    size: number of examples, 0 = all (8192 for a generated task; a function is asked for 8192)
-    answer_key: "none" for rows without an answer, whose reward reads other columns (code)
+    size: number of examples, 0 = all (a function is asked for 8192)
+    question_key, answer_key: columns of the rows; those of a task are known. "none" for rows
+        without an answer, whose reward reads other columns (code)
 
     Returns a list of dicts with `question` and, unless answer_key is "none", `answer` as strings.
     Raises ValueError with one line that names file, row and column.
     """
-    task = TASKS.get(source, {})
-    if "make" in task:
-        return generate(task["make"], split, size or 8192, seed)
-    source = task.get("file", source)
+    if source in TASKS:
+        source, question_key, answer_key = TASKS[source]["source"], "", ""
     path = Path(source)
     if path.is_file():
         rows = read_rows(path)
-    elif "hub" in task:
-        rows = hub_rows(*task["hub"], split)
     elif re.fullmatch(r".+\.py:\w+", source):
         rows = function_rows(source, split, size or 8192, seed)
     elif source.count("/") == 1 and path.suffix.lower() not in FILES:
@@ -325,12 +297,13 @@ def batch_at(dataset, number, size, seed=0, rank=0, world=1):
 # -------------------------------------------------------------------------------- the sets of a run
 
 def load_eval_sets(cfg, **keys):
-    """The examples of the sets in --eval_data, --eval_size of each. keys: columns, as in load.
+    """The examples of --eval_data or else of --task, --eval_size of each set. keys: as in load.
 
     With several sets an example has its set in `eval_set`: a task's name, or a file's without its
     ending. Raises ValueError if two sets have the same name.
     """
-    sources, examples = [source.strip() for source in cfg.eval_data.split(",")], []
+    sources = [source.strip() for source in (cfg.eval_data or cfg.task).split(",")]
+    examples = []
     paths = map(Path, sources)
     names = [path.stem if path.suffix.lower() in FILES else path.name for path in paths]
     names = [re.sub(r"[^\w.-]", "-", name) for name in names]  # it becomes a part of metrics' names
@@ -339,8 +312,7 @@ def load_eval_sets(cfg, **keys):
                          f"{max(names, key=names.count)}")
     for source, name in zip(sources, names):
         own = {} if len(sources) == 1 else {"eval_set": name}
-        columns = {} if source in TASKS else keys
-        for example in load(source, "test", size=cfg.eval_size, **columns):
+        for example in load(source, "test", size=cfg.eval_size, **keys):
             examples.append(example | own)
     return examples
 
@@ -350,20 +322,16 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
 
     --data without --eval_data: up to a tenth of its examples are held out. Examples with a prompt
     longer than --max_prompt are left out, and so are training examples whose question is held out;
-    notify(text) is called with their number. Raises ValueError or OSError with one line, also if
-    fewer than `at_least` examples or none of a set are left, or if a token is not in the model's
-    vocabulary.
+    notify(text) is called with their number. Raises ValueError or OSError with one line.
     """
     if not cfg.data and TASKS[cfg.task].get("test_only"):
         raise ValueError(f"--task {cfg.task} has no training examples; evaluate on it: --task math "
                          f"--eval_data {cfg.task}")
     source = cfg.data or cfg.task
     keys = {"question_key": cfg.question_key, "answer_key": cfg.answer_key}
-    train_set = load(source, "train", seed=cfg.seed, **(keys if cfg.data else {}))
-    if cfg.eval_data:
+    train_set = load(source, "train", seed=cfg.seed, **keys)
+    if cfg.eval_data or not cfg.data:
         eval_set = load_eval_sets(cfg, **keys)
-    elif not cfg.data:
-        eval_set = load(cfg.task, "test", size=cfg.eval_size)
     else:
         size = min(cfg.eval_size or len(train_set), max(1, len(train_set) // 10))
         order = epoch_order(len(train_set), cfg.seed, "held out")

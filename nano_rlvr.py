@@ -18,12 +18,13 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     8. sync        the new weights go into vLLM in place; checksums show that they arrived
 
 A textbook PPO has a critic, GAE, padding and means per micro-batch. Here the loss is a sum over
-tokens. Each token has a weight, for GRPO 1 / (number of sequences * length of its own one), counted
-over all ranks and micro-batches of the optimizer step. So the gradient is the same for any packing
+tokens, each with a weight: for GRPO 1 / (number of sequences * length of the token's sequence). The
+number counts all ranks and packs of the optimizer step. So the gradient is the same for any packing
 and any number of ranks, up to rounding.
 
-Shapes: P prompts, G completions per prompt (the group size). Per pack: B sequences, R sampled
-tokens. H hidden size, V vocabulary.
+Shapes: P prompts, G completions of each (the group size). A pack is a row of T tokens with B
+sequences and R sampled tokens; as tensors it is a `batch`. A minibatch is the packs of one
+optimizer step. H hidden size, V vocabulary.
 Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import math
@@ -35,14 +36,12 @@ import torch
 
 import data
 import rewards
-from runtime import (dist, evaluation, flags, guard, memory,
-                     stats, stop, trainer)
+from runtime import dist, evaluation, flags, guard, memory, stats, stop, trainer
 from runtime.batch import (Rollout, balance, collate, deal, flatten, in_groups, pack_evenly,
                            sequence_mean, sequence_sum, skip_zero_advantages)
 from runtime.checkpoint import Checkpoints
 from runtime.log import Log, claim_folder
-from runtime.model import (CHUNK, HeadLogps, WithoutAdapters,
-                           load_model, load_tokenizer, on_device)
+from runtime.model import CHUNK, HeadLogps, WithoutAdapters, load_model, load_tokenizer, on_device
 from runtime.sampler import Sampler
 from runtime.stats import timed
 
@@ -51,7 +50,7 @@ from runtime.stats import timed
 @dataclass
 class Config(flags.RunFlags):
     """The flags that a student turns; runtime/flags.py has those of model, data, memory and files.
-    Defaults for 1.5B parameters on one GPU; others come from flags.MODELS, ALGOS and then you."""
+    Defaults are for 1.5B parameters on one GPU. flags.MODELS, then ALGOS, then you change them."""
 
     # rollout
     rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
@@ -65,8 +64,8 @@ class Config(flags.RunFlags):
     # algorithm: advantage = (reward - baseline) / scale
     baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = "group"  # subtracted
     scale: Literal["group", "batch", "group_mean", "none"] = "group"  # the divisor
-    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old; or of the sequence
-    surrogate: Literal["ppo", "cispo", "sapo", "kimi"] = "ppo"  # what limits the ratio
+    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old; see policy_loss
+    surrogate: Literal["ppo", "cispo", "sapo", "kimi"] = "ppo"  # see surrogate_objective
     aggregate: Literal["sequence", "token", "constant"] = "sequence"  # see token_weights
     clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low ...
     clip_high: float = 0.2  # ... and to 1 + clip_high at most
@@ -93,7 +92,7 @@ class Config(flags.RunFlags):
 
 
 # Differences from Config's defaults, which are GRPO's with R1's weight of the KL. With one update
-# per batch all surrogates have the same gradient: cispo is then bnpo, sapo grpo without the KL.
+# per batch all surrogates have the same gradient: cispo equals bnpo, sapo equals grpo with no KL.
 ALGOS = {
     "grpo": {},  # arXiv:2402.03300
     "dr_grpo": dict(scale="none", aggregate="constant", kl_coef=0.0),  # 2503.20783
@@ -126,7 +125,8 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     """Samples n completions for each of the prompts (token ids): Rollouts, in prompt order.
 
     llm: a runtime.sampler.Sampler. seeds: one per prompt; vLLM adds the number of the sample to it.
-    sampling: more of vLLM's SamplingParams.
+    sampling: more of vLLM's SamplingParams. Rollout: see runtime/batch.py; r.length counts its
+    sampled tokens, len(r) also those of the prompt.
     """
     from vllm import SamplingParams
     tokenizer = llm.get_tokenizer()
@@ -161,8 +161,8 @@ def rollout_function(name):
 # --------------------------------------------------------------------------------------- 2. reward
 
 def score(rollouts, examples, verifier, step=0):
-    """Fills reward and parts, the value of each reward function, of the rollouts of these examples.
-    Returns counts of failures. What a reward function gets: see rewards.columns_of."""
+    """Fills each rollout's reward and parts (the value of each reward function). Returns counts of
+    failures. examples: one per group. What a reward function gets: see rewards.columns_of."""
     columns = rewards.columns_of(rollouts, examples, step)
     values, parts, counts = verifier([r.text for r in rollouts], **columns)
     for i, r in enumerate(rollouts):
@@ -174,8 +174,8 @@ def score(rollouts, examples, verifier, step=0):
 def sample_groups(run, step, draw=0):
     """Stages 1 and 2: samples and scores this rank's part of a batch of prompts -> its groups.
 
-    Step s always uses the batches s * (1 + resample) and following, whether they are drawn or not:
-    a resumed run sees the same data without knowing how often earlier steps drew.
+    Step s owns the batches s * (1 + resample) to s * (1 + resample) + resample, drawn or not: so a
+    resumed run sees the same data without knowing how often earlier steps drew.
     """
     cfg = run.cfg
     number = step * (1 + cfg.resample) + draw
@@ -210,9 +210,9 @@ def collect_rollouts(run, step):
 def sample_until_enough(run, step):
     """DAPO's dynamic sampling: leaves out groups whose rewards are all the same. Collective.
 
-    With resample, it draws new prompts until the ranks together have enough groups. Of these it
-    keeps the first in the order of the data. -> (groups, with None for those of other ranks; all
-    groups that this rank sampled)"""
+    Draws new prompts, up to `resample` times, until all ranks together have P groups. Keeps the
+    first P in the order of the data. -> (kept groups, None where another rank has it; all groups
+    that this rank sampled)"""
     cfg = run.cfg
     sampled = []
     trainable = {}  # number of the prompt in this step -> its group
@@ -290,8 +290,8 @@ def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
         sequence  mean over sequences of the mean over tokens: 1 / (sequences |o_i|)  GRPO
         token     mean over all tokens: 1 / tokens                                    DAPO, eq. 12
         constant  sum over tokens, divided by a constant: 1 / (sequences max_tokens)  Dr. GRPO
-    With `sequence`, a token of a short completion weighs more: short right answers are pushed up,
-    and long wrong ones are pushed down less. With the others all tokens weigh the same.
+    With `sequence`, a token of a short completion weighs more: short right answers are pushed up
+    more, long wrong ones are pushed down less. With the others all tokens weigh the same.
 
     >>> [token_weights([1, 3], aggregate, 8) for aggregate in ("sequence", "token", "constant")]
     [[0.5, 0.16666666666666666], [0.25, 0.25], [0.0625, 0.0625]]
@@ -324,8 +324,8 @@ def assign_token_weights(rollouts, cfg):
 
 
 def make_batches(groups, dummy, cfg, loss=None):
-    """A batch per pack (see collate). Ranks with fewer add `dummy`, a rollout, with weight 0.
-    loss: only if it is policy_loss, sequences without a gradient are left out."""
+    """A batch per pack. Ranks with fewer add the rollout `dummy`, weight 0: backward is collective.
+    loss: policy_loss skips sequences that give it no gradient; another loss may use them."""
     trained = assign_token_weights(flatten(groups), cfg)
     if loss is policy_loss:
         trained = skip_zero_advantages(trained, cfg)
@@ -348,13 +348,13 @@ class TokenLogps(torch.nn.Module):
 
     def forward(self, batch):
         output = self.model.get_decoder()(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
+            input_ids=batch.input_ids,  # (1, T)
+            position_ids=batch.position_ids,  # (1, T)
             use_cache=False,  # it would hold all keys and values
             batch=batch)  # reaches packed_attention in runtime/batch.py
-        hidden = output.last_hidden_state[0, batch.predictors]  # (R, H) just before each target
+        hidden = output.last_hidden_state[0, batch.predictors]  # (1, T, H) -> (R, H) before targets
         head = self.model.get_output_embeddings().weight  # (V, H)
-        # log_softmax(hidden @ head.T / temperature) at the targets, and its entropy, by parts of V
+        # log_softmax(hidden @ head.T / temperature) at the targets, and its entropy, in chunks of V
         return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # (R,) x2
 
 
@@ -376,8 +376,8 @@ def store_fixed_logps(policy, ref, batches, cfg):
 def k3(logp, ref):
     """Schulman's estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
 
-    (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref). The
-    mean of its gradient is another one: that of KL(ref || pi).
+    (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref),
+    but the mean of its gradient is the gradient of KL(ref || pi).
     """
     d = ref - logp  # (R,)
     return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away
@@ -402,7 +402,7 @@ def importance(mismatch, batch, cfg):
 
 
 def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
-    """(R,) objective per token, with a ratio that cannot grow without bound."""
+    """(R,) objective per token: four ways to limit what a ratio far from 1 does."""
     if cfg.surrogate == "ppo":  # arXiv:1707.06347
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
         # delta > 1 + clip_high, so it changes the minimum only for negative advantages
@@ -422,7 +422,7 @@ def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
 
 
 def policy_loss(logp, old, ref, batch, cfg):
-    """Policy gradient with a bounded ratio, plus k3 KL. logp, old, ref: (R,).
+    """Surrogate times correction plus k3 KL, weighted and summed. logp, old, ref: (R,).
 
     old None: on-policy, old = logp. ref None: no KL. Returns (loss, terms). loss, a scalar: this
     pack's share of the global mean. terms: values per token (R,), for the metrics.
@@ -430,9 +430,9 @@ def policy_loss(logp, old, ref, batch, cfg):
     if old is None:
         old = logp.detach()  # (R,)
     log_ratio = logp - old  # (R,) on-policy it is 0, but has a gradient
-    if cfg.ratio == "sequence":  # GSPO: geometric mean of its tokens' ratios
+    if cfg.ratio == "sequence":  # GSPO: geometric mean of the sequence's ratios
         log_ratio = sequence_mean(log_ratio, batch)  # (R,)
-    elif cfg.ratio == "product":  # RLOO: every token has the ratio of its whole sequence
+    elif cfg.ratio == "product":  # RLOO: product of the sequence's ratios
         log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (B,) -> (R,)
     # beyond e^20 the ratio is constant, as in verl, SkyRL and OpenRLHF: exp() could be inf
     ratio = log_ratio.clamp(-stats.MAX_LOG_RATIO, stats.MAX_LOG_RATIO).exp()  # (R,)
@@ -497,7 +497,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 
 def sync_weights(policy, llm):
     """Wakes vLLM with the policy's weights; RunError if their checksums differ. Collective."""
-    trainer.sleep(policy)
+    trainer.sleep(policy)  # does nothing without LoRA and offload
     llm.load(trainer.named_weights(policy), trainer.count_weights(policy))
 
 
@@ -578,11 +578,12 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         groups = flatten(split)
         run.dummy = min(flatten(sampled), key=len)  # the shortest, with its prompt
         with timed(metrics, "sync"):
-            llm.sleep()  # GPU memory: from vLLM to the trainer; sync_weights wakes vLLM
-            trainer.wake(policy)
-        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # for the report
+            llm.sleep()  # frees GPU memory for the trainer; sync_weights wakes vLLM
+            trainer.wake(policy)  # does nothing without LoRA and offload
+        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # before and after
             with timed(metrics, "update"):
-                progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
+                # 3. fills r.advantages; the mean that it returns is for --baseline running
+                progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)
                 minibatches = [make_batches(part, run.dummy, cfg, policy_loss)  # 4.
                                for part in split]
                 store_fixed_logps(policy, run.ref, flatten(minibatches), cfg)  # 5. ref, old

@@ -5,7 +5,7 @@ r"""Rewards: what a completion is worth. Every reward is a function in TRL's con
 with one value per completion. None means "no reward": the completion is left out, it does not
 count as 0. Completions are strings or TRL's lists of messages, columns are those of the data set
 and what Verifier adds. So TRL's reward functions work here, and these functions work in TRL.
-REWARDS, at the end of this file, has their names; examples/README.md names more: a judge,
+KNOWN, at the end of this file, has their names; examples/README.md names more: a judge,
 instructions, programs with tests.
 
 Your own reward is a file and a flag. `@each` turns a function of one text and its columns into
@@ -25,11 +25,10 @@ of these, the last number. Words after a marked answer change nothing. A second 
 replaces the first, but boxes with only a comma or "and" between them are one answer.
 
 `Verifier` (verify/verifier.py) runs the rewards of a spec in processes that can be killed, weights
-and adds them. Called directly, as TRL does, `math` has a limit of 5 seconds per completion, because
-sympy hangs on 9^{9^9}; the reward is then None. Your own function has a limit in Verifier only.
+and adds them. Called directly, as TRL does, `math` has a limit of 5 seconds per completion; the
+reward is then None. Your own function has a limit in Verifier only.
 """
 import functools
-import hashlib
 import inspect
 import math
 import re
@@ -217,71 +216,19 @@ math_reward.warm = warm_math
 math_reward.reads_gold = True
 
 
-# ------------------------------------------------------------------------- format, length, random
-
-TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
-
-
-@each
-def format_reward(text):
-    """1.0 for <think>...</think><answer>...</answer> and nothing else (R1, arXiv 2501.12948).
-
-    Each tag once, in this order; the answer is not empty; only white space between and around the
-    two blocks. The opening <think> may be missing, because the prompt may end with it. Else 0.0.
-    """
-    if "<think>" not in text and "</think>" in text:
-        text = "<think>" + text
-    pieces = re.split(f"({'|'.join(TAGS)})", text)  # text, tag, text, tag, ..., text
-    if pieces[1::2] != TAGS:
-        return 0.0
-    before, between, answer, after = pieces[0], pieces[4], pieces[6], pieces[8]
-    return float(bool(answer.strip()) and not (before + between + after).strip())
-
-
-@each
-def overlong_reward(text, completion_ids, max_tokens, overlong_buffer=None):
-    """A penalty for the length (DAPO, arXiv 2503.14476, eq. 13).
-
-    0 up to max_tokens - buffer tokens, then falling linearly to -1 at max_tokens. The buffer is a
-    fifth of max_tokens unless given (4,096 of 20,480 in the paper).
-
-    >>> ids = [[0] * 80, [0] * 90, [0] * 101]
-    >>> overlong_reward(["", "", ""], completion_ids=ids, max_tokens=100, overlong_buffer=20)
-    [0.0, -0.5, -1.0]
-    """
-    buffer = max_tokens // 5 if overlong_buffer is None else overlong_buffer
-    excess = len(completion_ids) - (max_tokens - buffer)
-    if excess <= 0:
-        return 0.0
-    return -1.0 if excess >= buffer else -excess / buffer
-
-
-def random_reward(completions, prompts=None, sample_index=None, step=None, random_seed=0, **_):
-    """A fair coin that ignores the answer: the control of Spurious Rewards (arXiv 2506.10947).
-
-    0.0 or 1.0 from a hash of (random_seed, step, sample_index, prompt, completion): a resumed run,
-    and a run on another number of ranks, get the same values. Without `step` and `sample_index`,
-    the number of a completion among those of its prompt, equal texts would always get equal
-    values, which could be learned.
-    """
-    n = len(completions)
-    rewards = []
-    for row in zip(sample_index or range(n), prompts or [None] * n, map(text_of, completions),
-                   strict=True):
-        key = repr((random_seed, step, *row)).encode()
-        rewards.append(float(hashlib.blake2b(key, digest_size=1).digest()[0] & 1))
-    return rewards
-
+# --------------------------------------------------------------------------------------- by name
 
 REWARDS = {  # name: function  # the columns it reads; what 1.0 means
     "gsm8k": gsm8k_reward,  # answer; the final answer is this number
     "math": math_reward,  # answer (LaTeX); the final answer is equal to it (math-verify)
-    "format": format_reward,  # <think>...</think><answer>...</answer> and nothing else
-    "overlong": overlong_reward,  # completion_ids, max_tokens; 0 if short, -1 at max_tokens
-    "random": random_reward,  # [prompts], [step], [sample_index]; heads of a coin: a control
 }
-KNOWN = {name: f"rewards:{function.__name__}" for name, function in REWARDS.items()}
-KNOWN["countdown"] = f"{Path(__file__).parent}/examples/countdown.py:countdown_reward"
+EXAMPLES = Path(__file__).parent / "examples"
+KNOWN = {name: f"rewards:{function.__name__}" for name, function in REWARDS.items()} | {
+    "countdown": f"{EXAMPLES}/countdown.py:countdown_reward",  # numbers, target
+    "format": f"{EXAMPLES}/shaping_rewards.py:format_reward",  # <think>...</think><answer>...
+    "overlong": f"{EXAMPLES}/shaping_rewards.py:overlong",  # completion_ids; -1 at max_tokens
+    "random": f"{EXAMPLES}/random_reward.py:random_reward",  # heads of a coin: a control
+}
 # only processes that can be killed import a user's file: Verifier gets names, not functions
 Verifier = functools.partial(verifier.Verifier, known=KNOWN)
 parse_spec = functools.partial(verifier.parse_spec, known=KNOWN)

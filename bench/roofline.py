@@ -239,7 +239,8 @@ def paper():
         cells = [sums[0], times["rollout"]["engine's Python"],
                  update["forward"] + update["backward"], with_reference - update["reference"],
                  with_reference, sum(sums)]
-        flags = f"offload {plan.offload}, recomputation {plan.checkpointing}, LoRA {plan.lora_rank}"
+        flags = (f"offload {plan.offload}, recomputation {plan.gradient_checkpointing}, "
+                 f"LoRA {plan.lora_rank}")
         rows.append([device.name, name, *(f"{x:.2f}" for x in cells), flags])
     return rows
 

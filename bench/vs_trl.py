@@ -157,7 +157,7 @@ def trl(argv, micro, folder, vllm=False):
     rows = [{"prompt": p, "answer": e["answer"]} for p, e in zip(prompts, examples)]
     _, _, where = rewards.parse_spec(cfg.rewards)[0]
     trainer = GRPOTrainer(
-        model=cfg.model, reward_funcs=user_code.load(*where.rsplit(":", 1)),
+        model=cfg.model, reward_funcs=user_code.load(where),
         processing_class=tokenizer,
         args=GRPOConfig(folder, **grpo_options(cfg, micro, vllm)), callbacks=[Callback()],
         train_dataset=Dataset.from_list(rows))

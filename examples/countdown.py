@@ -6,7 +6,7 @@ import ast
 import re
 from fractions import Fraction
 
-import data
+from examples.arithmetic import generate
 from rewards import each, final_answer
 
 
@@ -29,7 +29,7 @@ def countdown(rng):
 
 def make(split, size, seed):
     """The rows of a split."""
-    return data.generate(countdown, split, size, seed)
+    return generate(countdown, split, size, seed)
 
 
 SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", r"\times": "*", r"\cdot": "*", r"\div": "/",

@@ -8,7 +8,7 @@ in TRL. The evaluation counts the first function, so this one should know every 
 """
 import random
 
-from data import arithmetic, generate
+from examples.arithmetic import arithmetic, generate
 from examples.countdown import countdown, countdown_reward
 from rewards import each, gsm8k_reward
 

@@ -141,7 +141,7 @@ def train(run, function, name):
                     r.steps = in_tokens(steps, r, tokenizer)
             except Exception as e:  # a user's file: any type
                 raise dist.RunError(
-                    f"--step_rewards {name}: {user_error(e, name.rpartition(':')[0])}") from e
+                    f"--step_rewards {name}: {user_error(e, name)}") from e
         return assign_advantages(groups, cfg, running_mean)
 
     nr.train(run, assign_advantages=find_steps)
@@ -152,7 +152,7 @@ if __name__ == "__main__":
     parser.add_argument("--step_rewards", default=f"{__file__}:steps_reward")
     own, argv = parser.parse_known_args()
     try:
-        function = load(*own.step_rewards.rsplit(":", 1), kind="step rewards")
+        function = load(own.step_rewards, kind="step rewards")
     except ValueError as e:
         sys.exit(f"nano_rlvr: {e}")
     nr.main(argv, lambda run: train(run, function, own.step_rewards))

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import data
 import nano_rlvr
+from examples.arithmetic import generate
 from models.tiny.make_tiny import cold_start, make_tokenizer, new_model, training_example
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +74,7 @@ def main():
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     for split, size in (("train", 8192), ("test", 512)):
-        rows = data.generate(product, split, size, args.seed)
+        rows = generate(product, split, size, args.seed)
         lines = [json.dumps(row) + "\n" for row in rows]
         (Path(args.out) / f"{split}.jsonl").write_text("".join(lines))
 

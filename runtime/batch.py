@@ -51,6 +51,11 @@ class Rollout:
         """Number of sampled tokens."""
         return sum(self.loss_mask)
 
+    def record(self):
+        """What the logs of a run keep of every completion: a dict."""
+        return {"completion": self.text, "reward": self.reward, "parts": self.parts,
+                "tokens": self.length, "finish": "length" if self.truncated else "stop"}
+
 
 def flatten(lists):
     """The items of all lists, in one list."""
@@ -63,7 +68,7 @@ def in_groups(rollouts, n):
 
 
 def deal(groups, hands):
-    """Groups i, i + hands, i + 2 hands, ... for each i; None, a group of another rank, is left out.
+    """Deals groups like cards into `hands` lists. None, a group of another rank, is left out.
 
     >>> deal(["a", "b", None, "d", "e"], 2)
     [['a', 'e'], ['b', 'd']]
@@ -82,12 +87,11 @@ def skip_zero_advantages(rollouts, cfg):
     """
     if cfg.kl_coef or cfg.surrogate == "kimi":  # its penalty has a gradient without an advantage
         return rollouts
-    kept = [r for r in rollouts if any(r.advantages)]
-    skipped = sorted([r for r in rollouts if not any(r.advantages)], key=len)
-    if skipped and not kept:
-        kept = [skipped.pop(0)]
-    for r in skipped:
-        r.weight = 0.0
+    kept = [r for r in rollouts if any(r.advantages)] or sorted(rollouts, key=len)[:1]
+    ids = set(map(id, kept))
+    for r in rollouts:
+        if id(r) not in ids:
+            r.weight = 0.0
     return kept
 
 
@@ -160,9 +164,9 @@ def pack_evenly(rollouts, dummy, budget):
 def collate(rollouts, device="cpu"):
     """A pack of B rollouts -> one row of T tokens: each prompt once, before its first completion.
 
-    A prompt P with completions a and b becomes the row P a b. Attention runs per sequence: queries
-    P a with keys P a, then queries b with keys P b. The causal mask is aligned to the end: b sees
-    all of P. Sequence i has the queries cu_seqlens_q[i]:cu_seqlens_q[i+1] of the row and the keys
+    A prompt X with completions a and b becomes the row X a b. Attention runs per sequence: queries
+    X a with keys X a, then queries b with keys X b. The causal mask is aligned to the end: b sees
+    all of X. Sequence i has the queries cu_seqlens_q[i]:cu_seqlens_q[i+1] of the row and the keys
     kv_index[cu_seqlens_k[i]:cu_seqlens_k[i+1]]; kv_index holds positions in the row. predictors
     (R,) are the positions whose output predicts the R sampled tokens; other completion tokens (a
     tool's output) are only read, like a prompt. old and ref are left to store_fixed_logps.

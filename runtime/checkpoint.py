@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from runtime import __version__, dist, memory, trainer
 from runtime.dist import RunError
 from runtime.hub import first_line
+from runtime.model import is_finite
 from runtime.records import sha256, sync, to_json
 from runtime.shape import ModelShape
 
@@ -36,7 +37,7 @@ class Checkpoints:
     """Reads and writes the checkpoints of a run. Its methods are collective; rank 0 writes.
 
     A resumed run continues from the newest whole one: the logs are cut back to its step. Raises
-    ValueError if all are damaged, if a log is, or if the disk has no room for a checkpoint."""
+    ValueError if all are damaged, if a log is, or if the disk has no room."""
 
     def __init__(self, cfg, log):
         self.cfg, self.log, self.folder = cfg, log, log.folder
@@ -59,8 +60,7 @@ class Checkpoints:
         log.cut_back(self.state["logs"])
 
     def restore(self, engine):
-        """Loads the newest checkpoint into policy and AdamW. Returns the progress of the run.
-        Raises OSError if it lacks a parameter."""
+        """Loads the newest checkpoint into policy and AdamW. Returns the progress of the run."""
         self.engine = engine
         if self.newest:
             for name, p in trainer.trained_parameters(engine).items():
@@ -84,7 +84,7 @@ class Checkpoints:
         if folder != self.newest:
             weights = {}
             for name, w in trainer.named_weights(self.engine):
-                if not w.sum().isfinite() and not w.isfinite().all():  # the sum needs no memory
+                if not is_finite(w):
                     raise RunError(
                         f"weights of {name} are not finite: nothing was saved; is --lr too high?")
                 if dist.rank() == 0:
@@ -172,8 +172,7 @@ def damage(folder):
 
 
 def newest_whole(folder):
-    """The newest whole checkpoint, None if there is none. Newer ones are renamed to .damaged.
-    Raises ValueError if all are damaged."""
+    """The newest whole checkpoint, None if there is none. Newer ones are renamed to .damaged."""
     damaged = []
     for path in reversed(on_disk(folder).values()):
         if not (problem := damage(path)):

@@ -1,7 +1,6 @@
 """Which process this is, and sums and lists over all processes: a world of size 1 or more."""
 import datetime
 import os
-import socket
 
 import torch
 
@@ -40,11 +39,8 @@ def init_process_group(timeout=10.0):
     """Joins torchrun's process group, or creates a group of one. DeepSpeed and vLLM reuse it. A
     collective call raises an error if a rank does not answer for `timeout` minutes."""
     if "RANK" not in os.environ:  # without these variables DeepSpeed looks for MPI
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
     timeout = datetime.timedelta(minutes=timeout)

@@ -51,10 +51,8 @@ def summary(examples, indices, greedy, groups, cfg):
     for value, group in zip(values, groups):
         value |= sample_values(group)
     answers = [{"set": e.get("eval_set", cfg.eval_data or cfg.data or cfg.task),
-                "question": e["question"], "answer": e.get("answer"), "completion": r.text,
-                "reward": r.reward, "parts": r.parts, "right": is_right(r), "tokens": r.length,
-                "finish": "length" if r.truncated else "stop"}
-               for e, r in zip(examples, greedy)]
+                "question": e["question"], "answer": e.get("answer"), "right": is_right(r)}
+               | r.record() for e, r in zip(examples, greedy)]
     rows = sorted(dist.all_gather(list(zip(indices, values, answers))), key=lambda row: row[0])
     by_set = {}
     for _, value, answer in rows:

@@ -113,8 +113,6 @@ FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout"
 ROUNDING = {"zero_stage", "pack_tokens", "gradient_checkpointing", "offload",
             "gpu_memory_utilization", "memory_gb"}  # ... or only how it is rounded
 
-
-
 MOVED = {  # flags of former versions -> what to use now
     "--gate": "--surrogate ppo, cispo, sapo or kimi (once clip, detach, soft, squared)",
     "--scale mean": "--scale group_mean",
@@ -290,11 +288,8 @@ def model_row(model):
 
 
 def saved_config(config, resume, out="", name="", **_):
-    """{field: value} of the run that --resume continues; {} if --resume alone is to start it.
-
-    --resume <folder or name> must exist. --resume alone continues the run --name or, if there is
-    none, starts it: the same command works for the first start and after every interruption.
-    """
+    """{field: value} of the run that --resume continues, which must exist; {} if --resume without
+    a value finds no run --name, which it then starts."""
     if not resume and not name:
         raise ValueError("--resume needs the folder of a run, or --name")
     folder = Path(out or config.out) / (resume or name)

@@ -13,6 +13,7 @@ from runtime.batch import Rollout, collate
 from runtime.dist import RunError
 from runtime.hub import empty_model
 from runtime.model import on_device
+from runtime.shape import ModelShape
 from runtime.trainer import adamw_states, set_lr
 from verify.user_code import load, user_error
 
@@ -78,7 +79,7 @@ def check_packing(policy, cfg):
        dtype (bound 2^-17), as shapes and kernels stay the same. The bound is that of 1 for experts,
        which then multiply other numbers of tokens, and where kernels do not repeat their results.
     """
-    rng, vocab = random.Random(0), empty_model(cfg.model).config.get_text_config().vocab_size
+    rng, vocab = random.Random(0), ModelShape.of(cfg.model).vocab
 
     def tokens(most):
         return [rng.randrange(vocab) for _ in range(min(16, most))]
@@ -151,7 +152,7 @@ def load_rollout(spec):
     """The function of --rollout, my_file.py:my_rollout. It raises RunError, with the user's line,
     for an exception in it and for a Rollout that does not fit. ValueError, now, for other arguments
     or if it cannot be loaded."""
-    rollout = load(*spec.rsplit(":", 1), kind="rollout")
+    rollout = load(spec, kind="rollout")
     try:
         for positional in (5, 6):  # the greedy evaluation gives no seeds
             inspect.signature(rollout).bind(*range(positional), top_p=1.0)
@@ -164,7 +165,7 @@ def load_rollout(spec):
         except (Exception, SystemExit) as e:
             if isinstance(e, RunError) or memory.is_out_of_memory(e) or stop.is_lost_rank(e):
                 raise
-            raise RunError(f"--rollout {spec}: {user_error(e, spec.rpartition(':')[0])}") from e
+            raise RunError(f"--rollout {spec}: {user_error(e, spec)}") from e
         vocabulary = llm.llm_engine.model_config.get_vocab_size()
         if not isinstance(rollouts, list) or len(rollouts) != len(prompts) * n:
             raise RunError(f"--rollout {spec}: it must return a list of {n} Rollouts for each of "
@@ -184,7 +185,7 @@ def misfit(r, prompt, vocabulary):
         return "it is no Rollout, or without text, or not in the order of the prompts"
     lists = r.completion, r.vllm_logps, r.loss_mask
     if {*map(type, lists)} != {list} or len({*map(len, lists)}) > 1 or True not in r.loss_mask:
-        return "completion, vllm_logps, sampled: not lists of one length, or no token is sampled"
+        return "completion, vllm_logps, loss_mask: not lists of one length, or no token is sampled"
     for token, logp, sampled in zip(*lists):
         is_token = type(token) is int and 0 <= token < vocabulary
         is_logp = isinstance(logp, (int, float)) and -math.inf < logp <= 1e-3  # rounded

@@ -179,11 +179,11 @@ class Log:
 
     @contextlib.contextmanager
     def token_changes(self, step, groups, policy, dummy, metrics):
-        """Around the update of a step: keeps log-probs before and after it for the report, of one
-        rollout in SHARE; of none in most steps of a long run or a small batch. Collective."""
+        """Around the update, for the report: keeps log-probs before and after it, of one rollout in
+        SHARE. If that is less than one per step, of one rollout in some steps. Collective."""
         shown = tokens.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
-        share = sum(map(len, groups)) / tokens.SHARE  # of a step's rollouts
-        shown = shown[:max(1, int(share))] if step % math.ceil(1 / share) == 0 else []
+        count = sum(map(len, groups)) / tokens.SHARE  # rollouts per step; may be below 1
+        shown = shown[:max(1, int(count))] if step % math.ceil(1 / count) == 0 else []
         with timed(metrics, "report"):
             before = token_logps(policy, shown, dummy, self.cfg)
         yield
@@ -202,10 +202,8 @@ class Log:
         self._append("metrics.jsonl", self.rows[-1:])
         kept = self._kept(groups)
         prompts = self.tokenizer.batch_decode([r.prompt for r in kept])
-        rows = [{"step": step, "prompt": prompt, "completion": r.text, "reward": r.reward,
-                 "parts": r.parts, "advantage": r.advantages[0],
-                 "prompt_tokens": len(r.prompt), "tokens": r.length,
-                 "finish": "length" if r.truncated else "stop"} for r, prompt in zip(kept, prompts)]
+        rows = [{"step": step, "prompt": prompt, "prompt_tokens": len(r.prompt),
+                 "advantage": r.advantages[0]} | r.record() for r, prompt in zip(kept, prompts)]
         for row, (r, before, after) in zip(rows, self.changes):  # the first of `kept`
             row["per_token"] = tokens.numbers(r, before, after, self.tokenizer)
         self._append("rollouts.jsonl", rows)

@@ -77,7 +77,7 @@ def load_model(cfg):
         cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation="packed",
         use_safetensors=True, trust_remote_code=cfg.trust_remote_code)
     for name, weight in model.named_parameters():
-        if not weight.sum().isfinite() and not weight.isfinite().all():  # the sum alone is fast
+        if not is_finite(weight):
             raise RunError(f"--model {cfg.model}: its weights have NaN or infinite values, first "
                            f"in {name}: the file is damaged, or its training diverged")
     for module in model.modules():
@@ -88,6 +88,11 @@ def load_model(cfg):
     if cfg.gradient_checkpointing == "on":  # of activations, while the model trains
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def is_finite(weight):
+    """Whether all numbers are finite. The sum, which is tried first, needs no memory."""
+    return weight.sum().isfinite() or weight.isfinite().all()
 
 
 @contextlib.contextmanager
@@ -167,8 +172,9 @@ def chunk_forward(hidden, weight, targets, temperature):
 
 
 def chunk_backward(hidden, weight, targets, temperature, norm, grad, entropy, grad_entropy=None):
-    """-> gradient of hidden @ weight.T for one chunk (R, C). grad, grad_entropy: those of log-prob
-    and entropy, divided by the temperature; like norm and entropy (R, 1)."""
+    """-> gradient of hidden @ weight.T for one chunk (R, C). norm, grad, entropy, grad_entropy:
+    (R, 1). grad is d loss / d logp, grad_entropy d loss / d entropy, both divided by the
+    temperature."""
     logits, column, in_chunk = chunk_logits(hidden, weight, targets, temperature)
     logp, factor = logits.sub_(norm), grad  # (R, C), (R, 1)
     if grad_entropy is not None:

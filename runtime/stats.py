@@ -57,14 +57,11 @@ def nan_mean_std(x, dim):
     """
     if not len(x):  # all groups were dropped, and amin() needs an entry
         return x.sum(dim, keepdim=True), x.sum(dim, keepdim=True)
-    known = ~x.isnan()
-    count = known.sum(dim, keepdim=True).clamp(min=1)
-    smallest = torch.where(known, x, torch.inf).amin(dim, keepdim=True)
-    smallest = torch.where(smallest.isinf(), 0.0, smallest)  # all entries are NaN
-    excess = torch.where(known, x - smallest, 0.0)
-    mean_excess = excess.sum(dim, keepdim=True) / count
-    variance = ((excess - mean_excess) ** 2 * known).sum(dim, keepdim=True) / count
-    return smallest + mean_excess, variance.sqrt()
+    smallest = x.nan_to_num(torch.inf).amin(dim, keepdim=True)
+    excess = x - smallest
+    mean_excess = excess.nanmean(dim, keepdim=True)
+    variance = ((excess - mean_excess) ** 2).nanmean(dim, keepdim=True)
+    return (smallest + mean_excess).nan_to_num(), variance.sqrt().nan_to_num()
 
 
 def is_clipped(ratio, advantage, cfg):
@@ -103,14 +100,12 @@ def token_means(sums):
     sums: per pack a dict of tensors (), which are read in one transfer. Returns means over the
     tokens, except for the sum of `loss`, the maximum of `mismatch/max`, and `tokens`, their number.
     """
-    largest = torch.stack([pack["mismatch/max"] for pack in sums]).max()  # ()
-    names = [name for name in sums[0] if name != "mismatch/max"]
-    totals = [sum(pack[name] for pack in sums) for name in names]
-    *totals, largest = torch.stack([x.double() for x in (*totals, largest)]).tolist()
-    totals = dict(zip(names, dist.all_sum(*totals)))
+    rows = torch.stack([torch.stack([x.double() for x in pack.values()]) for pack in sums])
+    columns = dict(zip(sums[0], zip(*dist.all_gather(rows.tolist()))))
+    totals = {name: sum(column) for name, column in columns.items()}
     means = {name: x / totals["tokens"] for name, x in totals.items()}
     return means | {"loss": totals["loss"], "tokens": totals["tokens"],
-                    "mismatch/max": max(dist.all_gather([largest]))}
+                    "mismatch/max": max(columns["mismatch/max"])}
 
 
 def step_means(history):
@@ -120,10 +115,9 @@ def step_means(history):
     the steps of loss, grad_norm and skipped. `correction/ess`: effective sample size of the
     importance weights as a fraction of the tokens, 1 if all are equal.
     """
-    means = {}
+    means, tokens = {}, [metrics["tokens"] for metrics in history]
     for name in history[0] if history else ():
         values = [metrics[name] for metrics in history]
-        tokens = [metrics["tokens"] for metrics in history]
         weights = None if name in ("loss", "grad_norm", "skipped") else tokens
         means[name] = max(values) if name == "mismatch/max" else fmean(values, weights)
     means.pop("tokens", None)
@@ -183,10 +177,10 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
     own = [(r.reward, r.length, r.truncated, r.parts) for group in sampled_groups for r in group]
     rewards, lengths, truncated, parts = zip(*dist.all_gather(own))
     judged = [x for x in rewards if x is not None] or [0.0]
-    by_part = {}  # name -> the rewards that are not None
-    for name, x in (item for own_parts in parts for item in own_parts.items()):
-        if x is not None:
-            by_part.setdefault(f"reward/{name}", []).append(x)
+    means = {}
+    for name in parts[0]:
+        if given := [values[name] for values in parts if values[name] is not None]:
+            means[f"reward/{name}"] = fmean(given)
     # forward and backward are 3 forward passes; what checkpointing recomputes does not count
     passes = 3 * cfg.epochs + (cfg.epochs * cfg.minibatches > 1)
     if cfg.kl_coef:
@@ -198,7 +192,7 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
         "reward/mean": fmean(judged),
         "reward/std": pstdev(judged),
         "reward/unscored": rewards.count(None) / len(rewards),
-        **{name: fmean(given) for name, given in by_part.items()},
+        **means,
         "group/zero_std": fmean(dist.all_gather([has_zero_std(group) for group in sampled_groups])),
         "completion/length": fmean(lengths),
         "completion/truncated": fmean(truncated),

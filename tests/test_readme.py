@@ -45,7 +45,7 @@ def test_every_link_leads_to_a_file_a_heading_or_a_function():
 
 def test_every_preset_task_template_and_reward_is_named():
     text = "".join(PAGES.values())
-    for name in [*nr.ALGOS, *data.TASKS, *data.TEMPLATES, *nr.rewards.REWARDS]:
+    for name in [*nr.ALGOS, *data.TASKS, *data.TEMPLATES, *nr.rewards.KNOWN]:
         assert f"`{name}`" in text, name
     listed = re.search(r"^`--algo [^.]*", PAGES[ROOT / "README.md"], re.M)[0]
     assert re.findall(r"`(?:--algo )?([^`]+)`", listed) == list(nr.ALGOS)
@@ -99,4 +99,4 @@ def test_a_reward_in_the_pages_runs_and_only_the_first_text_is_right(
     with nr.rewards.Verifier(f"{tmp_path}/mine.py:{function}") as verifier:
         assert verifier(texts, answer=["7"] * 2)[0] == [1.0, 0.0]
     if "rollout" in code:
-        assert user_code.load(f"{tmp_path}/mine.py", "rollout_to_answer", kind="rollout")
+        assert user_code.load(f"{tmp_path}/mine.py:rollout_to_answer", kind="rollout")

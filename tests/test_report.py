@@ -242,7 +242,7 @@ def test_a_name_that_is_not_utf_8_is_shown_escaped(tmp_path):
     path = tmp_path / "run/config.json"
     about = json.loads(path.read_text()) | {"command": "nano_rlvr.py --data a\udcff.jsonl"}
     path.write_text(json.dumps(about))
-    report.main([str(tmp_path / "run")])
+    report.__main__.main([str(tmp_path / "run")])
     assert r"--data a\udcff.jsonl" in (tmp_path / "run/report.html").read_text()
 
 

@@ -19,7 +19,7 @@ import data
 import nano_rlvr as nr
 import rewards
 from conftest import ROOT, SHARED
-from examples import code_reward, countdown, instructions, jail, process_rewards
+from examples import code_reward, countdown, instructions, jail, process_rewards, random_reward
 from examples import judge as judging
 from examples import shaping_rewards as shaping
 from runtime import batch, stats
@@ -32,6 +32,8 @@ OWN = {name: f"{ROOT}/examples/shaping_rewards.py:{name}"
 FUNCTIONS = rewards.REWARDS | {name: getattr(shaping, name) for name in OWN}
 FUNCTIONS["instruction"] = instructions.instruction
 FUNCTIONS["countdown"] = countdown.countdown_reward
+FUNCTIONS["random"] = random_reward.random_reward
+FUNCTIONS |= {"format": shaping.format_reward, "overlong": shaping.overlong}
 OWN["instruction"] = f"{ROOT}/examples/instructions.py:instruction"
 # columns with which every reward runs on any completion; judge and code have tests of their own
 COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}"}, "format": {},
@@ -187,7 +189,7 @@ def test_a_row_that_lacks_a_column_gets_the_default_of_each():
 def test_a_bad_spec_raises_a_one_line_error(spec, says):
     with pytest.raises(ValueError) as caught:
         for _, _, where in rewards.parse_spec(spec):
-            user_code.load(*where.rsplit(":", 1))
+            user_code.load(where)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -268,7 +270,7 @@ def test_code_takes_the_last_block_after_thinking():
 def test_tests_of_an_unknown_form_are_refused_before_any_program_runs():
     known = ["assert f(1) == 2", "def check(f):\n    assert f(1) == 2\ncheck(f)",
              {"input": "", "output": "6\n"}]
-    assert rewards.known_tests(json.dumps(known)) == known and rewards.known_tests([]) == []
+    assert code_reward.known_tests(json.dumps(known)) == known and code_reward.known_tests([]) == []
     for tests in (
             {"inputs": ["3\n"], "outputs": ["6\n"]},
             {"fn_name": "f", "inputs": [[3]], "outputs": [6]},
@@ -277,13 +279,13 @@ def test_tests_of_an_unknown_form_are_refused_before_any_program_runs():
             known[0], ["class T(TestCase):\n    def test(self): self.assertEqual(f(1), 2)\nmain()"],
             "[", ["assert"]):
         with pytest.raises((ValueError, SyntaxError)):
-            rewards.known_tests(tests)
+            code_reward.known_tests(tests)
 
 
 @needs_jail
 def test_a_run_says_at_its_start_which_tests_are_of_an_unknown_form():
     said, rows = [], [{"tests": {"inputs": ["3"]}}, {"tests": ["assert f(1) == 2"]}]
-    with rewards.Verifier("code", timeout=20) as verify:
+    with rewards.Verifier(f"{ROOT}/examples/code_reward.py:code", timeout=20) as verify:
         verify.count_unreadable(rows, said.append)
         assert "reward code: 1 of 2 answers cannot be read, ValueError: the form" in said[0]
         with pytest.raises(ValueError, match=r"^reward code: 1 of 1 .*{'inputs': \['3'\]}; write"):
@@ -429,17 +431,19 @@ def test_overlong_is_trls_soft_overlong_punishment():
     from trl.rewards import get_soft_overlong_punishment
     ids = [[0] * n for n in (0, 79, 80, 81, 90, 99, 100, 101)]
     theirs = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)(ids)
-    f = functools.partial(rewards.overlong_reward, [""] * len(ids), completion_ids=ids,
+    f = functools.partial(shaping.overlong, [""] * len(ids), completion_ids=ids,
                           max_tokens=100)
     assert f(overlong_buffer=20) == f() == theirs
     assert f(overlong_buffer=0) == [0] * 7 + [-1]
 
 
 def test_settings_of_the_run_go_before_columns_of_the_data():
-    with rewards.Verifier("overlong", timeout=9, max_tokens=96, overlong_buffer=20) as verify:
-        _, parts, metrics = verify(["x"], completion_ids=[[0] * 96], max_tokens=[10**6],
-                                   timeout=["2 s"], overlong_buffer=[1])
-    assert parts == {"overlong": [-1.0]} and not any(metrics.values())
+    spec = "overlong,math:0.5"
+    with rewards.Verifier(spec, timeout=9, max_tokens=96, overlong_buffer=20) as verify:
+        _, parts, metrics = verify(
+            [r"\boxed{1}"], completion_ids=[[0] * 96], max_tokens=[10**6], timeout=["2 s"],
+            overlong_buffer=[1], answer=["1"])
+    assert parts == {"overlong": [-1.0], "math": [1.0]} and not any(metrics.values())
 
 
 def test_repetition_is_trls_penalty():
@@ -454,11 +458,11 @@ def test_repetition_is_trls_penalty():
 def test_random_is_a_fair_coin_that_ignores_the_answer_and_is_reproducible(verify):
     n = 4000
     texts, columns = ["<answer>72</answer>"] * n, {"prompts": ["p"] * n, "answer": ["72"] * n}
-    coins = rewards.random_reward(texts, **columns)
-    assert coins == rewards.random_reward(texts, **columns | {"answer": ["5"] * n})
+    coins = random_reward.random_reward(texts, **columns)
+    assert coins == random_reward.random_reward(texts, **columns | {"answer": ["5"] * n})
     assert abs(sum(coins) / n - 0.5) < 0.04  # 5 standard deviations
     for other in ({"random_seed": 1}, {"step": 1}, {"prompts": ["q"] * n}):
-        changed = rewards.random_reward(texts, **columns | other)
+        changed = random_reward.random_reward(texts, **columns | other)
         assert 0.4 < sum(a != b for a, b in zip(coins, changed)) / n < 0.6
     in_workers = verify("random")(texts[:99], prompts=["p"] * 99, sample_index=[*range(99)])
     assert in_workers[0] == coins[:99]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import nano_rlvr as nr
-import rewards
 from conftest import close, judged, make_config, read_rows
+from examples.random_reward import random_reward
 from runtime import dist
 from runtime.checkpoint import Progress
 from runtime.dist import RunError
@@ -110,7 +110,7 @@ def test_any_number_of_ranks_trains_what_one_rank_trains(monkeypatch, resample):
     """Also the same rewards, which are random, advantages and weights, in the same minibatches."""
     cfg = make_config(prompts=8, samples=2, minibatches=2, filter_groups=True, resample=resample,
                       aggregate="token")
-    coin = judged(lambda texts, columns: rewards.random_reward(texts, **columns))
+    coin = judged(lambda texts, columns: random_reward(texts, **columns))
 
     def minibatches(step):
         parts, *_ = collect(cfg, coin, step)

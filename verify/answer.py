@@ -60,9 +60,7 @@ def read_number(text, only=True):
     >>> [read_number(text) for text in (r"$1{,}234.50 per day", "1 1/2", r"-\frac{3}{4}", "5-10")]
     [Fraction(2469, 2), Fraction(3, 2), Fraction(-3, 4), None]
     """
-    text = text.translate(DIGITS)
-    for pattern, replacement in CLEAN_UP:
-        text = re.sub(pattern, replacement, text)
+    text = _replaced(text.translate(DIGITS), CLEAN_UP)
     if only:
         text = re.split(r"=|≈|\\approx", text)[-1]
     values = []
@@ -73,6 +71,12 @@ def read_number(text, only=True):
     if only and re.search(r"[-+*/^<>≤≥±×÷\\_|]|(?i:\b(?:not|or|than|between)\b)", rest):
         return None  # an expression, a bound, or several answers
     return values[0] if len(set(values)) == 1 else None
+
+
+def _replaced(text, table):
+    for pattern, replacement in table:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
 def vote(answer):
@@ -118,7 +122,7 @@ def _repeating(m):
 
 
 # What math-verify 0.9 and its latex2sympy2_extended 1.11 read wrongly or not at all
-LATEX = [(re.compile(pattern), replacement) for pattern, replacement in (
+LATEX = (
     (r"[⁰¹²³⁴-⁾ⁿ]+", lambda m: f"^{{{_plain(m[0])}}}"),
     (r"[₀-₉]+", lambda m: f"_{{{_plain(m[0])}}}"),
     (r"[¼-¾⅐-⅞]", lambda m: r"\frac{%s}{%s}" % tuple(_plain(m[0]).split("/"))),
@@ -142,8 +146,7 @@ LATEX = [(re.compile(pattern), replacement) for pattern, replacement in (
     # upright constants
     (r"\\(?:math(?:rm|it)|text(?:rm|it|normal)?|operatorname|rm)\s*(\{)?\s*([ei]|\\pi)(?![A-Za-z])"
      r"\s*(?(1)\})", r"{\2}"), (r"I(?=\s?\^)", "{I}"),  # it drops I's exponent
-)]
-
+)
 
 SECONDS = 5.0  # limit of a comparison outside Verifier, which has its own
 
@@ -246,8 +249,7 @@ def _math_verify():
 
     @functools.lru_cache(1 << 12)  # the completions of a group share their gold answer
     def read(text):  # its own timeout is signal.alarm, which cannot interrupt sympy's C code
-        for pattern, replacement in LATEX:
-            text = pattern.sub(replacement, text)
+        text = _replaced(text, LATEX)
         # i that is no index is I; to the library it is a letter. No interval (i, 2) ends at I
         complex_text = text if "_" in text else re.sub(r"(?<![A-Za-z\\])i(?![A-Za-z])", "{I}", text)
         found = [parse(rf"\boxed{{{each}}}", latex, "no_fallback", "first_match",

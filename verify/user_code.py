@@ -8,33 +8,36 @@ import traceback
 from pathlib import Path
 
 
-def user_error(e, file):
-    """An exception in a user's file, in one line with the last line number in this file."""
-    frames, path = traceback.extract_tb(e.__traceback__), str(Path(file).resolve())
+def user_error(e, spec):
+    """An exception in "my_file.py:function", in one line with the last line number in this file."""
+    path = str(Path(spec.rpartition(":")[0]).resolve())
+    frames = traceback.extract_tb(e.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
     at = f" (line {lines[-1]})" if lines else ""  # a SyntaxError names its line itself
     return " ".join(f"{type(e).__name__}: {e}".split())[:500] + at
 
 
 @functools.cache
-def load(module, name, kind="reward"):
-    """The function `name` of "my_file.py" or "installed.module"; a one-line ValueError if none."""
+def load(spec, kind="reward"):
+    """The function of "my_file.py:function" or "installed.module:function"; a one-line ValueError
+    if there is none."""
+    module, _, name = spec.rpartition(":")
     path = Path(module).resolve() if module.endswith(".py") else None
     if path and not path.is_file():
         raise ValueError(f"{kind} file {module!r} does not exist")
     try:
         if path:
             sys.path.append(str(path.parent))  # the file may import its neighbours
-            spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-            found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(found)
+            about = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+            found = sys.modules[about.name] = importlib.util.module_from_spec(about)
+            about.loader.exec_module(found)
         else:
             found = importlib.import_module(module)
     except (Exception, SystemExit) as e:  # a user's file: any type
-        raise ValueError(f"{kind} {module}:{name}: {user_error(e, module)}") from None
+        raise ValueError(f"{kind} {spec}: {user_error(e, spec)}") from None
     function = getattr(found, name, None)
     if not callable(function):
         near = difflib.get_close_matches(name, vars(found).keys() - {name}, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{kind} {module}:{name} is not a function{hint}")
+        raise ValueError(f"{kind} {spec} is not a function{hint}")
     return function

@@ -42,8 +42,6 @@ class Verifier(contextlib.AbstractContextManager):
     parts     {name: one unweighted value per completion}; None where a row does not name it
     metrics   reward/timeouts and reward/crashes: how many completions have no reward for that
 
-    `known`: see parse_spec; rewards.Verifier fills it in.
-
     A column that is a list holds one value per completion. Any other column and the settings
     (max_tokens, random_seed, ...) reach every call unchanged. A call gets one completion, `timeout`
     seconds and memory_mb. Two columns are added: index (position in the batch) and, for whole_batch
@@ -75,43 +73,47 @@ class Verifier(contextlib.AbstractContextManager):
                 raise ValueError(f"column {name!r} has {len(values)} values for {n} completions")
         if self.messages:
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-        values = {name: [None] * n for name in self.traits}  # or numbers, errors as text
+        values = {name: [None] * n for name in self.traits}
         whole = [name for name, traits in self.traits.items() if traits.whole_batch]
         single = [name for name in self.traits if name not in whole]
         calls = [(name, [i]) for i in range(n) for name in single]
-        self._judge(calls, completions, columns, values)
-        correct = {"correct": list(map(_number, values[single[0]]))} if single else {}
-        self._judge([(name, range(n)) for name in whole], completions, columns | correct, values)
+        errors = self._judge(calls, completions, columns, values)
+        if single:
+            columns["correct"] = values[single[0]]
+        errors += self._judge([(name, range(n)) for name in whole], completions, columns, values)
 
-        rewards = [None] * n
+        rewards, failed = [None] * n, {i for i, _ in errors}
         for i in range(n):
-            given = [(weight, values[name][i]) for name, weight in self.weights.items()
+            given = [weight * values[name][i] for name, weight in self.weights.items()
                      if values[name][i] is not None]
-            if given and not any(isinstance(value, str) for _, value in given):
-                rewards[i] = sum(weight * value for weight, value in given)
-        errors = [x for column in values.values() for x in column if isinstance(x, str)]
-        timeouts = errors.count(Pool.TIMEOUT)
+            if given and i not in failed:
+                rewards[i] = sum(given)
+        timeouts = sum(error == Pool.TIMEOUT for _, error in errors)
         metrics = {"reward/timeouts": float(timeouts),
                    "reward/crashes": float(len(errors) - timeouts)}
-        parts = {name: list(map(_number, column)) for name, column in values.items()}
-        return rewards, parts, metrics
+        return rewards, values, metrics
 
     def _judge(self, calls, completions, columns, values):
-        """Make calls (name of a function, indices of completions) and enter what they return."""
-        tasks = []
+        """Make calls (name of a function, indices of completions) and enter what they return.
+        Returns [(index of a completion, error)] for those that failed."""
+        tasks, errors = [], []
         for name, rows in calls:
             own = {key: [column[i] for i in rows] if isinstance(column, (list, tuple)) else column
                    for key, column in columns.items()}
             tasks.append((name, [completions[i] for i in rows], own))
         waits = [self.traits[name].waits for name, _ in calls]
         for (name, rows), task, result in zip(calls, tasks, self.pool.run(tasks, waits)):
-            if isinstance(result, str) and result != Pool.TIMEOUT and name not in self.crashes:
+            if not isinstance(result, str):
+                for i, value in zip(rows, result):
+                    values[name][i] = value
+                continue
+            errors += [(i, result) for i in rows]
+            if result != Pool.TIMEOUT and name not in self.crashes:
                 self.crashes[name] = f"{name}: {result.strip().splitlines()[-1]}"
                 print(f"reward {name!r} crashed (printed once, then counted in reward/crashes) on "
                       f"completion {repr(task[1])[:500]} of {repr(task[2])[:500]}\n{result}",
                       file=sys.stderr)
-            for i, value in zip(rows, [result] * len(rows) if isinstance(result, str) else result):
-                values[name][i] = value
+        return errors
 
     def check_columns(self, examples, source):
         """Raises ValueError if a reward function needs a column that is None or missing in all of
@@ -145,12 +147,11 @@ class Verifier(contextlib.AbstractContextManager):
                 raise ValueError(f"{says}; choose another reward or --answer_key")
             notify(f"{says}; their completions get no reward")
 
-    def close(self):
+    def close(self, *_):
         """End the worker processes."""
         self.pool.close()
 
-    def __exit__(self, *_):
-        self.close()
+    __exit__ = close
 
 
 def text_of(completion):
@@ -164,15 +165,10 @@ def text_of(completion):
     return "".join(message.get("content") or "" for message in completion)
 
 
-def _number(value):
-    """None for an error, which is a text; a number or None as it is."""
-    return None if isinstance(value, str) else value
-
-
 def _make_handler(spec, known, settings):
     """Runs in the fork server."""
     parts = parse_spec(spec, known)
-    functions = {name: load(*where.rsplit(":", 1)) for name, _, where in parts}
+    functions = {name: load(where) for name, _, where in parts}
     for function in functions.values():
         if hasattr(function, "check"):
             function.check(**settings)

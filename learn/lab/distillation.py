@@ -14,7 +14,7 @@ def make_teacher():
     """The bundled model after the default run, and its answers to as many questions."""
     OUT.mkdir(parents=True, exist_ok=True)
     questions, script = OUT / "questions.jsonl", [sys.executable, "nano_rlvr.py"]
-    rows = data.generate(data.arithmetic, "train", SAMPLES, 100)
+    rows = data.load("arithmetic", "train", SAMPLES, 100)
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     read = f"--model {TEACHER} --steps 0 --eval_data {questions} --eval_size {SAMPLES}"
     for name, flags in (("teacher", "--save_every 0"), ("answers", read)):

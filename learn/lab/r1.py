@@ -28,6 +28,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nano_rlvr as nr
 from examples import sft
+from examples.arithmetic import arithmetic, generate
+from examples.shaping_rewards import format_reward
 from measure import common
 from measure import seeds as over_seeds
 from models.tiny.make_tiny import cold_start, training_example, worked
@@ -87,7 +89,7 @@ def make_base(folder, layers):
     model.config.layer_types = model.config.layer_types[:len(layers)]
 
     def draw(rng):
-        return rng.choice([nr.data.arithmetic, reverse])(rng)
+        return rng.choice([arithmetic, reverse])(rng)
 
     def sample(rng):
         example = training_example(draw, rng)
@@ -101,14 +103,14 @@ def make_base(folder, layers):
 def write_data(out):
     """The files of the stages -> {name: path}. No held-out question is in a file to train on."""
     rng = random.Random(0)
-    sums = nr.data.generate(nr.data.arithmetic, "train", 3840, 0)
-    strings = nr.data.generate(reverse, "train", 1000, 0)
+    sums = nr.data.load("arithmetic", "train", 3840, 0)
+    strings = generate(reverse, "train", 1000, 0)
     demos = [dict(e, completion="<think>{}</think><answer>{}</answer>".format(
         "\n".join(worked(e["question"])[0]), e["answer"])) for e in sums[:256]]
     mix = sums[:1000] + strings
     rng.shuffle(mix)
     files = {"demos": demos, "mix": mix, "sums": sums,
-             "strings": nr.data.generate(reverse, "test", 200, 0)}
+             "strings": generate(reverse, "test", 200, 0)}
     for name, rows in files.items():
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {name: out / f"{name}.jsonl" for name in files}
@@ -122,7 +124,7 @@ def measure(folder, before=False):
     texts = [answer["completion"] for answer in answers if answer["set"] == "arithmetic"]
     return {
         "sums": row["eval/arithmetic/accuracy"],
-        "format": fmean(nr.rewards.format_reward(texts)),
+        "format": fmean(format_reward(texts)),
         "with fillers": fmean(any(f in text for f in FILLERS) for text in texts),
         "strings": row["eval/strings/accuracy"],
         "tokens": row["eval/arithmetic/length"],

@@ -22,6 +22,7 @@ import torch
 
 import data
 import nano_rlvr
+from examples.arithmetic import arithmetic
 from runtime.batch import packed_attention
 
 # number of terms -> fraction of the examples that are worked out
@@ -123,7 +124,7 @@ def main():
     tokenizer = make_tokenizer()
 
     def sample(rng):
-        example = training_example(data.arithmetic, rng)
+        example = training_example(arithmetic, rng)
         text = demonstration(example, rng)
         completion = tokenizer(text, add_special_tokens=False)["input_ids"]
         prompt = data.encode(example, tokenizer, "chat")
