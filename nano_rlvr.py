@@ -195,6 +195,18 @@ def sample_groups(run, step, draw=0):
     return in_groups(rollouts, cfg.samples)
 
 
+def collect_rollouts(run, step):
+    """Stages 1 and 2 for this rank. -> (split: groups to train on per minibatch, groups sampled)"""
+    cfg = run.cfg
+    if cfg.filter_groups:
+        groups, sampled = sample_until_enough(run, step)
+    else:
+        groups = sampled = sample_groups(run, step)
+    guard.check_scored(
+        "reward", [r.reward for r in flatten(sampled)], run.metrics, run.verifier)
+    return deal(groups, cfg.minibatches), sampled
+
+
 def sample_until_enough(run, step):
     """DAPO's dynamic sampling: leaves out groups whose rewards are all the same. Collective.
 
@@ -216,18 +228,6 @@ def sample_until_enough(run, step):
         if len(kept) == cfg.prompts:
             break
     return [trainable.get(number) for number in kept], sampled
-
-
-def collect_rollouts(run, step):
-    """Stages 1 and 2 for this rank. -> (split: groups to train on per minibatch, groups sampled)"""
-    cfg = run.cfg
-    if cfg.filter_groups:
-        groups, sampled = sample_until_enough(run, step)
-    else:
-        groups = sampled = sample_groups(run, step)
-    guard.check_scored(
-        "reward", [r.reward for r in flatten(sampled)], run.metrics, run.verifier)
-    return deal(groups, cfg.minibatches), sampled
 
 
 # ------------------------------------------------------------------------------------ 3. advantage

@@ -51,7 +51,7 @@ class RunFlags:
     # evaluation and files
     eval_every: int = 20  # steps between evaluations; one more after the last step
     eval_size: int = 512  # held-out examples per set, 0 = all
-    eval_n: int = 0  # also draw this many samples per example: mean@n, pass@k, maj@n, best@n
+    eval_n: int = 0  # also draw this many samples per example: mean@n, pass@k, maj@n
     name: str = ""  # name of the run ("" = model-task-algo-time); its files are in <out>/<name>/
     out: str = "runs"  # folder of the runs
     save_every: int = 20  # steps between checkpoints; 0 = one when the run ends or is stopped

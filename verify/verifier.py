@@ -13,7 +13,7 @@ from verify.user_code import load
 # by the trainer and by Verifier
 ADDED_COLUMNS = {"prompts", "step", "sample_index", "completion_ids", "index", "correct"}
 # of a run: they too go before columns of the data
-SETTINGS = {"timeout", "allow_unsafe_code", "random_seed", "max_tokens", "overlong_buffer"}
+SETTINGS = {"timeout", "random_seed", "max_tokens", "overlong_buffer"}
 
 
 @dataclass
