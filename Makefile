@@ -10,7 +10,7 @@ demo: $(READY)
 
 # two processes, which take files in this order: the longest first, so that both end together
 PYTEST := .venv/bin/python -m pytest -q -rs --durations=10
-LONG := $(patsubst %,tests/test_%.py,notebooks run pool sampler wiring tools cuda_dry_run engines trl)
+LONG := $(patsubst %,tests/test_%.py,notebooks run real_model pool sampler wiring tools cuda_dry_run engines trl)
 ALL := $(LONG) tests -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(DEV)

@@ -29,7 +29,7 @@ def verify():
 def test_math_agrees_with_intervals_of_120_digits():
     """Of the pairs of pairs.py, which runs thousands of them."""
     assert len(pairs.KINDS) == 10
-    wrong = [pair for pair in pairs.pairs(200, seed=1) if same_math(*pair[1:3]) is not pair[3]]
+    wrong = [pair for pair in pairs.pairs(120, seed=1) if same_math(*pair[1:3]) is not pair[3]]
     assert wrong == []
 
 
