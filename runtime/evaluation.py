@@ -1,7 +1,4 @@
-"""The evaluation of greedy completions and of samples, of one or several sets.
-
-`examples` are dicts; the column eval_set names the set of an example, without it there is one set.
-"""
+"""The evaluation of greedy completions and of samples, of one or several sets."""
 import rewards
 from runtime import dist
 from runtime.stats import first_part, is_right, majority_vote, mean_of, pass_at_k, wilson_interval

@@ -1,7 +1,4 @@
-"""The command line, and the checks of flags, machine and model before weights are loaded.
-
-Each check raises ValueError with one line.
-"""
+"""The command line, and the checks of flags, machine and model before weights are loaded."""
 import argparse
 import dataclasses
 import json

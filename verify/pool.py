@@ -2,9 +2,6 @@
 
     trainer (Pool) -> fork server (imports the functions) -> workers (3 ms per fork)
 
-The fork server and each worker have a parent that only waits (_keep) and kills all that they have
-started.
-
 Why not a library: 20 hung answers among 1,024 at a limit of 5 s take pebble 54 s on 2 cores,
 and it does not kill what a worker started; loky has no limit per call. A fork
 of the trainer would copy CUDA state. Python's signal handlers (signal.alarm) never run while sympy
