@@ -103,7 +103,6 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
         dist.print_once("the first start on a GPU compiles kernels and is silent for minutes")
         args |= dict(max_num_seqs=max_num_seqs, **cuda_args)
     else:
-        memory.keep_freed_memory()
         # one random number per token, not one per word of the vocabulary: a fifth of a decode step
         from vllm.v1.sample.ops import topk_topp_sampler
         topk_topp_sampler.random_sample = sample_by_inversion
