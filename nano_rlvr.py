@@ -13,7 +13,7 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     4. pack        sequences lie end to end, without padding; a pack stores each prompt once
     5. log-probs   log pi(token) of each completion token, without storing logits
     6. loss        clipped policy gradient per token + kl_coef * k3 (KL to the starting model).
-                   With the defaults a batch gives one update: the ratio is 1, nothing is clipped
+                   With the defaults a step has one update: the ratio is 1, nothing is clipped
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
     8. sync        the new weights go into vLLM in place; checksums show that they arrived
 
@@ -92,7 +92,7 @@ class Config(flags.RunFlags):
 
 
 # Differences from Config's defaults, which are GRPO's with R1's weight of the KL. With one update
-# per batch all surrogates have the same gradient: cispo equals bnpo, sapo equals grpo with no KL.
+# per step all surrogates have the same gradient: cispo equals bnpo, sapo equals grpo with no KL.
 ALGOS = {
     "grpo": {},  # arXiv:2402.03300
     "dr_grpo": dict(scale="none", aggregate="constant", kl_coef=0.0),  # 2503.20783
@@ -211,7 +211,7 @@ def sample_until_enough(run, step):
     """DAPO's dynamic sampling: leaves out groups whose rewards are all the same. Collective.
 
     Draws new prompts, up to `resample` times, until all ranks together have P groups. Keeps the
-    first P in the order of the data. -> (kept groups, None where another rank has it; all groups
+    first P in data order. -> (kept groups, None for another rank's, which deal drops; all groups
     that this rank sampled)"""
     cfg = run.cfg
     sampled = []
@@ -325,7 +325,7 @@ def assign_token_weights(rollouts, cfg):
 
 def make_batches(groups, dummy, cfg, loss=None):
     """A batch per pack. Ranks with fewer add the rollout `dummy`, weight 0: backward is collective.
-    loss: policy_loss skips sequences that give it no gradient; another loss may use them."""
+    loss: for policy_loss, sequences without gradient are left out; others may use them."""
     trained = assign_token_weights(flatten(groups), cfg)
     if loss is policy_loss:
         trained = skip_zero_advantages(trained, cfg)
@@ -417,7 +417,7 @@ def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
         tau = tau.masked_fill(advantage > 0, cfg.tau)  # (R,)
         gate = torch.sigmoid(tau * (ratio - 1))  # (R,)
         return gate * 4 / tau * advantage
-    penalty = cfg.tau / 2 * log_ratio**2  # (R,) Kimi k1.5, eq. 3, which has no bound
+    penalty = cfg.tau / 2 * log_ratio**2  # (R,) Kimi k1.5, eq. 3: a penalty, no clip
     return advantage * log_ratio - penalty
 
 
@@ -497,7 +497,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 
 def sync_weights(policy, llm):
     """Wakes vLLM with the policy's weights; RunError if their checksums differ. Collective."""
-    trainer.sleep(policy)  # does nothing without LoRA and offload
+    trainer.sleep(policy)  # acts only if LoRA and offload are on
     llm.load(trainer.named_weights(policy), trainer.count_weights(policy))
 
 
@@ -545,7 +545,7 @@ class Run:
 
 
 def evaluate(llm, examples, verifier, cfg):
-    """-> (metrics, a dict per greedy completion). Accuracy: first reward is 1. Collective."""
+    """-> (metrics, a dict per greedy text). Right: the first reward function gives 1. Collective."""
     metrics = {}
     groups = []
     sample = rollout_function(cfg.rollout)
@@ -571,7 +571,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
     llm = run.llm
     policy = run.policy
     progress = run.checkpoints.progress
-    sync_weights(policy, llm)  # wakes vLLM, which has the starting weights: --resume has others
+    sync_weights(policy, llm)  # wakes vLLM, which has the starting weights even after --resume
     for step in run.steps():  # evaluates and saves before a step
         metrics = run.metrics
         split, sampled = collect_rollouts(run, step)  # 1. 2. split: groups of each minibatch
@@ -579,7 +579,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         run.dummy = min(flatten(sampled), key=len)  # the shortest, with its prompt
         with timed(metrics, "sync"):
             llm.sleep()  # frees GPU memory for the trainer; sync_weights wakes vLLM
-            trainer.wake(policy)  # does nothing without LoRA and offload
+            trainer.wake(policy)  # acts only if LoRA and offload are on
         with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # before and after
             with timed(metrics, "update"):
                 # 3. fills r.advantages; the mean that it returns is for --baseline running
