@@ -545,7 +545,7 @@ class Run:
 
 
 def evaluate(llm, examples, verifier, cfg):
-    """-> (metrics, a dict per greedy text). Right: the first reward function gives 1. Collective."""
+    """-> (metrics, a dict per greedy text). Right: first reward function is 1. Collective."""
     metrics = {}
     groups = []
     sample = rollout_function(cfg.rollout)
