@@ -128,7 +128,8 @@ def test_the_gradient_is_finite_at_any_log_ratio_and_clipped_counts_the_tokens_w
 
 def test_the_rewards_of_a_step_by_hand(group):
     """None, "no reward", enters no mean; a reward that nothing in the step has is absent."""
-    parts = [{"a": 1.0, "judge": None}, {"a": 0.0, "judge": None}, {"a": None}, {"b": 2.0}]
+    values = [(1.0, None), (0.0, None), (None, None), (None, 2.0)]  # of the functions a and b
+    parts = [{"a": a, "b": b, "judge": None} for a, b in values]
     rollouts = [completion(reward=x, parts=own) for x, own in zip((1.0, 0.0, None, 2.0), parts)]
     m = stats.step_summary(make_config(), [], [rollouts], SECONDS)
     assert (m["reward/a"], m["reward/b"], m["reward/mean"]) == (0.5, 2.0, 1.0)
