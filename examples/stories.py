@@ -1,0 +1,55 @@
+"""A harder task for a small language model: stories whose question takes one or two steps.
+
+    python models/smollm2.py
+    python nano_rlvr.py --model models/smollm2 --data examples/stories.py:make \\
+        --eval_data examples/stories.py:make --rewards examples/stories.py:right,\\
+examples/stories.py:anywhere:0 --max_prompt 96 --max_tokens 64 --steps 20
+
+A control in which a coin rewards each completion: --rewards examples/stories.py:right:0,random:1
+"""
+import random
+
+from examples.products import numbers
+from rewards import each
+
+NAMES = "Ann Ben Eva Leo Mia Sam Tom Zoe".split()
+THINGS = "apples books cards coins marbles pens shells stamps".split()
+STORIES = (  # what happens, and the answer
+    ("{n} has {a} {t}. {m} gives {n} {b} more {t}. How many {t} does {n} have now?",
+     lambda a, b: a + b),
+    ("{n} has {a} {t}. {n} gives {b} {t} to {m}. How many {t} does {n} have left?",
+     lambda a, b: a - b),
+    ("{n} has {a} boxes with {b} {t} in each box. How many {t} does {n} have in total?",
+     lambda a, b: a * b),
+    ("{n} has {a} {t}. {m} has {b} {t} more than {n}. How many {t} does {m} have?",
+     lambda a, b: a + b),
+    ("{n} has {a} {t}. {m} has {b} {t} more than {n}. How many {t} do they have together?",
+     lambda a, b: 2 * a + b),
+)
+
+
+def make(split, size, seed):
+    """Questions. A quarter of the pairs of numbers is for evaluation: no training question has
+    these two numbers."""
+    rng = random.Random(0)  # not the seed: the split must be the same in every run
+    pairs = [(a, b) for a in range(3, 15) for b in range(2, a)]
+    rng.shuffle(pairs)
+    pairs = pairs[:len(pairs) // 4] if split == "test" else pairs[len(pairs) // 4:]
+    for _ in range(size):
+        kind, (a, b) = rng.randrange(len(STORIES)), rng.choice(pairs)
+        story, answer = STORIES[kind]
+        n, m = rng.sample(NAMES, 2)
+        question = story.format(n=n, m=m, t=rng.choice(THINGS), a=a, b=b)
+        yield {"question": question, "answer": str(answer(a, b)), "kind": kind}
+
+
+@each
+def right(text, answer):
+    """1 if the last number of the text is the answer."""
+    return float(numbers(text)[-1:] == [answer])
+
+
+@each
+def anywhere(text, answer):
+    """1 if any number of the text is the answer. With weight 0 it is only shown."""
+    return float(answer in numbers(text))
