@@ -16,6 +16,7 @@ GIB = 2**30
 CUDA_CONTEXT = 1.5 * GIB  # PyTorch, the CUDA context and the kernels, before the first tensor
 VLLM_AWAKE = 3 * GIB  # vLLM's activations, CUDA graphs, and counts of tokens for penalties
 VLLM_ASLEEP = 1.2 * GIB  # what vLLM keeps while it sleeps (vLLM issue 28714, Qwen3-4B)
+CPU_KV_CACHE = 2 * GIB  # on a CPU: what sampler.start_vllm sets
 ZERO3_LIVE = 10**9  # weights that DeepSpeed keeps gathered: its stage3_max_live_parameters
 BUCKET = 2**26  # numbers in one gradient bucket of DeepSpeed (its default of 5e8 can take 3 GB)
 USABLE = 0.9  # the plan uses this fraction of the memory; the rest is for fragmentation
@@ -69,7 +70,7 @@ def kv_cache_bytes(cfg):
 def step_bytes(cfg, shape, gpu):
     """Upper bounds of the bytes of a step, {part: [of a rank while vLLM generates, of a rank in the
     update, of host memory beside the GPUs of a machine]}, and their "total". On a GPU, vLLM has a
-    KV cache for two sequences; on a CPU, vLLM is not counted."""
+    KV cache for two sequences."""
     ranks, size = dist.world_size(), getattr(torch, cfg.dtype).itemsize  # bytes of a number
     whole, trained = shape.parameters * size, trained_parameters(cfg, shape)
     pinned = 2 * dist.local_world_size()  # each pinned tensor is rounded up to a power of two
@@ -108,6 +109,8 @@ def step_bytes(cfg, shape, gpu):
         sequence = shape.kv_cache * size * (cfg.max_prompt + cfg.max_tokens)
         least = whole + VLLM_AWAKE + 2 * sequence
         parts["vLLM, at least"] = [least, VLLM_ASLEEP, pinned * (whole + GIB)]
+    else:
+        parts["vLLM"] = [whole + CPU_KV_CACHE, whole + CPU_KV_CACHE, 0]
     return parts | {"total": [sum(column) for column in zip(*parts.values())]}
 
 

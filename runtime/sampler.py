@@ -91,7 +91,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB, CPU only
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; memory.py counts them
     # FlashInfer's kernels are compiled at their first call, for minutes, and need nvcc
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
