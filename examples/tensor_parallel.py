@@ -66,6 +66,9 @@ def of_engine(ranks, sent):
     whole = {}
     for name, (parts, *_) in ranks[0].items():
         elements, total = (sum(rank[name][i] for rank in ranks) for i in (1, 2))
+        if not elements:  # repacked for a kernel
+            whole[name] = parts, 0, 0
+            continue
         of_parts = [sent[part] for part in parts]
         # once: the first part of a fused parameter; repeated: what `copies` ranks have a copy of
         once, repeated = (of_parts[:1], of_parts[1:]) if parts[1:] else ([], of_parts)

@@ -220,6 +220,9 @@ def test_every_wrong_bit_of_a_shard_is_noticed(weights, ranks=4):
             bits[0] ^= 1
             assert "differ" in said, name
     assert "differ" in check_shards(models[:-1], weights)
+    repacked = [{"qkv_proj.weight": (["q", "k", "v"], 0, 0)}] * ranks
+    sent = dict.fromkeys("qkv", SimpleNamespace(elements=4, checksum=1))
+    assert tensor_parallel.of_engine(repacked, sent) == repacked[0]
 
 
 def test_a_rank_gets_the_completions_of_its_own_prompts():
