@@ -15,16 +15,16 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     6. loss        clipped policy gradient per token + kl_coef * k3 (KL to the starting model).
                    With the defaults a step has one update: the ratio is 1, nothing is clipped
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
-    8. sync        the new weights go into vLLM in place; checksums show that they arrived
+    8. sync        the new weights go into vLLM in place; checksums of those it shows must agree
 
 A textbook PPO has a critic, GAE, padding and means per micro-batch. Here the loss is a sum over
-tokens, each with a weight: for GRPO 1 / (number of sequences * length of the token's sequence). The
-number counts all ranks and packs of the optimizer step. So the gradient is the same for any packing
-and any number of ranks, up to rounding.
+tokens, each with a weight: for GRPO 1 / (S * length of its sequence), where S counts the sequences
+of all ranks and packs of the optimizer step. So the gradient is the same for any packing and any
+number of ranks, up to rounding. A rank is a process. "Collective": all ranks must make the call.
 
 Shapes: P prompts, G completions of each (the group size). A pack is a row of T tokens with B
-sequences and R sampled tokens; as tensors it is a `batch`. A minibatch is the packs of one
-optimizer step. H hidden size, V vocabulary.
+sequences and R sampled tokens; as tensors it is a `batch`. A minibatch is several batches: those
+of one optimizer step. H hidden size, V vocabulary.
 Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import math
@@ -50,7 +50,7 @@ from runtime.stats import timed
 @dataclass
 class Config(flags.RunFlags):
     """The flags that a student turns; runtime/flags.py has those of model, data, memory and files.
-    Defaults are for 1.5B parameters on one GPU. flags.MODELS, then ALGOS, then you change them."""
+    Defaults are for 1.5B parameters on one GPU; flags.MODELS has other ones for models/tiny."""
 
     # rollout
     rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
@@ -196,7 +196,7 @@ def sample_groups(run, step, draw=0):
 
 
 def collect_rollouts(run, step):
-    """Stages 1 and 2 for this rank. -> (split: groups to train on per minibatch, groups sampled)"""
+    """-> (groups to train on: a list per minibatch; all groups sampled). Stages 1, 2 of this rank"""
     cfg = run.cfg
     if cfg.filter_groups:
         groups, sampled = sample_until_enough(run, step)
@@ -285,11 +285,11 @@ def assign_advantages(groups, cfg, running_mean):
 def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
     """Lengths of completions -> token weight of each; sum(weight * token loss) is a mean.
 
-    `sequences` and `tokens` are counts over all ranks (default: of `lengths`). A masked sequence
-    has length 0: it counts as a sequence, but its tokens get weight 0.
-        sequence  mean over sequences of the mean over tokens: 1 / (sequences |o_i|)  GRPO
-        token     mean over all tokens: 1 / tokens                                    DAPO, eq. 12
-        constant  sum over tokens, divided by a constant: 1 / (sequences max_tokens)  Dr. GRPO
+    `sequences` and `tokens` are counts over all ranks (default: of `lengths`). A sequence left
+    out by --mask_truncated has length 0: it counts as a sequence, but its tokens get weight 0.
+        sequence  mean over sequences of the mean over tokens: 1 / (sequences * length)    GRPO
+        token     mean over all tokens: 1 / tokens                                      DAPO, eq. 12
+        constant  sum over tokens, divided by a constant: 1 / (sequences * max_tokens)  Dr. GRPO
     With `sequence`, a token of a short completion weighs more: short right answers are pushed up
     more, long wrong ones are pushed down less. With the others all tokens weigh the same.
 
@@ -325,7 +325,7 @@ def assign_token_weights(rollouts, cfg):
 
 def make_batches(groups, dummy, cfg, loss=None):
     """A batch per pack. Ranks with fewer add the rollout `dummy`, weight 0: backward is collective.
-    loss: for policy_loss, sequences without gradient are left out; others may use them."""
+    loss: the loss function. With policy_loss, sequences without gradient are left out."""
     trained = assign_token_weights(flatten(groups), cfg)
     if loss is policy_loss:
         trained = skip_zero_advantages(trained, cfg)
@@ -352,7 +352,7 @@ class TokenLogps(torch.nn.Module):
             position_ids=batch.position_ids,  # (1, T)
             use_cache=False,  # it would hold all keys and values
             batch=batch)  # reaches packed_attention in runtime/batch.py
-        hidden = output.last_hidden_state[0, batch.predictors]  # (1, T, H) -> (R, H) before targets
+        hidden = output.last_hidden_state[0, batch.predictors]  # (R, H) one position before targets
         head = self.model.get_output_embeddings().weight  # (V, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, and its entropy, in chunks of V
         return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # (R,) x2
@@ -374,10 +374,10 @@ def store_fixed_logps(policy, ref, batches, cfg):
 # ----------------------------------------------------------------------------------------- 6. loss
 
 def k3(logp, ref):
-    """Schulman's estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
+    """Schulman's third estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
 
     (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref),
-    but the mean of its gradient is the gradient of KL(ref || pi).
+    but as a loss its mean gradient is that of KL(ref || pi): this one falls.
     """
     d = ref - logp  # (R,)
     return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away
@@ -496,7 +496,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 # ----------------------------------------------------------------------------------------- 8. sync
 
 def sync_weights(policy, llm):
-    """Wakes vLLM with the policy's weights; RunError if their checksums differ. Collective."""
+    """Wakes vLLM with the policy's weights. RunError if those it shows differ. Collective."""
     trainer.sleep(policy)  # acts only if LoRA and offload are on
     llm.load(trainer.named_weights(policy), trainer.count_weights(policy))
 
@@ -580,7 +580,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         with timed(metrics, "sync"):
             llm.sleep()  # frees GPU memory for the trainer; sync_weights wakes vLLM
             trainer.wake(policy)  # acts only if LoRA and offload are on
-        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # before and after
+        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # for the report
             with timed(metrics, "update"):
                 # 3. fills r.advantages; the mean that it returns is for --baseline running
                 progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)

@@ -23,7 +23,7 @@ STEPS = 20
 PROMPTS = 16  # per step
 SAMPLES = 8  # completions to each prompt: a group
 MINIBATCHES = 4  # optimizer steps per batch of completions; with 1, the ratio would stay 1
-CLIP = 0.2  # the ratio counts within 0.8 to 1.2
+CLIP = 0.2  # a ratio that has moved beyond 0.8 or 1.2 is not pushed further
 KL_COEF = 0.01  # price for leaving the starting model
 PACK = 8  # sequences in one row
 MAX_TOKENS = 96  # of a completion
@@ -32,13 +32,13 @@ LR = 1e-4
 
 def sample(llm, tokenizer, examples, greedy=False):
     """A completion to each of N questions. -> (N triples: prompt, completion, log-probs; texts)."""
-    from vllm import SamplingParams  # after start_vllm. logprobs=0: of the sampled tokens
+    from vllm import SamplingParams  # only after start_vllm. logprobs=0: of the sampled token only
     params = SamplingParams(temperature=0.0 if greedy else 1.0, max_tokens=MAX_TOKENS, logprobs=0)
     prompts = [{"prompt_token_ids": example["prompt_ids"]} for example in examples]
     sequences = []
     for example, request in zip(examples, llm.generate(prompts, params, use_tqdm=False)):
         completion = list(request.outputs[0].token_ids)
-        logps = [found[x].logprob for x, found in zip(completion, request.outputs[0].logprobs)]
+        logps = [at[x].logprob for x, at in zip(completion, request.outputs[0].logprobs)]
         sequences.append((example["prompt_ids"], completion, logps))
     return sequences, tokenizer.batch_decode([s[1] for s in sequences], skip_special_tokens=True)
 
