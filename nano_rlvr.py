@@ -196,7 +196,7 @@ def sample_groups(run, step, draw=0):
 
 
 def collect_rollouts(run, step):
-    """-> (groups to train on: a list per minibatch; all groups sampled). Stages 1, 2 of this rank"""
+    """-> (groups to train on: a list per minibatch; all groups sampled). Stages 1, 2 of a rank"""
     cfg = run.cfg
     if cfg.filter_groups:
         groups, sampled = sample_until_enough(run, step)
