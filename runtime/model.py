@@ -11,6 +11,7 @@ from runtime.batch import packed_attention
 from runtime.dist import RunError
 from runtime.hub import empty_model, first_line, hub_answers
 
+CPU_HEADS = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512  # sizes that vLLM has kernels for
 CHUNK = 2048  # vocabulary tokens that HeadLogps handles at a time: 8 KiB of fp32 logits per row
 
 
@@ -62,7 +63,11 @@ def check_architecture(cfg, model):
     settings = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attention_chunk_size")
     found = [name for name in settings if getattr(config, name, None) not in (None, 1.0)]
     if type(head) is not torch.nn.Linear or head.bias is not None:
-        found.append("an LM head that is no plain matrix")
+        found += ["an LM head that is no plain matrix"]
+    heads = getattr(config, "num_attention_heads", 0)
+    size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    if not heads or not torch.cuda.is_available() and size not in CPU_HEADS:
+        found += [f"{heads} attention heads of size {size}, for which vLLM has no kernel here"]
     if found:
         raise ValueError(f"--model {cfg.model} ({config.model_type}) is not supported: it has "
                          f"{' and '.join(found)}")

@@ -2,15 +2,21 @@
 import dataclasses
 import functools
 import json
+import os
 import shutil
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm._custom_ops
 
 import nano_rlvr as nr
 import runtime.guard
 import runtime.model
 from conftest import EXACT, ROOT, close, fixed_rollouts, float64, make_config, naive_logps, within
+from runtime import dist, trainer
 from runtime.batch import pack
 from runtime.dist import RunError
 from runtime.shape import ModelShape
@@ -30,14 +36,17 @@ SUPPORTED = dict(
     qwen2={}, qwen3={}, llama={}, olmo2={}, phi3={}, smollm3={}, gpt2={}, qwen3_moe=EXPERTS,
     mixtral=EXPERTS | dict(sliding_window=None), mistral=WINDOW, gemma3_text=WINDOW | BOTH,
     olmo3=WINDOW | BOTH,
-    granite=dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=1.0))
+    granite=dict(embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=1.0),
+    gpt_neox={})
 # what carries a state along the row, or has its own attention
 MIXING = dict(
     lfm2=dict(layer_types=["conv", "conv", "full_attention", "conv"]), falcon_h1=MAMBA, mamba=MAMBA,
     rwkv={}, bloom={})
 REFUSED = dict(  # before weights are loaded: changes, and a word of the reason
     llama4_text=(EXPERTS | dict(intermediate_size_mlp=96), "attention_chunk_size"),
-    granite=(dict(logits_scaling=8.0), "logits_scaling"))
+    granite=(dict(logits_scaling=8.0), "logits_scaling"),
+    gemma3_text=(dict(head_dim=16), "4 attention heads of size 16"),
+    rwkv=(dict(num_attention_heads=0), "0 attention heads"))
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +108,51 @@ def test_packed_log_probs_and_gradients_equal_the_library_one_sequence_at_a_time
     for dtype in ("float32", "bfloat16"):
         cfg = dataclasses.replace(cfg, dtype=dtype)
         runtime.guard.check_packing(nr.TokenLogps(runtime.model.load_model(cfg).train()), cfg)
+
+
+def largest_difference(configs):
+    """{family: largest |log-prob of vLLM - of the trainer|} after a sync of changed weights.
+
+    In a process of its own: vLLM makes a group for experts only if its first model has some. All
+    engines stay, as the groups end with the first that goes.
+    """
+    vllm._custom_ops._supports_onednn = False  # it would keep repacked weights only
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    dist.init_process_group()
+    found, engines = {}, []
+    for family, cfg in configs.items():
+        llm = nr.Sampler(cfg, num_gpu_blocks_override=64)
+        engines.append(llm)
+        policy = nr.TokenLogps(runtime.model.load_model(cfg))
+        with torch.no_grad():
+            for p in policy.parameters():
+                p += 0.05 * torch.randn_like(p)
+            llm.load(trainer.named_weights(SimpleNamespace(module=policy)))
+            batch = nr.collate(nr.rollout(llm, [[5, 6, 7], [70, 71]], 2, 1.0, 24, seeds=[1, 2]))
+            found[family] = (policy(batch)[0] - batch.vllm_logps).abs().max().item()
+    return found
+
+
+def test_vllm_has_the_weights_of_each_family_after_a_sync(config_of):
+    """The names are those of the saved files, in which each expert has tensors of its own."""
+    families = sorted(SUPPORTED, key=lambda family: "num_experts" not in SUPPORTED[family])
+    small = dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)  # heads of 32
+    configs = {}
+    for family in families:
+        changes = SUPPORTED[family] | small
+        if "layer_types" in changes:
+            changes["layer_types"] = changes["layer_types"][:2]
+        configs[family] = config_of(family, changes)
+        assert runtime.model.load_tokenizer(configs[family])  # it is not refused
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        found = pool.submit(largest_difference, configs).result()
+    assert found.keys() == SUPPORTED.keys()
+    within(max(found.values()), 1e-4)
+
+
+def test_the_sizes_of_heads_are_those_of_vllms_kernels_on_a_cpu():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    assert [*runtime.model.CPU_HEADS] == CPUAttentionBackend.get_supported_head_sizes()
 
 
 @pytest.mark.parametrize("family", REFUSED)

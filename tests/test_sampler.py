@@ -117,7 +117,7 @@ def check(vllm_model, weights, loads=list):
         collective_rpc=lambda name, kwargs: loads(kwargs["weights_iterator"]),
         reset_prefix_cache=int, apply_model=lambda function: [function(vllm_model)])
     try:
-        llm.load(iter(weights.items()), len(weights))
+        llm.load(iter(weights.items()))
     except RunError as e:
         return str(e)
     return ""

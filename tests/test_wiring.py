@@ -21,7 +21,8 @@ import data
 import nano_rlvr as nr
 import rewards
 from conftest import ROOT, close, fixed_rollouts, judged, make_config, write_rows
-from runtime import dist, log, memory, model
+from examples import tensor_parallel
+from runtime import dist, log, memory, model, sampler
 from runtime.checkpoint import Checkpoints
 from shapes import shape_of
 
@@ -41,12 +42,12 @@ def patched(*replacements):
 # ---- places where a flag arrives: functions of a Config
 
 
-def llm_args(cfg, gpu=False):
+def llm_args(cfg, gpu=False, engine=nr.Sampler):
     """The keyword arguments of vllm.LLM."""
     with patched((vllm, "LLM", llm := mock.Mock()),
                  (torch.cuda, "is_available", lambda: gpu),
                  (torch.cuda, "mem_get_info", lambda: (80 * memory.GIB, 80 * memory.GIB))):
-        nr.Sampler(cfg)
+        engine(cfg)
     return llm.call_args.kwargs
 
 
@@ -359,6 +360,33 @@ def test_what_reaches_vllm_and_the_end_of_a_chatml_turn_stops_a_completion(llm, 
         assert (p.n, p.temperature, p.top_p, p.max_tokens, p.seed) == (3, 0.5, 0.75, 4, seed)
         assert (p.logprobs, p.flat_logprobs, p.detokenize) == (0, True, False)
         assert not p.ignore_eos and not p.stop and p.stop_token_ids == [7]
+
+
+def test_a_completion_that_stops_with_its_last_allowed_token_is_not_truncated(llm):
+    free = nr.rollout(llm, [[60, 61, 62]], 16, 1.0, 96, [5])
+    i, r = min(enumerate(free), key=lambda pair: len(pair[1]))
+    for tokens, truncated in ((r.length, False), (r.length - 1, True)):
+        again = nr.rollout(llm, [[60, 61, 62]], 16, 1.0, tokens, [5])[i]
+        assert (again.completion, again.truncated) == (r.completion[:tokens], truncated)
+
+
+def test_an_engine_has_the_sequences_and_the_cache_of_its_ranks():
+    """By hand: 4 ranks share 8 * 16 samples. The cache is what half of the 80 GiB leaves; of a
+    shared engine a rank has half of the weights."""
+    cfg = make_config(prompts=8, samples=16, gpu_memory_utilization=0.5)
+    kv_cache = 40 * 2**30 - 4 * 822_272 - 3 * 2**30
+    with patched(*as_rank(0, 4)):
+        args = llm_args(cfg, gpu=True)
+    assert (args["max_num_seqs"], args["kv_cache_memory_bytes"]) == (33, kv_cache)
+    with patched(*as_rank(0, 4), (torch.distributed, "new_subgroups", lambda n: (None, None)),
+                 (tensor_parallel.SharedEngine, "gather", lambda self, item: [item] * 2),
+                 (sampler, "own_checksums", None),
+                 (memory, "step_bytes", memory.step_bytes),
+                 (memory, "kv_cache_bytes", memory.kv_cache_bytes)):
+        tensor_parallel.plan_shards(2)
+        args = llm_args(cfg, gpu=True, engine=lambda cfg: tensor_parallel.SharedEngine(cfg, 2))
+    assert (args["max_num_seqs"], args["kv_cache_memory_bytes"]) == (66, kv_cache + 2 * 822_272)
+    assert args["tensor_parallel_size"] == 2
 
 
 def test_dapo_adds_the_penalty_for_long_completions_with_weight_1():
