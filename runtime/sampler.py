@@ -29,7 +29,7 @@ class Sampler:
         """args: other or more arguments of start_vllm."""
         # The trainer's log-probs include the temperature, but not top-p; vLLM's processed ones
         # include both. With top-p the temperature is 1, so vLLM's raw ones are right.
-        settings = dict(
+        self._llm = start_vllm(**dict(
             model=cfg.model, dtype=cfg.dtype, seed=cfg.seed,
             trust_remote_code=cfg.trust_remote_code,
             logprobs_mode="processed_logprobs" if cfg.top_p == 1.0 else "raw_logprobs",
@@ -37,8 +37,7 @@ class Sampler:
             max_num_seqs=memory.most_sequences(cfg), enable_prefix_caching=True,
             cuda_args=dict(gpu_memory_utilization=cfg.gpu_memory_utilization,
                            enable_sleep_mode=True,
-                           kv_cache_memory_bytes=memory.kv_cache_bytes(cfg)))
-        self._llm = start_vllm(**settings | args)
+                           kv_cache_memory_bytes=memory.kv_cache_bytes(cfg))) | args)
 
     def __getattr__(self, name):
         return getattr(self._llm, name)
@@ -64,7 +63,7 @@ class Sampler:
         weights = SentWeights(named_weights)  # keeps a checksum of each tensor
         try:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        except (RuntimeError, ValueError, KeyError, AssertionError) as e:
+        except Exception as e:  # each family has a loader of its own in vLLM
             if memory.is_out_of_memory(e) or not weights.sent:
                 raise
             raise RunError(

@@ -76,9 +76,8 @@ def is_clipped(ratio, advantage, cfg):
 def pack_sums(loss, terms, entropy, weight, cfg):
     """Metrics of a pack: sums over its tokens (0 for a dummy), the loss, the largest mismatch.
 
-    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight.
+    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight; used up.
     """
-    terms = dict(terms)
     mismatch = terms.pop("mismatch")  # (R,)
     terms |= {"entropy": entropy, "tokens": torch.ones_like(entropy),
               "mismatch/mean_abs": mismatch.abs(),

@@ -74,13 +74,9 @@ def test_values_of_samples_by_hand():
 def test_a_group_has_zero_std_if_all_rewards_that_it_has_are_equal():
     for rewards, wanted in (((1.0, None, 1.0), True), ((None, None), True), ((1.0, 0.0), False)):
         assert stats.has_zero_std([completion(reward=x) for x in rewards]) == wanted
-    almost = [completion(reward=x) for x in (0.1 + 0.2, 0.3)]  # of parts with weights
-    assert not stats.has_zero_std(almost)
-    torch.set_default_dtype(torch.float32)  # of the advantages: they are exactly 0
-    try:
-        assert stats.has_zero_std(almost)
-    finally:
-        torch.set_default_dtype(torch.float64)
+    for dtype, wanted in ((torch.float32, True), (torch.float64, False)):  # of the advantages
+        torch.set_default_dtype(dtype)
+        assert stats.has_zero_std([completion(reward=x) for x in (0.1 + 0.2, 0.3)]) == wanted
 
 
 def test_rewards_get_the_tokens_of_a_tool_too():

@@ -110,56 +110,45 @@ def as_ranks(world, monkeypatch, function):
 @pytest.mark.parametrize("resample", [0, 9])
 def test_any_number_of_ranks_trains_what_one_rank_trains(monkeypatch, resample):
     """Also the same rewards, which are random, advantages and weights, in the same minibatches, the
-    same tokens of Clip-Cov, and the same metrics. In half of the steps one rank has its share of
-    the groups before the others."""
+    same tokens of Clip-Cov and metrics. In some steps a rank has its share of groups first."""
     cfg = make_config(prompts=8, samples=2, minibatches=2, filter_groups=True, resample=resample,
                       aggregate="token")
     coin = judged(lambda texts, columns: random_reward(texts, **columns), **{"reward/timeouts": 1})
     monkeypatch.setattr(stats, "peak_flops", lambda dtype: 1e9)
-    ahead = []
 
     def minibatches(step):
         parts, sampled, metrics = collect(cfg, coin, step)
         groups = sum(parts, [])
         nr.assign_advantages(groups, cfg, 0.5)
-        own = sum(not stats.has_zero_std(g) for g in sampled[:-8 // dist.world_size()])
-        ahead.append(own >= 8 // dist.world_size())
-        rollouts = sum(groups, [])
-        logps = [[-float(token % 7) for token in r.completion] for r in rollouts]
-        drawn = entropy.clip_cov(rollouts, logps, 0.1, random.Random(step))
+        logps = [[-float(token % 7) for token in r.completion] for r in sum(groups, [])]
+        drawn = entropy.clip_cov(sum(groups, []), logps, 0.1, random.Random(step))
         trained = [nr.assign_token_weights(sum(part, []), cfg) for part in parts]
         numbers = stats.step_summary(cfg, groups, sampled, SECONDS)
-        numbers["mfu"] *= dist.world_size()
-        numbers |= {"drawn": drawn, "draws": metrics["draws"]}
+        numbers |= {"draws": metrics["draws"], "mfu": numbers["mfu"] * dist.world_size(),
+                    "timeouts": metrics["reward/timeouts"] / dist.world_size(), "drawn": drawn}
         return [[(r.prompt, r.completion, r.reward, r.advantages, r.weight) for r in rollouts]
                 for rollouts in trained], numbers
 
     for step in range(8):
         [(one, wanted)] = as_ranks(1, monkeypatch, lambda: minibatches(step))
         assert len(one[0] + one[1]) == 16 if resample else len(one[0] + one[1]) < 16
-        assert wanted["drawn"] > 2
         for world in (2, 4):
             several = as_ranks(world, monkeypatch, lambda: minibatches(step))
             for i in range(2):
                 assert sorted(r for parts, _ in several for r in parts[i]) == sorted(one[i])
             for _, numbers in several:
-                assert numbers.keys() == wanted.keys()
                 close([*numbers.values()], [*wanted.values()])
-    assert any(ahead) == bool(resample)
 
 
 def test_any_number_of_ranks_finds_the_same_in_an_evaluation(monkeypatch):
-    """Of 5 questions, so that ranks have other numbers of them. Only a reward of 1 is right."""
-    half = judged(lambda texts, columns: [int(q) % 3 / 2 for q in columns["question"]],
-                  **{"reward/timeouts": 1})
-    cfg = make_config(eval_n=2)
-    [one] = as_ranks(1, monkeypatch, lambda: nr.evaluate(MagicMock(), TRAIN[:5], half, cfg))
-    assert {one[0][f"eval/{name}"] for name in ("accuracy", "mean@2", "pass@2")} == {1 / 5}
-    for world in (2, 4):
-        for metrics, answers in as_ranks(world, monkeypatch, lambda: nr.evaluate(
-                MagicMock(), TRAIN[:5], half, cfg)):
-            assert answers == one[1] and metrics.pop("eval/timeouts") == 2 * world
-            assert metrics == {name: x for name, x in one[0].items() if name != "eval/timeouts"}
+    """Of 5 questions, so that ranks have other numbers of them. Only a reward of 1 is right, and
+    those of samples depend on their seeds, which are their texts."""
+    half = judged(lambda texts, columns: [int(text) % 2 or int(q) % 3 / 2
+                                          for text, q in zip(texts, columns["question"])])
+    found = [x for world in (1, 2, 4) for x in as_ranks(world, monkeypatch, lambda: nr.evaluate(
+        MagicMock(), TRAIN[:5], half, make_config(eval_n=2)))]
+    assert found == found[:1] * 7
+    assert found[0][0]["eval/accuracy"] == 1 / 5 < found[0][0]["eval/mean@2"]
 
 
 def loop(tmp_path, verify=by_index, **changes):
