@@ -229,8 +229,8 @@ def compare(own, sent):
     wrong += [name for name, x in sent.items() if name not in seen and EXPERTS not in name
               and (x.elements, x.checksum) not in known]  # a tied weight is sent twice
     if wrong:
-        return (f"{len(wrong)} tensors differ or are missing, {', '.join(wrong[:3])} among them; "
-                f"{len(visible)} were compared")
+        return (f"{', '.join(wrong[:3])} differ or are missing ({len(wrong)} in all; "
+                f"{len(visible)} tensors were compared)")
     compared = sum(sent[name].elements for name in visible)
     hidden = sum(x.elements for name, x in sent.items()
                  if name in seen - visible or EXPERTS in name)

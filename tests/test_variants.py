@@ -141,8 +141,7 @@ def test_any_number_of_ranks_trains_what_one_rank_trains(monkeypatch, resample):
 
 
 def test_any_number_of_ranks_finds_the_same_in_an_evaluation(monkeypatch):
-    """Of 5 questions, so that ranks have other numbers of them. Only a reward of 1 is right, and
-    those of samples depend on their seeds, which are their texts."""
+    """Of 5 questions. Only a reward of 1 is right; those of samples depend on seeds, the texts."""
     half = judged(lambda texts, columns: [int(text) % 2 or int(q) % 3 / 2
                                           for text, q in zip(texts, columns["question"])])
     found = [x for world in (1, 2, 4) for x in as_ranks(world, monkeypatch, lambda: nr.evaluate(
