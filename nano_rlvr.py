@@ -63,7 +63,7 @@ class Config(flags.RunFlags):
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm: advantage = (reward - baseline) / scale
     baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = "group"  # subtracted
-    scale: Literal["group", "batch", "group_mean", "none"] = "group"  # the divisor
+    scale: Literal["group", "batch", "centred", "group_mean", "none"] = "group"  # the divisor
     ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old; see policy_loss
     surrogate: Literal["ppo", "cispo", "sapo", "kimi"] = "ppo"  # see surrogate_objective
     aggregate: Literal["sequence", "token", "constant"] = "sequence"  # see token_weights
@@ -102,7 +102,8 @@ ALGOS = {
     "bnpo": dict(aggregate="token", kl_coef=0.0),  # TRL's name for one mean over all tokens
     "rloo": dict(  # 2402.14740
         baseline="leave_one_out", scale="none", ratio="product", kl_coef=0.0),
-    "reinforce++": dict(baseline="batch", scale="batch", aggregate="token"),  # 2501.03262
+    "reinforce++": dict(  # 2501.03262
+        prompts=512, samples=1, baseline="batch", scale="batch", aggregate="token"),
     "gspo": dict(ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0),  # 2507.18071
     "cispo": dict(  # 2506.13585
         surrogate="cispo", clip_high=4.0, aggregate="token", kl_coef=0.0),
@@ -236,8 +237,9 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
     """(P, G) rewards -> (P, G) advantages. NaN is "no reward": in no mean, and its advantage is 0.
 
     baseline: subtract the mean of the group, of the others in the group (leave_one_out), of the
-    batch, the number `running`, or nothing. scale: divide by the standard deviation of the group or
-    of the batch, by the group's mean (MaxRL; gives 0 where that is <= 0), each plus eps, or by 1.
+    batch, the number `running`, or nothing. scale: divide by the standard deviation of the group,
+    of the batch, or of what the baseline left in the batch (centred), by the group's mean (MaxRL;
+    gives 0 where that is <= 0), each plus eps, or by 1.
 
     The deviation is the population's, sqrt(1/G sum (r - mean)^2); the paper does not say which. TRL
     and verl divide by G - 1: their advantages are ours times sqrt((G-1)/G), 6.5 % less at G = 8.
@@ -245,8 +247,8 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
     >>> group_advantages(torch.tensor([[1., 0., 0., 1.]]))
     tensor([[ 0.9998, -0.9998, -0.9998,  0.9998]])
     """
-    group_mean, group_std = stats.nan_mean_std(group_rewards, dim=1)  # (P, 1), (P, 1)
-    batch_mean, batch_std = stats.nan_mean_std(group_rewards, dim=(0, 1))  # (1, 1), (1, 1)
+    group_mean, group_std = stats.nan_mean_std(group_rewards, 1)  # (P, 1), (P, 1)
+    batch_mean, batch_std = stats.nan_mean_std(group_rewards, (0, 1))  # (1, 1), (1, 1)
     known = group_rewards.isfinite().sum(1, keepdim=True)  # (P, 1) rewards that are not NaN
     advantages = {
         "group": group_rewards - group_mean,
@@ -259,6 +261,7 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
     divisor = {
         "group": group_std + eps,
         "batch": batch_std + eps,
+        "centred": stats.nan_mean_std(advantages, (0, 1))[1] + eps,
         "group_mean": torch.where(group_mean > 0, group_mean + eps, torch.inf),
         "none": 1.0,
     }[scale]  # (P, 1), (1, 1) or a number
@@ -413,12 +416,10 @@ def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
         weight = ratio.clamp(max=1 + cfg.clip_high).detach()  # (R,)
         return weight * advantage * logp
     if cfg.surrogate == "sapo":  # at ratio 1 the gradient is the advantage; it fades on both sides
-        tau = torch.full_like(ratio, cfg.tau_neg)  # (R,)
-        tau = tau.masked_fill(advantage > 0, cfg.tau)  # (R,)
+        tau = torch.where(advantage > 0, cfg.tau, cfg.tau_neg)  # (R,)
         gate = torch.sigmoid(tau * (ratio - 1))  # (R,)
         return gate * 4 / tau * advantage
-    penalty = cfg.tau / 2 * log_ratio**2  # (R,) Kimi k1.5, eq. 3: a penalty, no clip
-    return advantage * log_ratio - penalty
+    return advantage * log_ratio - cfg.tau / 2 * log_ratio**2  # Kimi k1.5, eq. 3: a penalty
 
 
 def policy_loss(logp, old, ref, batch, cfg):
@@ -444,12 +445,11 @@ def policy_loss(logp, old, ref, batch, cfg):
     }
     if cfg.correction != "none":
         terms["correction"] = importance(terms["mismatch"], batch, cfg)  # (R,)
-        token_loss = token_loss * terms["correction"]  # (R,)
+        token_loss *= terms["correction"]  # (R,)
     if ref is not None:
         terms["kl"] = k3(logp, ref)  # (R,)
-        token_loss = token_loss + cfg.kl_coef * terms["kl"]  # (R,)
-    loss = (batch.weight * token_loss).sum()  # ()
-    return loss, terms
+        token_loss += cfg.kl_coef * terms["kl"]  # (R,)
+    return (batch.weight * token_loss).sum(), terms
 
 
 # --------------------------------------------------------------------------------------- 7. update
@@ -497,8 +497,8 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 
 def sync_weights(policy, llm):
     """Wakes vLLM with the policy's weights. RunError if those it shows differ. Collective."""
-    trainer.sleep(policy)  # acts only if LoRA and offload are on
-    llm.load(trainer.named_weights(policy), trainer.count_weights(policy))
+    trainer.place_frozen_weights(policy, "cpu")  # acts only if LoRA and offload are on
+    llm.load(trainer.named_weights(policy))
 
 
 # --------------------------------------------------------------------------------------- the loop
@@ -579,7 +579,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         run.dummy = min(flatten(sampled), key=len)  # the shortest, with its prompt
         with timed(metrics, "sync"):
             llm.sleep()  # frees GPU memory for the trainer; sync_weights wakes vLLM
-            trainer.wake(policy)  # acts only if LoRA and offload are on
+            trainer.place_frozen_weights(policy)  # acts only if LoRA and offload are on
         with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # for the report
             with timed(metrics, "update"):
                 # 3. fills r.advantages; the mean that it returns is for --baseline running

@@ -47,7 +47,7 @@ def answer(path, step, *request):
             if file.metadata() != {name: str(sampler.checksum(w)) for name, w in weights.items()}:
                 raise dist.RunError(f"{path} has other weights than the trainer wrote")
         run.llm.sleep()
-        run.llm.load(weights.items(), len(weights))
+        run.llm.load(weights.items())
     elif step is not None and path.name != str(step):
         run.llm.reset_prefix_cache()  # as after a load: a run that continues loads here
     here["path"], run.metrics = path, {}
@@ -72,7 +72,7 @@ class RemoteSampler:
         self.process = ProcessPoolExecutor(1, get_context("spawn"))
         self.started = self.process.submit(make_run, cfg, os.getpid())
 
-    def load(self, named_weights, total):
+    def load(self, named_weights):
         """Writes the weights before the next step, and deletes those that nobody needs any more."""
         self.version += 1
         weights = {name: w.to("cpu", copy=True) for name, w in named_weights}

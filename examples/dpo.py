@@ -12,6 +12,7 @@ others 0. The margin is that before the step, so a batch of rollouts gives one o
 """
 import argparse
 import dataclasses
+from types import SimpleNamespace
 
 import torch
 
@@ -59,9 +60,8 @@ def train(run, beta, offline):
 
     def collect_rollouts(run, step):
         if offline:
-            weights = ref.model.state_dict()
             run.llm.sleep()
-            run.llm.load(weights.items(), len(weights))
+            run.llm.load(trainer.named_weights(SimpleNamespace(module=ref)))
         return nr.collect_rollouts(run, step)
 
     nr.train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advantages)

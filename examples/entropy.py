@@ -13,11 +13,12 @@ side to which the advantage pushes it; the bounds are wide, e^-0.4 to e^0.4.
 """
 import argparse
 import dataclasses
+import itertools
 import random
 from statistics import fmean
 
 import nano_rlvr as nr
-from runtime import trainer
+from runtime import dist, trainer
 
 LOW, HIGH = 1.0, 5.0
 
@@ -46,19 +47,23 @@ def gmpo_loss(logp, old, ref, batch, cfg):
 
 
 def clip_cov(rollouts, logps, share, rng):
-    """Sets the advantage of the tokens to 0 that Clip-Cov draws. Returns their number.
+    """Sets the advantage of the tokens to 0 that Clip-Cov draws from those of all ranks. Returns
+    their number. Collective: rng is in the same state on every rank.
 
     logps: per rollout, a list with the log-prob of each sampled token.
     """
     places = [(r, i) for r in rollouts for i, sampled in enumerate(r.loss_mask) if sampled]
-    logps = [logp for own in logps for logp in own]
-    advantages = [r.advantages[i] for r, i in places]
-    mean_logp, mean = fmean(logps or [0.0]), fmean(advantages or [0.0])
-    found = [place for place, logp, a in zip(places, logps, advantages)
+    own = [(r.prompt, r.completion, i, logp, r.advantages[i], dist.rank(), place)
+           for place, ((r, i), logp) in enumerate(zip(places, itertools.chain(*logps)))]
+    tokens = sorted(dist.all_gather(own))  # in an order that the number of ranks does not change
+    mean_logp, mean = (fmean([token[k] for token in tokens] or [0.0]) for k in (3, 4))
+    found = [(rank, place) for *_, logp, a, rank, place in tokens
              if LOW <= (logp - mean_logp) * (a - mean) <= HIGH]
-    drawn = rng.sample(found, min(len(found), int(share * len(places))))
-    for r, i in drawn:
-        r.advantages[i] = 0.0
+    drawn = rng.sample(found, min(len(found), int(share * len(tokens))))
+    for rank, place in drawn:
+        if rank == dist.rank():
+            r, i = places[place]
+            r.advantages[i] = 0.0
     return len(drawn)
 
 

@@ -14,8 +14,9 @@ With x = log pi - log ref of a sampled token, the term and its derivative by log
     unbiased  k3 * pi / old   x          k3's value and k2's gradient, while pi = old
 
 The last is DeepSeek-V3.2's (arXiv:2512.02556) and TRL's default, use_bias_correction_kl. After an
-update on the same samples its ratio pi / old still corrects for the token, k2 does not. None of
-them is unbiased for whole completions: docs/audit.md. The log's `kl` is k3 for all of them.
+update on the same samples its ratio pi / old still corrects for the token, k2 does not. The ratio
+is that of the loss, as in TRL: only with --ratio token is the derivative x. None of them is
+unbiased for whole completions: docs/audit.md. The log's `kl` is k3 for all of them.
 """
 import argparse
 import dataclasses

@@ -79,7 +79,8 @@ class Critic(torch.nn.Module):
         for batch in batches:
             self.adam.zero_grad()
             torch.nn.functional.mse_loss(self(batch), batch.returns).backward()
-            torch.nn.utils.clip_grad_norm_(self.parameters(), self.cfg.max_grad_norm)
+            if self.cfg.max_grad_norm:  # 0 = no clipping
+                torch.nn.utils.clip_grad_norm_(self.parameters(), self.cfg.max_grad_norm)
             self.adam.step()
 
 

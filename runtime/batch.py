@@ -88,9 +88,8 @@ def skip_zero_advantages(rollouts, cfg):
     if cfg.kl_coef or cfg.surrogate == "kimi":  # its penalty has a gradient without an advantage
         return rollouts
     kept = [r for r in rollouts if any(r.advantages)] or sorted(rollouts, key=len)[:1]
-    ids = set(map(id, kept))
     for r in rollouts:
-        if id(r) not in ids:
+        if not any(r.advantages) and r is not kept[0]:
             r.weight = 0.0
     return kept
 

@@ -121,7 +121,8 @@ class Checkpoints:
 
     def _fill(self, part, weights, states):
         (part / "trainer").mkdir(parents=True)
-        self.engine.module.model.save_pretrained(part, state_dict=weights)
+        self.engine.module.model.save_pretrained(
+            part, state_dict=weights, save_original_format=False)  # they have that format
         self.log.tokenizer.save_pretrained(part)
         (part / "nano_rlvr.json").write_text(to_json({"config": dataclasses.asdict(self.cfg)}))
         for name, tensors in states:

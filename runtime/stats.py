@@ -14,9 +14,9 @@ MAX_LOG_RATIO = 20.0  # a ratio beyond e^20 is constant; the value of verl, SkyR
 
 
 def has_zero_std(group):
-    """True if all rewards of a group are equal, None ignored: with a baseline of the group every
-    advantage is then 0."""
-    return len({r.reward for r in group} - {None}) <= 1
+    """True if all rewards of a group are equal as advantages are computed, in PyTorch's default
+    dtype, None ignored: with a baseline of the group every advantage is then 0."""
+    return len({torch.tensor(r.reward).item() for r in group if r.reward is not None}) <= 1
 
 
 def moving_mean(mean, new):
@@ -76,9 +76,8 @@ def is_clipped(ratio, advantage, cfg):
 def pack_sums(loss, terms, entropy, weight, cfg):
     """Metrics of a pack: sums over its tokens (0 for a dummy), the loss, the largest mismatch.
 
-    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight.
+    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight; used up.
     """
-    terms = dict(terms)
     mismatch = terms.pop("mismatch")  # (R,)
     terms |= {"entropy": entropy, "tokens": torch.ones_like(entropy),
               "mismatch/mean_abs": mismatch.abs(),
@@ -165,8 +164,7 @@ def timed(metrics, stage):
     yield
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    metrics[f"seconds/{stage}"] = metrics.get(f"seconds/{stage}", 0.0) + seconds
+    metrics[f"seconds/{stage}"] = metrics.get(f"seconds/{stage}", 0.0) + time.perf_counter() - start
     metrics[f"memory/{stage}"] = max(metrics.get(f"memory/{stage}", 0.0), memory.peak_gib())
 
 

@@ -51,18 +51,17 @@ def set_lr(engine, step, cfg):
 
 
 def named_weights(engine):
-    """Yields (name, tensor) of every weight under the checkpoint's names. LoRA adapters are merged,
-    ZeRO-3 shards gathered one tensor at a time. Collective."""
+    """Yields (name, tensor) of every weight as a saved file has it, which vLLM reads: under its
+    name, each expert by itself. LoRA adapters are merged, ZeRO-3 shards gathered one tensor at a
+    time. Collective."""
     import deepspeed
+    from transformers.core_model_loading import revert_weight_conversion
+    model = engine.module.model
     # keep_vars: with ZeRO-3's attributes. named_parameters() would leave out a tied lm_head.weight.
-    for name, tensor in engine.module.model.state_dict(keep_vars=True).items():
+    for name, tensor in model.state_dict(keep_vars=True).items():
         with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
-            yield from merge_adapter(engine.module.model, name, tensor.detach())
-
-
-def count_weights(engine):
-    """Number of the pairs that named_weights yields."""
-    return sum(".lora_" not in name for name in engine.module.model.state_dict())
+            merged = dict(merge_adapter(model, name, tensor.detach()))
+            yield from revert_weight_conversion(model, merged).items()
 
 
 def trained_parameters(engine):
@@ -97,18 +96,9 @@ def set_tensor(p, kind, value):
         p.copy_(value)
 
 
-def sleep(engine):
-    """Before vLLM wakes up: with LoRA and offload, the frozen weights make room for vLLM's."""
-    place_frozen_weights(engine, "cpu")
-
-
-def wake(engine):
-    """Once vLLM sleeps: with LoRA and offload, the frozen weights come back."""
-    place_frozen_weights(engine, dist.device())
-
-
-def place_frozen_weights(engine, device):
-    """With --lora_rank and --offload optimizer, moves the frozen weights to `device`.
+def place_frozen_weights(engine, device=None):
+    """With --lora_rank and --offload optimizer, moves the frozen weights to `device`: to "cpu" to
+    make room for vLLM's, back to the GPU (None) once vLLM sleeps.
 
     While vLLM generates they are in host memory, in a copy that stays: nothing changes it. It is
     one tensor, because PyTorch rounds the size of each pinned tensor up to a power of two.
@@ -122,7 +112,7 @@ def place_frozen_weights(engine, device):
         engine.frozen_weights = [x.view_as(p).copy_(p.data)
                                  for x, p in zip(pinned.split(sizes), frozen)]
     for p, in_host_memory in zip(frozen, engine.frozen_weights):
-        p.data = in_host_memory.to(device)  # itself, if it is there already
+        p.data = in_host_memory.to(device or dist.device())  # itself, if it is there already
 
 
 @torch.no_grad()

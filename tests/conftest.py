@@ -229,8 +229,7 @@ def fresh_llm(llm):
     """The engine of `llm`, which gets the bundled weights back after the test."""
     yield llm
     # not named_parameters(): it leaves out the tied head, of which vLLM has a copy on a CPU
-    weights = runtime.model.load_model(make_config()).state_dict()
-    llm.load(weights.items(), len(weights))
+    llm.load(runtime.model.load_model(make_config()).state_dict().items())
 
 
 @pytest.fixture

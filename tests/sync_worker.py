@@ -38,7 +38,7 @@ def bit_on_the_last_rank(llm, rpc):
         llm.apply_model(flip)
 
 
-DAMAGES = {checkpoint_from_disk: "more", bit_on_the_last_rank: EMBEDDING}  # -> a part of the error
+DAMAGES = {checkpoint_from_disk: "in all", bit_on_the_last_rank: EMBEDDING}  # -> part of the error
 
 
 def outcome(policy, llm):

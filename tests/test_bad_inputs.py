@@ -16,7 +16,9 @@ ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(40)]
 LINES = "\n".join(json.dumps(row) for row in ROWS)
 FLAGS = [  # a command line, a part of the line
     ("--seed -1", "--seed -1: must be from 0 to 4294967295"),
-    ("--samples 1 --baseline none", "--samples 1 needs --baseline none --scale none"),
+    *((f"--samples 1 {flags}", "--samples 1 needs --baseline batch, running or none, --scale")
+      for flags in ("--baseline none", "--baseline leave_one_out --scale none", "--algo maxrl",
+                    "--algo reinforce++ --scale group", "--algo rft --filter_groups")),
     ("--top_p 0.9", "--top_p needs --correction none --temperature 1"),
     ("--delta 2 --clip_high 1.5", "--delta 2: must be above 1 + clip_high = 2.5"),
     ("--algo grpo --resample 1", "it needs --filter_groups"),

@@ -23,12 +23,12 @@ HINTS = typing.get_type_hints(nr.Config)
 def test_every_numeric_flag_has_one_range_with_its_default_and_no_value_beyond_it():
     listed = [name for names, *_ in runtime.flags.RANGES for name in names.split()]
     assert sorted(listed) == sorted(name for name, hint in HINTS.items() if hint in (int, float))
-    alone = dict(baseline="none", scale="none", correction="none", filter_groups=True)
+    alone = dict(baseline="none", scale="none", correction="none")
     for names, low, high in runtime.flags.RANGES:
         for name in names.split():
             for value in (low, high, getattr(nr.Config, name)):
                 if name != "minibatches":  # it depends on the prompts
-                    make_config(**alone | {name: value})
+                    make_config(**alone | {"filter_groups": name == "resample", name: value})
             below, above = math.nextafter(low, -math.inf), math.nextafter(high, math.inf)
             for value in (below, above, math.nan, math.inf, -math.inf):
                 with pytest.raises(ValueError, match=f"^--{name} {re.escape(str(value))}: must be"):

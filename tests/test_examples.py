@@ -155,8 +155,10 @@ def test_the_bonus_and_gmpo_are_their_formulas(in_float64, tokenizer):
 
 
 def test_clip_cov_draws_from_the_tokens_with_a_large_product_of_distances():
-    first = SimpleNamespace(loss_mask=[True, True, False, True], advantages=[2.0, -2.0, 9.0, 1.0])
-    second = SimpleNamespace(loss_mask=[True, True], advantages=[-1.0, 0.0])
+    first, second = (
+        nr.Rollout([1], [0] * len(mask), "", False, [], mask, advantages=advantages)
+        for mask, advantages in (([True, True, False, True], [2.0, -2.0, 9.0, 1.0]),
+                                 ([True, True], [-1.0, 0.0])))
     logps = [[0.0, -4.0, -4.0], [0.0, -2.0]]  # distances 2, -2, -2; 2, 0: products 4, 4, -2, -2, 0
     assert entropy.clip_cov([first, second], logps, 1.0, random.Random(0)) == 2
     assert first.advantages == [0.0, 0.0, 9.0, 1.0] and second.advantages == [-1.0, 0.0]

@@ -49,3 +49,7 @@ def test_advantages_are_normalised_gae_and_the_targets_are_gae_plus_the_values(g
         wanted = torch.cat([wanted[id(r)] for r in rollouts])  # (tokens,)
         normalised = (wanted - wanted.mean()) / (wanted.std(correction=0) + 1e-4)
         close(nr.collate(rollouts).advantage, normalised)  # each token has its own in the loss
+        for critic.cfg.max_grad_norm in (1.0, 0.0):  # 0 = no clipping
+            before = critic.head.weight.clone()
+            critic.update(batches)
+            assert (critic.head.weight - before).abs().max() > 1e-4

@@ -60,8 +60,9 @@ def test_a_truncated_completion_votes_only_with_a_complete_answer():
 def test_values_of_samples_by_hand():
     """Cut-off answers do not outvote a complete one; equal answers are counted together."""
     forms = ("5", "5", "72", "72.0", "$72$")
-    group = [completion(rf"\boxed{{{a}}}", parts={"x": float(a != "5")}) for a in forms]
-    cut = [completion("<answer>5", truncated=True, parts={"x": 0.0}) for _ in range(4)]
+    group = [completion(rf"\boxed{{{a}}}", parts={"x": 0.5 + 0.5 * (a != "5")}) for a in forms]
+    cut = [completion("<answer>5", truncated=True, parts={"x": 0.75}) for _ in range(4)]
+    assert not evaluation.sample_values(group[:2])["maj@2"]  # a part of the reward is not right
     values = evaluation.sample_values(group + cut)  # 3 of 9 are right
     assert values.pop("maj@9") 
     wanted = {f"pass@{k}": 1 - math.comb(6, k) / math.comb(9, k) for k in (2, 4, 8, 9)}
@@ -73,6 +74,9 @@ def test_values_of_samples_by_hand():
 def test_a_group_has_zero_std_if_all_rewards_that_it_has_are_equal():
     for rewards, wanted in (((1.0, None, 1.0), True), ((None, None), True), ((1.0, 0.0), False)):
         assert stats.has_zero_std([completion(reward=x) for x in rewards]) == wanted
+    for dtype, wanted in ((torch.float32, True), (torch.float64, False)):  # of the advantages
+        torch.set_default_dtype(dtype)
+        assert stats.has_zero_std([completion(reward=x) for x in (0.1 + 0.2, 0.3)]) == wanted
 
 
 def test_rewards_get_the_tokens_of_a_tool_too():

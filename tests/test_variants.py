@@ -14,14 +14,16 @@ import torch
 
 import nano_rlvr as nr
 from conftest import close, judged, make_config, read_rows
+from examples import entropy
 from examples.random_reward import random_reward
-from runtime import dist
+from runtime import dist, stats
 from runtime.checkpoint import Progress
 from runtime.dist import RunError
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64", "sampled")]
 TRAIN = [{"question": str(i), "answer": str(i), "prompt_ids": [i % 200, i // 200]}
          for i in range(1000)]
+SECONDS = {"seconds/rollout": 1.0, "seconds/update": 2.0}
 
 
 def test_a_flat_group_has_advantage_0_whatever_its_rewards():
@@ -107,25 +109,45 @@ def as_ranks(world, monkeypatch, function):
 
 @pytest.mark.parametrize("resample", [0, 9])
 def test_any_number_of_ranks_trains_what_one_rank_trains(monkeypatch, resample):
-    """Also the same rewards, which are random, advantages and weights, in the same minibatches."""
+    """Also the same rewards, which are random, advantages and weights, in the same minibatches, the
+    same tokens of Clip-Cov and metrics. In some steps a rank has its share of groups first."""
     cfg = make_config(prompts=8, samples=2, minibatches=2, filter_groups=True, resample=resample,
                       aggregate="token")
-    coin = judged(lambda texts, columns: random_reward(texts, **columns))
+    coin = judged(lambda texts, columns: random_reward(texts, **columns), **{"reward/timeouts": 1})
+    monkeypatch.setattr(stats, "peak_flops", lambda dtype: 1e9)
 
     def minibatches(step):
-        parts, *_ = collect(cfg, coin, step)
-        nr.assign_advantages([group for part in parts for group in part], cfg, 0.5)
-        trained = [nr.assign_token_weights([r for g in part for r in g], cfg) for part in parts]
+        parts, sampled, metrics = collect(cfg, coin, step)
+        groups = sum(parts, [])
+        nr.assign_advantages(groups, cfg, 0.5)
+        logps = [[-float(token % 7) for token in r.completion] for r in sum(groups, [])]
+        drawn = entropy.clip_cov(sum(groups, []), logps, 0.1, random.Random(step))
+        trained = [nr.assign_token_weights(sum(part, []), cfg) for part in parts]
+        numbers = stats.step_summary(cfg, groups, sampled, SECONDS)
+        numbers |= {"draws": metrics["draws"], "mfu": numbers["mfu"] * dist.world_size(),
+                    "timeouts": metrics["reward/timeouts"] / dist.world_size(), "drawn": drawn}
         return [[(r.prompt, r.completion, r.reward, r.advantages, r.weight) for r in rollouts]
-                for rollouts in trained]
+                for rollouts in trained], numbers
 
-    for step in (2, 3, 4):
-        [one] = as_ranks(1, monkeypatch, lambda: minibatches(step))
+    for step in range(8):
+        [(one, wanted)] = as_ranks(1, monkeypatch, lambda: minibatches(step))
         assert len(one[0] + one[1]) == 16 if resample else len(one[0] + one[1]) < 16
         for world in (2, 4):
             several = as_ranks(world, monkeypatch, lambda: minibatches(step))
             for i in range(2):
-                assert sorted(r for parts in several for r in parts[i]) == sorted(one[i])
+                assert sorted(r for parts, _ in several for r in parts[i]) == sorted(one[i])
+            for _, numbers in several:
+                close([*numbers.values()], [*wanted.values()])
+
+
+def test_any_number_of_ranks_finds_the_same_in_an_evaluation(monkeypatch):
+    """Of 5 questions. Only a reward of 1 is right; those of samples depend on seeds, the texts."""
+    half = judged(lambda texts, columns: [int(text) % 2 or int(q) % 3 / 2
+                                          for text, q in zip(texts, columns["question"])])
+    found = [x for world in (1, 2, 4) for x in as_ranks(world, monkeypatch, lambda: nr.evaluate(
+        MagicMock(), TRAIN[:5], half, make_config(eval_n=2)))]
+    assert found == found[:1] * 7
+    assert found[0][0]["eval/accuracy"] == 1 / 5 < found[0][0]["eval/mean@2"]
 
 
 def loop(tmp_path, verify=by_index, **changes):
@@ -197,3 +219,6 @@ def test_a_run_has_the_steps_learning_rates_evaluations_and_checkpoints_of_its_f
     assert evaluated == [True, False, True, False, True, True]  # the last weights, too
     assert saved == [(0, False), (3, False), (5, True)]
     assert all(row["kl"] for row in rows[:5])
+    # the KL is in the loss alone: the advantages are those of the rewards 0, 1, 2 and 3
+    found = {a for packs in batches for batch in packs for a in batch.advantage.tolist()}
+    close(sorted(found), [(i - 1.5) / (1.25**0.5 + 1e-4) for i in range(4)])

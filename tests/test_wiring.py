@@ -21,7 +21,8 @@ import data
 import nano_rlvr as nr
 import rewards
 from conftest import ROOT, close, fixed_rollouts, judged, make_config, write_rows
-from runtime import dist, log, memory, model
+from examples import tensor_parallel
+from runtime import dist, log, memory, model, sampler
 from runtime.checkpoint import Checkpoints
 from shapes import shape_of
 
@@ -104,10 +105,10 @@ def training(name):
     return lambda cfg: collected(cfg)[0][name]
 
 
-def evaluated(cfg, *patches):
+def evaluated(cfg):
     """What an evaluation of 3 examples asks rollout() for: greedy completions, then samples."""
     calls = []
-    with patched((nr, "rollout", recorded(calls)), *patches):
+    with patched((nr, "rollout", recorded(calls))):
         nr.evaluate(LLM, EXAMPLES[:3], all_right, cfg)
     return calls
 
@@ -333,14 +334,6 @@ def test_every_request_has_a_seed_of_its_own_and_no_two_draws_of_an_epoch_share_
     assert min(b - a for a, b in zip(seeds, seeds[1:])) > 16384  # sample j has the seed + j
 
 
-def test_ranks_share_the_examples_of_an_evaluation_and_the_seeds_of_one_process():
-    cfg = make_config(eval_n=2)
-    for name in ("prompts", "seeds"):
-        for rank in (0, 1):
-            part = evaluated(cfg, *as_rank(rank, 2))[1][name]
-            assert part == evaluated(cfg)[1][name][rank::2]
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_of_packs_are_summed_in_float32_and_in_buckets_of_the_planned_size(group, stage):
     policy = nr.make_policy(make_config(zero_stage=stage, dtype="bfloat16"))
@@ -359,6 +352,31 @@ def test_what_reaches_vllm_and_the_end_of_a_chatml_turn_stops_a_completion(llm, 
         assert (p.n, p.temperature, p.top_p, p.max_tokens, p.seed) == (3, 0.5, 0.75, 4, seed)
         assert (p.logprobs, p.flat_logprobs, p.detokenize) == (0, True, False)
         assert not p.ignore_eos and not p.stop and p.stop_token_ids == [7]
+
+
+def test_a_completion_that_stops_with_its_last_allowed_token_is_not_truncated(llm):
+    free = nr.rollout(llm, [[60, 61, 62]], 16, 1.0, 96, [5])
+    i, r = min(enumerate(free), key=lambda pair: len(pair[1]))
+    for tokens, truncated in ((r.length, False), (r.length - 1, True)):
+        again = nr.rollout(llm, [[60, 61, 62]], 16, 1.0, tokens, [5])[i]
+        assert (again.completion, again.truncated) == (r.completion[:tokens], truncated)
+
+
+def test_an_engine_has_the_sequences_and_the_cache_of_its_ranks():
+    """By hand: 4 ranks share 8 * 16 samples; a rank of a shared engine has half of the weights."""
+    cfg = make_config(prompts=8, samples=16, gpu_memory_utilization=0.5)
+    kv_cache = 40 * 2**30 - 4 * 822_272 - 3 * 2**30
+    with patched(*as_rank(0, 4)):
+        args = llm_args(cfg, gpu=True)
+    assert (args["max_num_seqs"], args["kv_cache_memory_bytes"]) == (33, kv_cache)
+    shared, old = tensor_parallel.SharedEngine, (memory.step_bytes, memory.kv_cache_bytes)
+    with patched(*as_rank(0, 4), (torch.distributed, "new_subgroups", lambda n: (None, None)),
+                 (shared, "gather", lambda self, item: [item] * 2), (sampler, "own_checksums", 0),
+                 (nr, "Sampler", lambda cfg: shared(cfg, 2)), (memory, "step_bytes", old[0]),
+                 (memory, "kv_cache_bytes", old[1])):
+        tensor_parallel.plan_shards(2)
+        args = llm_args(cfg, gpu=True)
+    assert (args["max_num_seqs"], args["kv_cache_memory_bytes"]) == (66, kv_cache + 2 * 822_272)
 
 
 def test_dapo_adds_the_penalty_for_long_completions_with_weight_1():

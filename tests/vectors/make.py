@@ -58,33 +58,38 @@ def step_rewards(c, o):
     return values
 
 
-def advantage_of_step(reward, group, batch, running, o):
-    """One step's advantage. group, batch: rewards of all steps in its group, in the batch."""
-    baseline, scale = o["baseline"], o["scale"]
-    if baseline == "leave_one_out":
+def minus_baseline(reward, group, batch, running, o):
+    """A step's reward minus its baseline. group, batch: rewards of all steps in them."""
+    if o["baseline"] == "leave_one_out":
         others = list(group)
         others.remove(reward)
-        advantage = reward - mean(others) if others else 0.0
-    else:
-        subtracted = {"group": mean(group), "batch": mean(batch), "running": running, "none": 0.0}
-        advantage = reward - subtracted[baseline]
-    if scale == "none":
-        return advantage
-    if scale == "group_mean":  # MaxRL
-        return advantage / (mean(group) + EPS) if mean(group) > 0 else 0.0
-    return advantage / (statistics.pstdev({"group": group, "batch": batch}[scale]) + EPS)
+        return reward - mean(others) if others else 0.0
+    subtracted = {"group": mean(group), "batch": mean(batch), "running": running, "none": 0.0}
+    return reward - subtracted[o["baseline"]]
+
+
+def scaled(centred, group, batch, all_centred, o):
+    """The advantage of a step. all_centred: of all rewards in the batch."""
+    if o["scale"] == "none":
+        return centred
+    if o["scale"] == "group_mean":  # MaxRL
+        return centred / (mean(group) + EPS) if mean(group) > 0 else 0.0
+    values = {"group": group, "batch": batch, "centred": all_centred}[o["scale"]]
+    return centred / (statistics.pstdev(values) + EPS)
 
 
 def assign_advantages(case):
     """-> (advantages [group][completion][token], the running mean after this batch or None)."""
     o, groups, result = case["options"], case["groups"], []
-    batch = [r for c in all_in(groups) for r in step_rewards(c, o)]
+    by_group = [[r for c in group for r in step_rewards(c, o)] for group in groups]
+    batch = all_in(by_group)
     running = case["running_mean"]
     if running is None and batch:
         running = mean(batch)
-    for completions in groups:
-        rewards = [r for c in completions for r in step_rewards(c, o)]
-        advantages = [advantage_of_step(r, rewards, batch, running, o) for r in rewards]
+    centred = [[minus_baseline(r, rewards, batch, running, o) for r in rewards]
+               for rewards in by_group]
+    for completions, rewards, left in zip(groups, by_group, centred):
+        advantages = [scaled(x, rewards, batch, all_in(centred), o) for x in left]
         result.append([])
         for c in completions:  # arXiv:2402.03300, 4.1.3: sum over the steps that end here or later
             own = [advantages.pop(0) for _ in c["rewards"]]
@@ -248,9 +253,12 @@ def cases():
         for scale in "group", "batch", "group_mean", "none":
             yield make_case(
                 f"baseline {baseline}, scale {scale}", **VERDICTS, **PLAIN, running_mean=0.25)
+        yield make_case(f"baseline {baseline}, scale centred", **VERDICTS, **PLAIN,
+                        running_mean=0.25, surrogate="kimi")
         yield make_case(f"baseline {baseline}, process rewards", **STEPS, **PLAIN)
     for scale in "group", "batch", "group_mean", "none":
         yield make_case(f"scale {scale}, process rewards", **STEPS, **PLAIN, off=False)
+    yield make_case("scale centred, process rewards", **STEPS, **PLAIN, surrogate="kimi")
     nothing = dict(rewards=((None,) * 4,) * 2)
     for name, changes in {"first batch": {}, "no reward": nothing | dict(running_mean=0.5),
                           "first batch, no reward": nothing}.items():
