@@ -50,7 +50,7 @@ from runtime.stats import timed
 @dataclass
 class Config(flags.RunFlags):
     """The flags that a student turns; runtime/flags.py has those of model, data, memory and files.
-    Defaults are for 1.5B parameters on one GPU. flags.MODELS, then ALGOS, then you change them."""
+    Defaults are for 1.5B parameters on one GPU. flags.model_row, ALGOS, then you change them."""
 
     # rollout
     rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
