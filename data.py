@@ -12,27 +12,34 @@ import datetime
 import functools
 import json
 import os
+import pickle
 import random
 import re
+import signal
+from collections import namedtuple
 from pathlib import Path
+from resource import RLIMIT_DATA, getrlimit, setrlimit
+from statistics import mode
+
+from tqdm import tqdm
 
 from runtime import hub
-from verify import user_code
+from verify import pool, user_code
 from verify.verifier import ADDED_COLUMNS, SETTINGS
 
 EXAMPLES = os.path.relpath(Path(__file__).parent / "examples")
-# name -> where its examples come from, as in load, and its default for --rewards, the first of
-# which the evaluation counts
+Task = namedtuple("Task", "source rewards test_only", defaults=[False])
+# name -> where its examples come from, as in load, and its default for --rewards
 TASKS = {
-    "arithmetic": {"source": f"{EXAMPLES}/arithmetic.py:make", "rewards": "gsm8k:1"},
-    "countdown": {"source": f"{EXAMPLES}/countdown.py:make", "rewards": "countdown:1,format:0.1"},
-    "products": {"source": f"{EXAMPLES}/products.py:make",
-                 "rewards": f"{EXAMPLES}/products.py:right,{EXAMPLES}/products.py:anywhere:0"},
-    "gsm8k": {"source": "openai/gsm8k:main", "rewards": "gsm8k:1"},
-    "math": {"source": "DigitalLearningGmbH/MATH-lighteval", "rewards": "math:1"},
-    "math500": {"source": "HuggingFaceH4/MATH-500", "rewards": "math:1", "test_only": True},
-    "aime24": {"source": "HuggingFaceH4/aime_2024", "rewards": "math:1", "test_only": True},
-    "amc23": {"source": "math-ai/amc23", "rewards": "math:1", "test_only": True},
+    "arithmetic": Task(f"{EXAMPLES}/arithmetic.py:make", "gsm8k:1"),
+    "countdown": Task(f"{EXAMPLES}/countdown.py:make", "countdown:1,format:0.1"),
+    "products": Task(f"{EXAMPLES}/products.py:make",
+                     f"{EXAMPLES}/products.py:right,{EXAMPLES}/products.py:anywhere:0"),
+    "gsm8k": Task("openai/gsm8k:main", "gsm8k:1"),
+    "math": Task("DigitalLearningGmbH/MATH-lighteval", "math:1"),
+    "math500": Task("HuggingFaceH4/MATH-500", "math:1", test_only=True),
+    "aime24": Task("HuggingFaceH4/aime_2024", "math:1", test_only=True),
+    "amc23": Task("math-ai/amc23", "math:1", test_only=True),
 }
 # without --question_key and --answer_key, the first of these columns that a source has
 QUESTION_KEYS = ("question", "problem", "prompt")
@@ -41,6 +48,10 @@ FILES = (".jsonl", ".json", ".csv", ".parquet")
 # "\frac" in a text of JSON, or of Python that is not raw, is a form feed and "rac"
 LOST_BACKSLASH = re.compile(
     r"[\a\b\f\v](?=[a-z])|[\t\r](?:heta|imes|frac|ext\w*(?=\{)|ight|ho)(?![a-z])")
+TAKEN = {"eval_set": "the trainer uses this name",  # columns that a row may not have
+         "reward": "rows cannot name rewards, see docs/data_and_rewards.md"}
+with_bar = functools.partial(tqdm, delay=5, mininterval=5, leave=False,  # after 5 s, on rank 0
+                             disable=os.environ.get("RANK", "0") != "0")
 MAKE = ("; or yield {'question': text, 'answer': text} per row from def make(split, size, seed) in "
         "a file of yours, --data my_file.py:make (docs/data_and_rewards.md has one)")
 
@@ -51,7 +62,7 @@ def unique(pairs):
     """dict(pairs). Raises ValueError if a key is there twice: its first value would be lost."""
     names = [name for name, _ in pairs if name]
     if len(set(names)) < len(names):
-        raise ValueError(f"'{max(names, key=names.count)}' is there twice")
+        raise ValueError(f"'{mode(names)}' is there twice")
     return dict(pairs)
 
 
@@ -107,28 +118,28 @@ def hub_rows(repo, name, split):
 
 def function_rows(source, split, size, seed):
     """What make(split, size, seed) of my_file.py:make gives -> iterator of (location, row)."""
-    make = user_code.load(source, kind="data")
+    make, room = user_code.load(source, kind="data"), 2**30
     try:
-        rows = list(make(split, size, seed))
-        json.dumps(rows)  # only what a file can hold: plain values, the same in every process
+        for location, row in numbered(source, make(split, size, seed)):
+            room -= 1000 + len(json.dumps(row))  # only what a file can hold: plain values
+            if room < 0:
+                raise ValueError(f"{size} rows are needed; a million, or a GiB, is too much")
+            yield location, row
     except (Exception, SystemExit) as e:  # a user's file: any type
         raise ValueError(f"data {source}: {user_code.user_error(e, source)}") from e
-    yield from numbered(source, rows)
 
 
 def example_of(row, question_key, answer_key):
     """A row of a file or hub dataset -> example. Raises ValueError that says what is wrong."""
     if not all(isinstance(name, str) for name in row):  # csv names surplus fields None
         raise ValueError("more fields than the header has, or a column whose name is not text")
-    for name, taken in (("eval_set", "the trainer uses this name"),
-                        ("reward", "rows cannot name rewards, see docs/data_and_rewards.md")):
-        if name in row:
-            raise ValueError(f"rename or remove the column '{name}': {taken}")
+    for name in row.keys() & TAKEN:
+        raise ValueError(f"rename or remove the column '{name}': {TAKEN[name]}")
     # JSON can write half a surrogate pair, which no tokenizer takes: encode raises a ValueError
     json.dumps(row, ensure_ascii=False, default=str).encode()
-    flags = {question_key: "--question_key"}
-    if answer_key != "none":
-        flags[answer_key] = "--answer_key"
+    pickle.dumps([[[[[[[[row]]]]]]]])  # as for the rewards, and deeper: a RecursionError
+    flags = {question_key: "--question_key", answer_key: "--answer_key"}
+    flags.pop("none", None)
     for name, flag in flags.items():
         value = row.get(name)
         if value is None or str(value).strip().lower() in ("", "nan"):  # pandas' missing value
@@ -157,16 +168,14 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
 
     source: a name in TASKS, a path (.jsonl .json .csv .parquet), a function in a file
         (my_file.py:make, see function_rows) or a hub dataset (org/name, org/name:config)
-    split: "train" or "test"; ignored for files, which have no splits
-    size: number of examples, 0 = all (a function is asked for 8192)
+    split: "train" or "test"; ignored for files. size: 0 = all (a function is asked for 8192)
     question_key, answer_key: columns of the rows; those of a task are known. "none" for rows
         without an answer, whose reward reads other columns (code)
-
     Returns a list of dicts with `question` and, unless answer_key is "none", `answer` as strings.
     Raises ValueError with one line that names file, row and column.
     """
     if source in TASKS:
-        source, question_key, answer_key = TASKS[source]["source"], "", ""
+        source, question_key, answer_key = TASKS[source].source, "", ""
     path = Path(source)
     if path.is_file():
         rows = read_rows(path)
@@ -179,7 +188,7 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
         raise ValueError(f"{source}: no such file, no task ({', '.join(TASKS)}), no function "
                          "(my_file.py:make) and no hub dataset (org/name)")
     examples = []
-    for location, row in rows:
+    for location, row in with_bar(rows, source):
         try:
             if not isinstance(row, dict):
                 raise ValueError("a row must be an object with named columns")
@@ -187,15 +196,14 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
             question_key = question_key or next((k for k in QUESTION_KEYS if k in row), "question")
             answer_key = answer_key or next((k for k in ANSWER_KEYS if k in row), "answer")
             examples.append(example_of(row, question_key, answer_key))
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             # in one line: a column may have a line break in its name
             raise ValueError(f"{location}: {' '.join(str(e).split())}") from None
         if len(examples) == size:
             break
     if not examples:
         raise ValueError(f"{source}: no examples in it")
-    columns = dict.fromkeys(name for example in examples for name in example)  # in their order
-    return [dict.fromkeys(columns) | example for example in examples]  # None where a row lacks one
+    return examples
 
 
 # ------------------------------------------------------------------------------ prompts and batches
@@ -214,32 +222,33 @@ TEMPLATES = {  # "{question}" is replaced by the question
                  "Please reason step by step, and put your final answer within \\boxed{}."
                  "<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
 }
+# for a chat template that writes today's date: --resume must not see other prompts. Llama 3.1's
+TODAY = datetime.datetime(2024, 7, 26)
 
 
 def read_template(template):
-    """--template, a name or a file -> the name, or the file's text without its last line break.
-
-    A run stores the text, not the path; a text with "{question}" is therefore taken as it is.
-    Raises ValueError if there is no such file or it has no "{question}".
-    """
+    """--template, a name or a file -> the name, or the file's text without its last line break. A
+    run stores the text: one with "{question}" is taken as it is. Raises ValueError for others."""
     if template in TEMPLATES or "{question}" in template:
         return template
     try:
         text = Path(template).read_text(encoding="utf-8-sig").removesuffix("\n")
+        if "{question}" not in text:
+            raise ValueError("it needs {question} where the question belongs")
+        return text
     except (OSError, ValueError) as e:
         raise ValueError(f"--template {template}: not one of {', '.join(TEMPLATES)}, and no file "
-                         f"that can be read ({e})") from None
-    if "{question}" not in text:
-        raise ValueError(f"--template {template}: it needs {{question}} where the question belongs")
-    return text
+                         f"that can be used ({e})") from None
+
+
+def _too_long(*_):
+    raise TimeoutError("no end after 2 s")
 
 
 def encode(example, tokenizer, template):
-    """Token ids (list[int]) of an example's prompt. template: what read_template returns.
-
-    `chat` raises ValueError if the tokenizer has no chat template or one that fails or omits the
-    question.
-    """
+    """Token ids (list[int]) of an example's prompt. template: what read_template returns. `chat`
+    raises ValueError if the tokenizer has no chat template, or one that fails, does not end in 2 s
+    of CPU time and 1 GiB, omits the question or multiplies it."""
     question = example["question"]
     if template != "chat":
         prompt = TEMPLATES.get(template, template).replace("{question}", question)
@@ -247,20 +256,22 @@ def encode(example, tokenizer, template):
         # the template of a file may begin with the BOS, which the tokenizer adds too
         return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
     advice = "use --template r1, qwen_math or none"
-    fixed = {}
-    if "strftime_now" in str(getattr(tokenizer, "chat_template", "")):  # it writes today's date
-        # the same on any day, or --resume would see other prompts: Llama 3.1's, without a clock
-        fixed["strftime_now"] = datetime.datetime(2024, 7, 26).strftime
+    limits = getrlimit(RLIMIT_DATA)
     try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": question}],
-                                             tokenize=False, add_generation_prompt=True, **fixed)
+        signal.signal(signal.SIGPROF, _too_long)
+        signal.setitimer(signal.ITIMER_PROF, 2)
+        setrlimit(RLIMIT_DATA, (pool.data_bytes() + 2**30, limits[1]))
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True,
+            strftime_now=TODAY.strftime)
     except Exception as e:  # none, or a template that fails: it is a program, any type can come
-        fault = hub.first_line(e)
-        raise ValueError(f"the tokenizer's chat template fails ({fault}); {advice}") from e
-    if question.strip() not in text:
-        raise ValueError(f"the tokenizer's chat template leaves the question out; {advice}")
-    # the template adds the BOS itself
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+        raise ValueError(f"the chat template fails ({hub.first_line(e)}); {advice}") from e
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        setrlimit(RLIMIT_DATA, limits)
+    if question.strip() not in text or len(text) > 10**6 + 2 * len(question):
+        raise ValueError(f"the chat template omits or multiplies the question; {advice}")
+    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the text has its BOS
 
 
 def request_seed(*key):
@@ -302,29 +313,26 @@ def load_eval_sets(cfg, **keys):
     With several sets an example has its set in `eval_set`: a task's name, or a file's without its
     ending. Raises ValueError if two sets have the same name.
     """
-    sources = [source.strip() for source in (cfg.eval_data or cfg.task).split(",")]
-    examples = []
-    paths = map(Path, sources)
-    names = [path.stem if path.suffix.lower() in FILES else path.name for path in paths]
+    examples, sources = [], [x.strip() for x in (cfg.eval_data or cfg.task).split(",")]
+    names = [path.stem if path.suffix.lower() in FILES else path.name
+             for path in map(Path, sources)]
     names = [re.sub(r"[^\w.-]", "-", name) for name in names]  # it becomes a part of metrics' names
-    if len(set(names)) < len(names):
-        raise ValueError(f"--eval_data {cfg.eval_data}: two sets have the name "
-                         f"{max(names, key=names.count)}")
+    if len(set(names)) < len(names) or "" in names:
+        raise ValueError(f"--eval_data {cfg.eval_data}: two sets have one name, or a set has none")
     for source, name in zip(sources, names):
         own = {} if len(sources) == 1 else {"eval_set": name}
-        for example in load(source, "test", size=cfg.eval_size, **keys):
-            examples.append(example | own)
+        examples += [example | own for example in load(source, "test", cfg.eval_size, **keys)]
     return examples
 
 
 def load_splits(cfg, tokenizer, at_least=1, notify=print):
     """Training and held-out examples of a run, each with its token ids in `prompt_ids`.
 
-    --data without --eval_data: up to a tenth of its examples are held out. Examples with a prompt
-    longer than --max_prompt are left out, and so are training examples whose question is held out;
-    notify(text) is called with their number. Raises ValueError or OSError with one line.
-    """
-    if not cfg.data and TASKS[cfg.task].get("test_only"):
+    --data without --eval_data: up to a tenth of its examples (of a function: for seed 0) is held
+    out, for all seeds the same. Examples with a prompt longer than --max_prompt are left out, and
+    so are training examples whose question is held out; notify(text) is called with their number.
+    Raises ValueError or OSError with one line."""
+    if not cfg.data and TASKS[cfg.task].test_only:
         raise ValueError(f"--task {cfg.task} has no training examples; evaluate on it: --task math "
                          f"--eval_data {cfg.task}")
     source = cfg.data or cfg.task
@@ -333,37 +341,36 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
     if cfg.eval_data or not cfg.data:
         eval_set = load_eval_sets(cfg, **keys)
     else:
-        size = min(cfg.eval_size or len(train_set), max(1, len(train_set) // 10))
-        order = epoch_order(len(train_set), cfg.seed, "held out")
-        eval_set = [train_set[i] for i in sorted(order[:size])]
-        train_set = [train_set[i] for i in sorted(order[size:])]
+        rows = load(source, "train", **keys) if ".py:" in source else train_set
+        size = min(cfg.eval_size or len(rows), max(1, len(rows) // 10))
+        order = epoch_order(len(rows), 0, "held out")
+        eval_set = [rows[i] for i in sorted(order[:size])]
 
     taken = ADDED_COLUMNS | SETTINGS | {"prompt_ids", "completions"}
     for name in sorted(taken & set().union(*train_set, *eval_set)):
         notify(f"note: rewards get the trainer's column '{name}', not that of the data")
     held_out = {example["question"] for example in eval_set if cfg.steps}  # --steps 0: no training
     new = [example for example in train_set if example["question"] not in held_out]
-    if not new:
-        raise ValueError(f"{source}: nothing is left to train on: all training questions are held "
-                         "out for evaluation")
     if left_out := len(train_set) - len(new):
         notify(f"{left_out} of {len(train_set)} training examples left out: their questions are "
                "held out")
     config = hub.empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config()
-    from tqdm import tqdm
-    limit, kept = f"--max_prompt {cfg.max_prompt}", {}
-    for name, examples in (("training", new), ("evaluation", eval_set)):
-        for example in tqdm(examples, f"{name} prompts", delay=5, mininterval=5, leave=False,
-                            disable=os.environ.get("RANK", "0") != "0"):
+    limit = f"--max_prompt {cfg.max_prompt}"
+
+    def fitting(name, examples):
+        for example in with_bar(examples, f"{name} prompts"):
             ids = example["prompt_ids"] = encode(example, tokenizer, cfg.template)
             if max(ids, default=0) >= config.vocab_size:
                 raise ValueError(f"--model {cfg.model}: its vocabulary of {config.vocab_size} has "
                                  f"no token {max(ids)}: is this another model's tokenizer?")
-        kept[name] = [e for e in examples if len(e["prompt_ids"]) <= cfg.max_prompt]
-        if (count := len(kept[name])) < at_least:
-            raise ValueError(f"{count} {name} prompts fit into {limit} tokens, {at_least} needed")
-        if left_out := len(examples) - count:
+        kept = [e for e in examples if len(e["prompt_ids"]) <= cfg.max_prompt]
+        if len(kept) < at_least:
+            raise ValueError(f"{source}: {len(kept)} {name} prompts are left, {at_least} needed: "
+                             f"held out questions and those beyond {limit} tokens do not count")
+        if left_out := len(examples) - len(kept):
             notify(f"{left_out} of {len(examples)} {name} prompts left out: longer than {limit}")
-        if lost := {e.get("eval_set") for e in examples} - {e.get("eval_set") for e in kept[name]}:
+        if lost := {e.get("eval_set") for e in examples} - {e.get("eval_set") for e in kept}:
             raise ValueError(f"--eval_data {min(lost)}: no prompt of it fits into {limit} tokens")
-    return kept["training"], kept["evaluation"]
+        return kept
+
+    return fitting("training", new), fitting("evaluation", eval_set)

@@ -7,14 +7,15 @@ import zlib
 
 
 def generate(draw, split, size, seed):
-    """`size` distinct examples. The checksum of a question decides its split: whatever the seed, no
-    test question is in the training split."""
-    rng, seen = random.Random(f"{draw.__name__}/{split}/{seed}"), {}
+    """Yields `size` distinct examples. The checksum of a question decides its split: whatever the
+    seed, no test question is in the training split."""
+    rng, seen = random.Random(f"{draw.__name__}/{split}/{seed}"), set()
     while len(seen) < size:
-        example = draw(rng)
-        if (zlib.crc32(example["question"].encode()) % 8 == 0) == (split == "test"):
-            seen.setdefault(example["question"], example)
-    return list(seen.values())
+        question = (example := draw(rng))["question"]
+        is_test = zlib.crc32(question.encode()) % 8 == 0
+        if is_test == (split == "test") and question not in seen:
+            seen.add(question)
+            yield example
 
 
 def arithmetic(rng):

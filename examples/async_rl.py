@@ -70,6 +70,7 @@ class RemoteSampler:
         self.folder = Path(cfg.out) / cfg.name / f"weights-lag-{lag}"
         self.folder.mkdir(exist_ok=True)
         self.process = ProcessPoolExecutor(1, get_context("spawn"))
+        self.seconds = 60 * cfg.timeout
         self.started = self.process.submit(make_run, cfg, os.getpid())
 
     def load(self, named_weights):
@@ -87,7 +88,8 @@ class RemoteSampler:
 
     def generate(self, *request, use_tqdm=False):
         """LLM.generate with the newest weights, for the evaluation."""
-        return self.process.submit(answer, self.folder / str(self.version), None, *request).result()
+        future = self.process.submit(answer, self.folder / str(self.version), None, *request)
+        return future.result(self.seconds)
 
     def collect(self, run, step):
         """nr.collect_rollouts of this step, after it asked for those of the next `lag` steps."""
@@ -96,19 +98,23 @@ class RemoteSampler:
                 path = self.folder / str(max(0, ahead - self.lag))
                 self.futures[ahead] = self.process.submit(answer, path, ahead)
         with nr.timed(run.metrics, "rollout"):  # the time that the trainer waits
-            parts, sampled, metrics = self.futures.pop(step).result()
+            parts, sampled, metrics = self.futures.pop(step).result(self.seconds)
         run.metrics |= {k: x for k, x in metrics.items() if not k.startswith(("seconds", "memory"))}
         return parts, sampled
 
 
 def train(run):
-    """nano_rlvr's loop. If the sampler's process ends, the run ends with one line."""
+    """nano_rlvr's loop. If the sampler's process ends, or does not answer for --timeout minutes,
+    the run ends with one line."""
     run.llm.version = run.checkpoints.progress.step - 1  # load() begins with this step's weights
     try:
-        run.llm.started.result()
+        run.llm.started.result(run.llm.seconds)
         nr.train(run, collect_rollouts=run.llm.collect)
-    except (BrokenProcessPool, SafetensorError) as e:
-        raise dist.RunError(f"the sampler's process has ended; --resume continues ({e})") from e
+    except (BrokenProcessPool, SafetensorError, TimeoutError) as e:
+        for process in list(run.llm.process._processes.values()):
+            process.kill()  # it may hang: nobody must wait for it at exit
+        raise dist.RunError("the sampler's process has ended, or has not answered for --timeout "
+                            f"minutes; --resume continues ({e!r})") from e
 
 
 if __name__ == "__main__":

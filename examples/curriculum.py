@@ -75,4 +75,7 @@ if __name__ == "__main__":
     own, argv = parser.parse_known_args()
     if dist.world_size() > 1:
         sys.exit("nano_rlvr: examples/curriculum.py runs in one process: leave out torchrun")
+    if not (0 <= own.band[0] <= own.band[1] <= 1 and min(own.pool, own.probe) > 0):
+        sys.exit(f"nano_rlvr: --band {own.band[0]:g} {own.band[1]:g} --pool {own.pool} --probe "
+                 f"{own.probe}: must be two shares, the smaller one first, and numbers from 1")
     nr.main(argv, lambda run: train(run, *own.band, own.pool, own.probe, own.fixed))

@@ -36,9 +36,21 @@ def token_advantages(policy, teacher, rollouts, prefix, cfg, dummy):
     return total / max(1, tokens)
 
 
+def checked_sampler(cfg, name):
+    """A Sampler, if the teacher can be read and has the student's tokens. Engines load later."""
+    try:
+        other = dataclasses.replace(cfg, model=nr.flags.find_model(name or cfg.model))
+        tokens = [nr.load_tokenizer(each).get_vocab() for each in (cfg, other)]
+    except (ValueError, OSError) as e:
+        raise dist.RunError(f"--teacher: {e}") from e
+    if tokens[0] != tokens[1]:
+        raise dist.RunError(f"--teacher {name}: its tokenizer is not that of {cfg.model}")
+    return nr.Sampler(cfg)
+
+
 def train(run, name, text):
     """nano_rlvr's loop with these advantages. name: the teacher, "" = the starting model."""
-    cfg = dataclasses.replace(run.cfg, model=name or run.cfg.model)
+    cfg = dataclasses.replace(run.cfg, model=nr.flags.find_model(name or run.cfg.model))
     teacher = nr.make_reference(dataclasses.replace(cfg, kl_coef=1.0, lora_rank=0))
     prefix = run.llm.get_tokenizer().encode(text, add_special_tokens=False)
 
@@ -56,4 +68,5 @@ if __name__ == "__main__":
     parser.add_argument("--teacher", default="")
     parser.add_argument("--teacher_prompt", default="")
     own, argv = parser.parse_known_args()
-    nr.main(["--kl_coef", "0", *argv], lambda run: train(run, own.teacher, own.teacher_prompt))
+    nr.main(["--kl_coef", "0", *argv], lambda run: train(run, own.teacher, own.teacher_prompt),
+            lambda cfg: checked_sampler(cfg, own.teacher))

@@ -8,10 +8,12 @@ DPO (arXiv:2305.18290, eq. 7) minimises the mean over the pairs of -log sigmoid(
 
 Its gradient is -beta sigmoid(-margin) [grad log pi(right) - grad log pi(wrong)]: a policy gradient
 in which a right completion has the advantage beta sigmoid(-margin), a wrong one minus that, and all
-others 0. The margin is that before the step, so a batch of rollouts gives one optimizer step.
+others 0. The margin is that before the step, so a batch of rollouts gives one optimizer step. Flags
+that would make the gradient another one are refused.
 """
 import argparse
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import torch
@@ -19,6 +21,20 @@ import torch
 import nano_rlvr as nr
 from runtime import dist, stats, trainer
 from runtime.model import on_device
+
+# with other values the gradient is not that of DPO's loss
+FIXED = {"aggregate": "constant", "kl_coef": 0.0, "correction": "none", "ratio": "token",
+         "mask_truncated": False, "epochs": 1, "minibatches": 1}
+
+
+def checked_sampler(cfg, beta):
+    """A Sampler, if the flags are those of DPO: before the engines load."""
+    needed = [f"--{name} {x}" for name, x in FIXED.items() if getattr(cfg, name) != x]
+    if needed or cfg.samples == 1:
+        raise dist.RunError(f"dpo.py needs {' '.join(needed) or '--samples above 1'}")
+    if not 0 < beta < math.inf:
+        raise dist.RunError(f"--beta {beta}: must be a number above 0")
+    return nr.Sampler(cfg)
 
 
 def assign_pairs(groups, policy, ref, beta, cfg, dummy):
@@ -50,8 +66,6 @@ def assign_pairs(groups, policy, ref, beta, cfg, dummy):
 
 def train(run, beta, offline):
     """nano_rlvr's loop with these advantages. The memory plan does not count the reference."""
-    if run.cfg.epochs * run.cfg.minibatches > 1:
-        raise dist.RunError("dpo.py takes one step per batch: --epochs 1 --minibatches 1")
     ref = nr.make_reference(dataclasses.replace(run.cfg, kl_coef=1.0, lora_rank=0))
 
     def assign_advantages(groups, cfg, running_mean):
@@ -74,4 +88,5 @@ if __name__ == "__main__":
     own, argv = parser.parse_known_args()
     fixed = "--aggregate constant --kl_coef 0 --correction none".split()
     fixed += ["--mismatch_bound", "20"] * own.offline  # log-probs of old weights
-    nr.main([*fixed, *argv], lambda run: train(run, own.beta, own.offline))
+    nr.main([*fixed, *argv], lambda run: train(run, own.beta, own.offline),
+            lambda cfg: checked_sampler(cfg, own.beta))

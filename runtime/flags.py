@@ -12,6 +12,7 @@ from textwrap import shorten
 from typing import Literal
 
 import torch
+from torch._appdirs import user_cache_dir
 
 import data
 import rewards
@@ -60,20 +61,9 @@ class RunFlags:
     seed: int = 0  # seed of data order, sampling and everything else
 
 
-# model -> its differences from Config's defaults, which suit 1.5B parameters on one GPU
-MODELS = {
-    "models/tiny": dict(task="arithmetic", template="chat", steps=50, prompts=32, samples=16,
-                        max_prompt=1536, max_tokens=96, lr=1e-4, lr_end=0.1, kl_coef=0.1,
-                        eval_every=10),
-    "models/smollm2": dict(task="products", template="chat", steps=8, prompts=8, samples=8,
-                           temperature=0.8, max_prompt=64, max_tokens=48, lr=2e-5, beta2=0.95,
-                           kl_coef=0.0, pack_tokens=2048, eval_every=8, eval_size=256,
-                           save_every=0),
-}
-
 # (flags, smallest, largest value): one row for each numeric flag. inf and nan are in no range.
 RANGES = (
-    ("steps warmup save_every keep_rollouts pack_tokens kl_coef clip_high delta weight_decay "
+    ("steps warmup save_every keep_rollouts pack_tokens kl_coef clip_high delta "
      "resample max_grad_norm memory_gb mismatch_bound eval_size", 0, 10**9),
     ("max_prompt max_tokens eval_every correction_cap keep", 1, 10**9),
     ("tau tau_neg reward_timeout timeout", 1e-3, 10**6),
@@ -82,7 +72,7 @@ RANGES = (
     ("eval_n lora_rank", 0, 16384),
     ("seed", 0, 2**32 - 1),  # vLLM's limit
     ("temperature", 0.01, 2),  # vLLM's limits; evaluation is always greedy
-    ("lr lr_end clip_low", 0, 1),
+    ("lr lr_end clip_low weight_decay", 0, 1),
     ("top_p", 1e-3, 1),
     ("beta2", 0, 0.999999),
     ("overlong_buffer gpu_memory_utilization", 0, 0.99),
@@ -97,6 +87,9 @@ NEEDS = (
     ("tau_neg", lambda cfg: cfg.surrogate == "sapo", "--surrogate sapo"),
     ("correction_cap", lambda cfg: cfg.correction != "none", "a --correction"),
     ("gpu_memory_utilization", lambda cfg: torch.cuda.is_available(), "a GPU"),
+    ("lr", lambda cfg: cfg.lr, "--lr above 0: no weight changes"),
+    ("rewards", lambda cfg: not re.fullmatch(r"[^,]+:[-0.]+(,[^,]+:[-0.]+)*", cfg.rewards),
+     "a weight other than 0: all advantages are 0"),
     ("warmup", lambda cfg: not cfg.warmup > cfg.steps > 0, "more --steps: --lr is not reached"),
     # On-policy, pi/pi_old is 1: no bound is reached, and all surrogates have the same slope there.
     # --ratio is not listed: it still sums or averages the correction.
@@ -105,23 +98,15 @@ NEEDS = (
 )
 
 # Flags that may differ in a resumed run: they change no result (log.py compares the data) ...
-FREE = {"name", "out", "resume", "resume_force", "save_every", "keep", "timeout", "wandb", "data",
-        "eval_data"}
-ROUNDING = {"zero_stage", "pack_tokens", "gradient_checkpointing", "offload",
-            "gpu_memory_utilization", "memory_gb"}  # ... or only how it is rounded
+FREE = set("name out resume resume_force save_every keep timeout wandb data eval_data".split())
+ROUNDING = set("zero_stage pack_tokens gradient_checkpointing offload gpu_memory_utilization "
+               "memory_gb".split())  # ... or only how it is rounded
 
-MOVED = {  # flags of former versions -> what to use now
-    "--gate": "--surrogate ppo, cispo, sapo or kimi (once clip, detach, soft, squared)",
-    "--scale mean": "--scale group_mean",
-    "--drop_flat_groups": "--filter_groups",
-    "--checkpointing": "--gradient_checkpointing",
-    "--vllm_memory": "--gpu_memory_utilization",
-    "--tp": "examples/tensor_parallel.py --tp",
-    "--kl_in": "examples/kl.py --kl_in",
-    "--allow_unsafe_code": "ALLOW_UNSAFE_CODE=1 with examples/code_reward.py",
-}
+MOVED = "--(gate|drop_flat_groups|checkpointing|vllm_memory|tp|kl_in|allow_unsafe_code|scale mean) "
 REPOSITORY = Path(__file__).resolve().parents[1]
-RECORD = "nano_rlvr.json"  # in the folder of a trained model: {"config": the fields of its run}
+RECORD = "nano_rlvr.json"  # in the folder of a model: {"config": the fields of a run of it} ...
+SUITS = ("task template steps prompts samples temperature max_prompt max_tokens lr lr_end beta2 "
+         "kl_coef pack_tokens eval_every eval_size save_every").split()  # ... of which these count
 ORGANISATIONS = {
     "qwen": "Qwen", "llama": "meta-llama", "smollm": "HuggingFaceTB", "deepseek": "deepseek-ai",
     "gemma": "google", "phi": "microsoft", "mistral": "mistralai", "olmo": "allenai"}
@@ -130,15 +115,13 @@ ORGANISATIONS = {
 def parse(config, algos, argv, description):
     """argv -> checked config(...). Exits with the usage for an unknown flag, choice or type.
 
-    argv: None for that of the process. Defaults: those of `config`, the row of --model in MODELS,
+    argv: None for that of the process. Defaults: those of `config`, the record of --model,
     the run that --resume continues, the row of --algo in `algos`; the later one counts.
     """
     import tyro
     argv = sys.argv[1:] if argv is None else argv
-    given = f"{' '.join(argv)} ".replace("=", " ")
-    for old, new in MOVED.items():
-        if f"{old} " in given:
-            raise ValueError(f"{old} is gone: use {new}")
+    if old := re.search(MOVED, f"{' '.join(argv)} ".replace("=", " ")):
+        raise ValueError(f"{old[0]}is gone: CHANGELOG.md, 0.4.0, says what to use now")
     first = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in ("algo", "model", "name", "out"):  # the other defaults depend on them
@@ -201,7 +184,7 @@ def check(cfg, defaults=None):
     ):
         if invalid:
             raise ValueError(message)
-    spec = cfg.rewards or tasks[cfg.task]["rewards"]
+    spec = cfg.rewards or tasks[cfg.task].rewards
     names = [name for name, *_ in rewards.parse_spec(spec)]
     if cfg.overlong_buffer and "overlong" not in names:
         spec = f"{spec},overlong:1"
@@ -237,12 +220,12 @@ def check_machine(dtype):
     if missing or not header.exists():
         raise ValueError(f"kernels cannot be compiled without {', '.join(missing) or header} "
                          "(apt-get install g++ ninja-build python3-dev)")
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(home) / "torch_extensions"
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or user_cache_dir("torch_extensions")
     for lock in Path(cache).rglob("lock"):  # left by a run that was killed while it compiled
         dist.print_once(f"note: DeepSpeed will wait for {lock} to be removed: delete it, "
                         "unless another run is just starting", file=sys.stderr)
-    if not gpu and not any(Path(cache).rglob("cpu_adam.so")):
+    compiled = [file.read_text() for file in Path(cache).rglob("build.ninja")]
+    if not gpu and torch.__path__[0] not in str(compiled):  # also if the environment has moved
         dist.print_once("the first start compiles DeepSpeed's CPU operators, for two minutes")
 
 
@@ -267,6 +250,9 @@ def find_model(name):
     """--model -> folder, here or beside nano_rlvr.py, or hub id with its organisation."""
     for folder in (Path(name), REPOSITORY / name):
         if folder.is_dir():
+            for file in folder.rglob("*"):  # reading a pipe or a device may never end
+                if file.exists() and not (file.is_file() or file.is_dir()):
+                    raise ValueError(f"--model {name}: {file} is no regular file")
             return str(folder)
     if (REPOSITORY / f"{name}.py").is_file():
         raise ValueError(f"--model {name}: this folder is made by: python {name}.py")
@@ -277,13 +263,10 @@ def find_model(name):
 
 
 def model_row(model):
-    """The defaults that suit a model: its row or, of the record in its folder, what a row names."""
+    """The defaults that suit a model, from the record in its folder: {} if it has none."""
     path = Path(find_model(model)) / RECORD
-    if path.is_file():
-        names = set().union(*MODELS.values())
-        return {name: x for name, x in read_settings(path)["config"].items() if name in names}
-    by_path = {os.path.realpath(REPOSITORY / name): row for name, row in MODELS.items()}
-    return by_path.get(os.path.realpath(find_model(model)), {})
+    fields = read_settings(path)["config"] if path.is_file() else {}
+    return {name: fields[name] for name in SUITS if name in fields}
 
 
 def saved_config(config, resume, out="", name="", **_):

@@ -171,7 +171,7 @@ def load_rollout(spec):
             raise RunError(f"--rollout {spec}: it must return a list of {n} Rollouts for each of "
                            f"{len(prompts)} prompts, not {shorten(repr(rollouts), 60)}")
         for i, r in enumerate(rollouts):
-            if problem := misfit(r, prompts[i // n], vocabulary):
+            if problem := misfit(r, prompts[i // n], vocabulary, args[1]):
                 raise RunError(f"--rollout {spec}: Rollout {i} does not fit: {problem}")
             r.advantages = [0.0] * len(r.completion)  # which may have grown since it was made
         return rollouts
@@ -179,13 +179,15 @@ def load_rollout(spec):
     return sample
 
 
-def misfit(r, prompt, vocabulary):
+def misfit(r, prompt, vocabulary, max_tokens):
     """What is wrong with a user's Rollout for a prompt (token ids), in words; "" if nothing."""
     if not isinstance(r, Rollout) or r.prompt != prompt or not isinstance(r.text, str):
         return "it is no Rollout, or without text, or not in the order of the prompts"
     lists = r.completion, r.vllm_logps, r.loss_mask
-    if {*map(type, lists)} != {list} or len({*map(len, lists)}) > 1 or True not in r.loss_mask:
-        return "completion, vllm_logps, loss_mask: not lists of one length, or no token is sampled"
+    if ({*map(type, lists)} != {list} or len({*map(len, lists)}) > 1 or True not in r.loss_mask
+            or len(r.loss_mask) > max_tokens):
+        return ("completion, vllm_logps, loss_mask: not lists of one length up to --max_tokens, or "
+                "no token is sampled")
     for token, logp, sampled in zip(*lists):
         is_token = type(token) is int and 0 <= token < vocabulary
         is_logp = isinstance(logp, (int, float)) and -math.inf < logp <= 1e-3  # rounded

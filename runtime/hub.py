@@ -1,6 +1,7 @@
 """What comes from the Hugging Face hub, and errors in one line. Importing this is quick."""
 import functools
 import os
+import re
 
 
 @functools.cache
@@ -31,9 +32,12 @@ def empty_model(model, trust_remote_code=False):
     """The model of a folder or hub id on the meta device: modules and shapes, no weights. The first
     call, in flags.py, decides whether code that comes with the model may run."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
     if model not in _empty_models:
         code = {"trust_remote_code": trust_remote_code}
+        about = str(PretrainedConfig.get_config_dict(model))
+        if many := re.search(r"'\w*layers?': \d[\d.e+]{3,}", about):  # they would take minutes
+            raise ValueError(f"{many[0]} is not below 1000")
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(model, **code)
             _empty_models[model] = AutoModelForCausalLM.from_config(config, **code)

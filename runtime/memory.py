@@ -28,7 +28,7 @@ def keep_freed_memory():
     """On a CPU: glibc keeps what is freed for the next array. It would return large arrays to the
     kernel, which fills each page with zeros again: a fifth of an update of a real model."""
     libc = ctypes.CDLL(None)
-    if not torch.cuda.is_available() and hasattr(libc, "mallopt"):
+    if not torch.cuda.is_available():
         for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
             libc.mallopt(option, value)
 
@@ -86,8 +86,8 @@ def step_bytes(cfg, shape, gpu):
     always = 6 * trained * (cfg.zero_stage == 1)
     gradients = always or 4 * trained / ranks * (not (offload and sharded))
     # a bucket, its fp32 copy, the head's gradient or offload's buffer; or a checkpoint's copies
-    largest = max(min(trained, shape.vocab * shape.hidden), shape.mlp * shape.hidden)
-    largest = max(largest, min(BUCKET, shape.parameters))
+    largest = max(min(trained, shape.vocab * shape.hidden), shape.mlp * shape.hidden,
+                  min(BUCKET, shape.parameters))
     buffers = CUDA_CONTEXT + (size + 4 + size) * largest
 
     # activations per token of a pack: 5 hidden, 8 attention (14 with query and key norms), 4 MLP
@@ -139,12 +139,12 @@ def plan(cfg, device=None, shape=None):
         if max(generate, update) <= USABLE * available and host <= device.host:
             break
     else:
-        raise ValueError(
-            f"{cfg.model} needs about {max(generate, update) / GIB:.1f} GiB at --max_tokens "
-            f"{cfg.max_tokens}, this run may use {USABLE * available / GIB:.1f} (nine tenths)"
-            + (f", and {host / GIB:.0f} GiB of host memory, {device.host / GIB:.0f} are free"
-               if host > device.host else "")
-            + f"; to use less: {smaller(dataclasses.replace(cfg, **decided))}")
+        in_host = max(generate, update) <= USABLE * available
+        needs = (f"{host / GIB:.0f} GiB of host memory, {device.host / GIB:.0f} are free" if in_host
+                 else f"{max(generate, update) / GIB:.1f} GiB at --max_tokens {cfg.max_tokens}, "
+                 f"this run may use {USABLE * available / GIB:.1f} (nine tenths)")
+        raise ValueError(f"{cfg.model} needs about {needs}; to use less: "
+                         f"{smaller(dataclasses.replace(cfg, **decided), in_host)}")
     least = parts["vLLM, at least"][0] if device.gpu else 0.0
     if 0 < cfg.gpu_memory_utilization * device.total < least:
         raise ValueError(
@@ -154,7 +154,7 @@ def plan(cfg, device=None, shape=None):
         decided["gpu_memory_utilization"] = round(share, 3)
     flags = " ".join(f"--{name} {x}" for name, x in decided.items())
     dist.print_once(f"memory plan for {shape.parameters / 1e6:,.1f} M parameters in {cfg.dtype} "
-                    f"and {available / GIB:.1f} GiB: {flags}")
+                    f"and {available / GIB:.1f} of {device.free / GIB:.1f} GiB: {flags}")
     dist.print_once(f"  {'GiB':24}  generate    update      host")
     for name, sizes in parts.items():
         dist.print_once(f"  {name:24}" + "".join(f"{x / GIB:10.2f}" for x in sizes))
@@ -176,8 +176,8 @@ def is_out_of_memory(error):
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in full)
 
 
-def smaller(cfg):
-    """The flags with which a run like cfg takes less memory, as text."""
+def smaller(cfg, in_host=False):
+    """The flags with which a run like cfg takes less memory of its device, or in_host, as text."""
     flags = {"gradient_checkpointing": "on", "max_tokens": cfg.max_tokens // 2,
              "pack_tokens": min(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens),
              "lora_rank": cfg.lora_rank or 32}
@@ -186,4 +186,6 @@ def smaller(cfg):
         flags["gpu_memory_utilization"] = round(0.8 * cfg.gpu_memory_utilization, 2)
     if dist.world_size() > 1 and not cfg.lora_rank:
         flags |= {"zero_stage": 3, "lora_rank": 0, "kl_coef": 0}
+    if in_host:
+        flags = {"offload": "none"} if cfg.lora_rank else {"lora_rank": 32, "kl_coef": 0}
     return " ".join(f"--{name} {x}" for name, x in flags.items() if x != getattr(cfg, name))

@@ -25,9 +25,9 @@ FLAGS = [  # a command line, a part of the line
     ("--rollout my_rollout", "--rollout my_rollout: must be a file and a function in it"),
     ("--lora_rank 4 --zero_stage 3", "--lora_rank needs --zero_stage 1 or 2"),
     ("--prompts 6 --minibatches 4", "--minibatches 4 must divide the 6 prompts"),
-    ("--tp 2", "--tp is gone: use examples/tensor_parallel.py --tp"),
-    ("--gate=soft", "--gate is gone: use --surrogate ppo, cispo, sapo or kimi"),
-    ("--scale mean", "--scale mean is gone: use --scale group_mean"),
+    ("--tp 2", "--tp is gone: CHANGELOG.md, 0.4.0, says what to use now"),
+    ("--gate=soft", "--gate is gone: CHANGELOG.md"),
+    ("--scale mean", "--scale mean is gone: CHANGELOG.md"),
     ("--resume {dir}/older", "this run is of version 0.3.0, and its flags have other names in"),
     ("--task chess", "--task chess: choose one of arithmetic"),
     ("--template nowhere.txt", "--template nowhere.txt: not one of chat, none"),
@@ -42,21 +42,27 @@ MAIN = [  # a command line, a part of the line: later checks, by main() itself
     ("--name mine", "holds a run; choose another --name"),
     ("--out {dir}/a.jsonl/x", "Not a directory"),
     ("--memory_gb 0.001", "this run may use 0.0"),
-    ("--max_prompt 3", "0 training prompts fit"),
+    ("--max_prompt 3", "0 training prompts are left"),
     ("--task aime24", "--task aime24 has no training examples"),
     ("--data {dir}", "{dir}: no such file, no task"),
-    ("--data {dir}/a.jsonl --eval_data {dir}/a.jsonl", "nothing is left to train on"),
+    ("--data {dir}/a.jsonl --eval_data {dir}/a.jsonl", "0 training prompts are left"),
+    ("--eval_data {dir}/a.jsonl,", "two sets have one name, or a set has none"),
+    ("--rewards types:SimpleNamespace", "reward types:SimpleNamespace is not a function"),
     ("--rewards os:getcwd", "--rewards getcwd: it is no reward function"),
     ("--rewards examples/code_reward.py:code", "reward code: it reads the column 'tests', which"),
     ("--model Qwen2.5-Math-99B", "--model Qwen/Qwen2.5-Math-99B: its config.json cannot"),
 ]
 THIRD = "def make(*_): return [{'question': '1', 'answer': answer} for answer in '22 ']"
 DATA = [  # name, content of the file, a part of the line
-    ("fails.py:make", "def make(*_):\n    yield {}\n    raise OSError('a\\nb')",
+    ("fails.py:make", "def make(*_):\n    yield %s\n    raise OSError('a\\nb')" % ROWS[0],
      "fails.py:make: OSError: a b (line 3)"),
     ("third.py:make", THIRD, "third.py:make, row 3: 'answer' is empty or NaN; --answer_key names"),
     ("set.py:make", "def make(*_): return [{'question': '1', 'answer': {1}}]",
      "set.py:make: TypeError: Object of type set is not JSON"),
+    *(("endless.py:make", f"def make(*_):\n    while True:\n        yield {ROWS[0] | more}",
+       "8192 rows are needed; a million, or a GiB, is too") for more in ({}, {"x": "y" * 10**7})),
+    *((f"deep{n}.jsonl", f'{LINES}\n{{"question": "1", "answer": 1, "x": {"[" * n}{"]" * n}}}',
+       f"deep{n}.jsonl:41: ") for n in (500, 900, 9000)),
     ("blank.jsonl", "\n \n\n", "blank.jsonl: no examples in it"),
     ("number.jsonl", '{"question": 3, "answer": 1}', "number.jsonl:1: 'question' must be text"),
     ("list.jsonl", '{"question": "1+1", "answer": [2]}', "list.jsonl:1: 'answer' must be text or"),
@@ -121,8 +127,14 @@ MODELS = [  # id, fault of a copy of the bundled model, a part of the line
     ("code of its own", config(auto_map={"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M"},
                                model_type="own"), "code of its own needs --trust_remote_code"),
     ("no tokenizer.json", lambda f: (f / "tokenizer.json").unlink(), "(ValueError: it has no"),
+    ("a pipe", lambda f: os.mkfifo(f / "x.safetensors"), "x.safetensors is no regular file"),
+    ("layers", config(num_hidden_layers=10**12), "'num_hidden_layers': 1000000000000 is not below"),
+    ("a loop", content(CHAT, "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2),
+     "chat template fails (TimeoutError: no end after 2 s)"),
+    ("too much memory", content(CHAT, "{{ 'x' * 10**11 }}"), "chat template fails (MemoryError"),
+    ("too long", content(CHAT, "{{ messages[0].content * 10**6 }}"), "omits or multiplies"),
     ("no chat template", lambda f: (f / CHAT).unlink(), "chat_template is not set"),
-    ("no question", content(CHAT, "Hello"), "leaves the question out"),
+    ("no question", content(CHAT, "Hello"), "omits or multiplies the question"),
 ]
 
 
@@ -131,6 +143,7 @@ def refused(tmp_path, monkeypatch, capsys):
     """refused(says): a block that must end with one line with this text, and leave nothing."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(nr, "Sampler", None)  # vLLM is not reached
+    monkeypatch.setattr(data, "with_bar", lambda items, text: items)  # shown on a slow machine
 
     @contextlib.contextmanager
     def block(says):

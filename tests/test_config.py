@@ -64,7 +64,8 @@ def test_needs_names_flags_that_exist_and_for_each_surrogate_the_flags_that_act_
     ("--minibatches 2 --tau 2", "tau"), ("--minibatches 2 --tau 2 --surrogate sapo", ""),
     ("--gpu_memory_utilization 0.5", "gpu_memory_utilization"),
     ("--correction_cap 3 --correction none", "correction_cap"), ("--correction_cap 3", ""),
-    ("--warmup 9 --steps 8", "warmup"),
+    ("--warmup 9 --steps 8", "warmup"), ("--lr 0", "lr"),
+    ("--rewards gsm8k:0,math:0.0", "rewards"), ("--rewards gsm8k:0,math:0.1", ""),
     # on-policy
     ("--algo cispo", ""), ("--algo dapo", ""), ("--algo sapo --tau_neg 3", "tau_neg"),
     ("--delta 3 --clip_low 0 --clip_high 0", "clip_low clip_high delta"),
@@ -95,7 +96,7 @@ def test_a_trained_model_continues_with_the_settings_of_its_run(tmp_path):
     (trained / runtime.flags.RECORD).write_text(json.dumps({"config": config}))
     cfg = nr.parse_config(argv := ["--model", str(trained)])
     assert (cfg.task, cfg.template, cfg.lr, cfg.kl_coef) == ("countdown", "r1", 3e-5, 0.25)
-    assert cfg.epochs == 1  # it is not in MODELS
+    assert cfg.epochs == 1  # it is not in SUITS
     assert nr.parse_config([*argv, "--algo", "dapo"]).kl_coef == 0  # the preset comes later
     assert nr.parse_config([*argv, "--template", "none"]).template == "none"
 
@@ -166,8 +167,13 @@ def test_a_gpu_without_bfloat16_is_told_to_use_float32(monkeypatch):
     nr.parse_config(["--dtype", "float32"])
 
 
-def test_a_machine_that_cannot_compile_is_refused(monkeypatch, tmp_path):
+def test_a_machine_that_cannot_compile_is_refused_and_one_that_will_says_so(
+        monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for compiled, says in (("/elsewhere/torch", True), (torch.__path__[0], False)):
+        (tmp_path / "build.ninja").write_text(f"-I{compiled}/include")
+        nr.parse_config([])
+        assert ("the first start compiles" in capsys.readouterr().out) == says
     monkeypatch.setenv("CC", "missing-cc")
     with pytest.raises(ValueError, match="without missing-cc .*apt-get install"):
         nr.parse_config([])

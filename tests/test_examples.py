@@ -3,6 +3,7 @@ import copy
 import dataclasses
 import math
 import random
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import data
 import nano_rlvr as nr
 from conftest import ROOT, close, fixed_rollouts, make_config, naive_logps, write_rows
-from examples import curriculum, distill, dpo, entropy, kl, sft
+from examples import async_rl, curriculum, distill, dpo, entropy, kl, sft
+from runtime.dist import RunError
 
 
 @pytest.fixture
@@ -81,10 +83,34 @@ def test_sft_imitates_the_right_and_complete_lines_of_a_file_and_their_ends(toke
         {"question": "1+2", "completion": "3", "right": True},
         {"question": "1+2", "completion": "4", "right": False},
         {"question": "5+6+7", "completion": "5+6=11", "finish": "length"},
-        {"question": "5+6+7", "completion": "5+6=11\n11+7=18"}])
-    demos = sft.read_demos(path, tokenizer, "chat")
-    assert [tokenizer.decode(r.completion) for r in demos] == [
-        "3<|endoftext|>", "5+6=11\n11+7=18<|endoftext|>"]
+        {"question": "5+6+7", "completion": "5+6=11\u2028\n11+7=18"}], encoding="utf-8-sig")
+    with open(path, "a") as file:
+        file.write("\n" + '{"question": "8", "completion": "%s"}' % ("1" * 10**5))
+    notes, cfg = [], make_config(max_tokens=40)
+    demos = sft.read_demos(path, tokenizer, cfg, {"1+2"}, notes.append)
+    assert [r.text for r in demos] == ["5+6=11\u2028\n11+7=18"]
+    assert notes == ["1 of 3 demonstrations left out: their questions are held out",
+                     "1 of 3 demonstrations left out: longer than --max_prompt or --max_tokens"]
+    for bad in b'{"question": "\xe9"}', b"[" * 10**5, b"[]", b'{"question": "1", "completion": 2}':
+        (tmp_path / "bad.jsonl").write_bytes(b"\n" + bad)
+        with pytest.raises(RunError, match="^--demos .*bad.jsonl:?2?: .*"):
+            sft.checked_sampler(cfg, str(tmp_path / "bad.jsonl"))
+
+
+def test_flags_that_are_not_the_example_s_idea_and_a_sampler_that_hangs_end_the_run(monkeypatch):
+    monkeypatch.setattr(nr, "Sampler", None)
+    for changes, says in (({"aggregate": "sequence"}, "dpo.py needs --aggregate constant"),
+                          ({"ratio": "product"}, "dpo.py needs --ratio token"), ({}, "--beta nan")):
+        fine = dict(aggregate="constant", kl_coef=0.0, correction="none")
+        with pytest.raises(RunError, match=says):
+            dpo.checked_sampler(make_config(**fine | changes), math.nan)
+    with pytest.raises(RunError, match="^--teacher: --model nowhere: its config.json"):
+        distill.checked_sampler(make_config(), "nowhere")
+    # a sampler that hangs
+    llm = SimpleNamespace(started=Future(), seconds=0.1, process=SimpleNamespace(_processes={}))
+    run = SimpleNamespace(llm=llm, checkpoints=SimpleNamespace(progress=SimpleNamespace(step=0)))
+    with pytest.raises(RunError, match="has not answered for --timeout minutes"):
+        async_rl.train(run)
 
 
 def test_the_kl_in_the_reward_is_subtracted_from_it_and_not_in_the_loss(

@@ -37,7 +37,8 @@ def test_the_arms_are_valid_commands_that_differ_and_take_equal_samples(name, mo
 
 def test_the_stages_of_r1_are_valid_commands(monkeypatch):
     files = {name: Path(f"{name}.jsonl") for name in ("demos", "mix", "sums", "strings")}
-    commands = r1.commands(7, Path("out"), files)
+    commands = r1.commands(7, Path("/tmp/a b{}"), files)
+    assert "/tmp/a b{}/base" in commands["Zero"]
     assert len(parsed(commands.values(), monkeypatch)) == len(commands)
 
 

@@ -175,6 +175,18 @@ def test_each_flag_of_the_advice_makes_the_plan_smaller(monkeypatch):
         assert total(**{name: type(getattr(cfg, name))(x)}) < total(), name
 
 
+@pytest.mark.parametrize("given", [{}, {"lora_rank": 16}, {"kl_coef": 0.0}])
+def test_where_host_memory_is_short_each_flag_of_the_advice_takes_less_of_it(given):
+    with pytest.raises(ValueError, match="needs about .* of host memory") as e:
+        card(24, host=4, offload="optimizer", **given)
+    cfg = nr.Config(**{"dtype": "bfloat16", "offload": "optimizer"} | given)
+    for flag in str(e.value).partition("--")[2].split(" --"):
+        name, x = flag.split()
+        less = dataclasses.replace(cfg, **{name: x if x == "none" else int(x)})
+        host = [memory.step_bytes(c, shape_of("1.5B"), gpu=True)["total"][2] for c in (less, cfg)]
+        assert host[0] < host[1], flag
+
+
 def test_out_of_memory_ends_a_run_in_one_line_with_the_flags_to_change(tmp_path):
     def full(cfg):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling\nMore lines.")

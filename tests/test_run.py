@@ -128,7 +128,7 @@ def test_metrics_hold_every_diagnostic(run):
 
 @pytest.mark.numeric
 def test_a_run_leaves_a_line_per_sample_its_settings_and_the_weights_of_each_step(run):
-    rows, lr = read_rows(run / "rollouts.jsonl"), nr.flags.MODELS["models/tiny"]["lr"]
+    rows, lr = read_rows(run / "rollouts.jsonl"), nr.flags.model_row("models/tiny")["lr"]
     assert len(rows) == 2 * 32
     for group in (rows[i:i + 4] for i in range(0, len(rows), 4)):
         assert len({r["prompt"] for r in group}) == 1

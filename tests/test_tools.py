@@ -152,6 +152,7 @@ SAMPLE = "rs = rollout(llm, prompts, n, temperature, max_tokens, seeds, **more);
     ("rs[3].vllm_logps[1] = 0.5", "Rollout 3 .* log-prob 0.5, .* finite and at most 0"),
     ("rs[1].text = None", "Rollout 1 .* without text"),
     ("rs[3].vllm_logps += [-1.0]", "Rollout 3 .* not lists of one length"),
+    ("rs = rollout(llm, prompts, n, 1.0, 99, seeds, ignore_eos=True)", "Rollout 0 .* --max_tokens"),
     ("rs[3].vllm_logps = None", "Rollout 3 .* not lists of one length"),
     ("rs[0].loss_mask = [False] * len(rs[0].loss_mask)", "Rollout 0 .* no token is sampled"),
     ("raise KeyError('the\\nserver')", "KeyError: 'the.*server' .line 4.$"),

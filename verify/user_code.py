@@ -1,8 +1,10 @@
 """Functions in a user's file: a reward, a rollout, rows. Their errors are one line."""
+import contextlib
 import difflib
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -36,8 +38,8 @@ def load(spec, kind="reward"):
     except (Exception, SystemExit) as e:  # a user's file: any type
         raise ValueError(f"{kind} {spec}: {user_error(e, spec)}") from None
     function = getattr(found, name, None)
-    if not callable(function):
-        near = difflib.get_close_matches(name, vars(found).keys() - {name}, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{kind} {spec} is not a function{hint}")
-    return function
+    with contextlib.suppress(TypeError, ValueError):  # no function, a class without a signature
+        inspect.signature(function)
+        return function
+    near = "".join(difflib.get_close_matches(name, vars(found).keys() - {name}, 1))
+    raise ValueError(f"{kind} {spec} is not a function; did you mean {near or 'another file'}?")

@@ -19,6 +19,7 @@ the strings (what is forgotten?), and the completions and seconds of training.
 """
 import json
 import random
+import shlex
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -43,16 +44,16 @@ RL = "--lr 1e-4 --prompts 16 --samples 8 --steps 30"
 READ = "nano_rlvr.py --steps 0 --eval_size 3840 --eval_data"  # one answer to each question
 # arm -> (the model it starts from, its command); {x} is the folder of arm x, same seed, or a file
 ARMS = {
-    "Zero": ("base", f"nano_rlvr.py {RL}"),
-    "cold": ("base", f"examples/sft.py --demos {{demos}} {SFT} 20"),
+    "Zero": ("{base}", f"nano_rlvr.py {RL}"),
+    "cold": ("{base}", f"examples/sft.py --demos {{demos}} {SFT} 20"),
     "RL": ("{cold}/final", f"nano_rlvr.py {RL}"),
     "RL-reads": ("{RL}/final", f"{READ} {{mix}}"),
-    "SFT": ("base", f"examples/sft.py --demos {{RL-reads}}/eval.jsonl {SFT} 30"),
+    "SFT": ("{base}", f"examples/sft.py --demos {{RL-reads}}/eval.jsonl {SFT} 30"),
     "R1": ("{SFT}/final", f"nano_rlvr.py {RL} --data {{mix}}"),
     "R1-reads": ("{R1}/final", f"{READ} {{sums}}"),
-    "off-policy": ("student", f"examples/sft.py --demos {{R1-reads}}/eval.jsonl {SFT} 60"),
-    "on-policy": ("student", f"examples/distill.py --teacher {{R1}}/final {RL}"),
-    "small-RL": ("student", f"nano_rlvr.py {RL}"),
+    "off-policy": ("{student}", f"examples/sft.py --demos {{R1-reads}}/eval.jsonl {SFT} 60"),
+    "on-policy": ("{student}", f"examples/distill.py --teacher {{R1}}/final {RL}"),
+    "small-RL": ("{student}", f"nano_rlvr.py {RL}"),
 }
 SHOWN = ("Zero", "cold", "RL", "SFT", "R1", "off-policy", "on-policy", "small-RL")
 SAME = ("--task arithmetic --template chat --max_prompt 64 --max_tokens 96 --kl_coef 0 --rewards "
@@ -104,13 +105,13 @@ def write_data(out):
     """The files of the stages -> {name: path}. No held-out question is in a file to train on."""
     rng = random.Random(0)
     sums = nr.data.load("arithmetic", "train", 3840, 0)
-    strings = generate(reverse, "train", 1000, 0)
+    strings = list(generate(reverse, "train", 1000, 0))
     demos = [dict(e, completion="<think>{}</think><answer>{}</answer>".format(
         "\n".join(worked(e["question"])[0]), e["answer"])) for e in sums[:256]]
     mix = sums[:1000] + strings
     rng.shuffle(mix)
     files = {"demos": demos, "mix": mix, "sums": sums,
-             "strings": generate(reverse, "test", 200, 0)}
+             "strings": list(generate(reverse, "test", 200, 0))}
     for name, rows in files.items():
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {name: out / f"{name}.jsonl" for name in files}
@@ -162,11 +163,12 @@ def report(folders, path):
 def commands(seed, out, files):
     """{arm: its command as a list} for a seed."""
     places = files | {arm: out / f"{arm}-{seed}" for arm in ARMS}
+    places |= {model: out / model for model in ("base", "student")}
+    quoted = {name: shlex.quote(str(path)) for name, path in places.items()}  # may have blanks
     found = {}
-    for arm, (model, command) in ARMS.items():
-        start = model if "{" in model else out / model
+    for arm, (start, command) in ARMS.items():
         words = f"{command} {SAME} --model {start}" + (f" {TEST}" if arm in SHOWN else "")
-        script, *flags = words.format(**places).split()
+        script, *flags = shlex.split(words.format(**quoted))
         found[arm] = [sys.executable, "-m", common.module(script), *flags]
     return found
 
@@ -177,6 +179,11 @@ def main(argv):
     parser.add_argument("--out", type=Path, default=ROOT / "runs/r1")
     args = parser.parse_args(argv)
     out = args.out.resolve()
+    if "," in str(out) or not str(out).isprintable():
+        parser.error(f"--out {str(out)!r}: choose a path without commas and line breaks: a comma "
+                     "separates the sets of --eval_data")
+    if min(args.seeds) < 0 or len({*args.seeds}) < len(args.seeds):
+        parser.error(f"--seeds {args.seeds}: must be different numbers from 0")
     for name, layers in (("base", (0, 1, 2, 3)), ("student", (0, 3))):
         if not (out / name / "tokenizer.json").exists():
             make_base(out / name, layers)
