@@ -182,30 +182,24 @@ def test_text_that_is_not_a_program_fails_without_an_error():
         assert jail.run_asserts(text, ["assert False"]) == [False]
 
 
-HONEST = """from collections import Counter, namedtuple
-from dataclasses import dataclass
-from enum import Enum
-import math
-P, Color = namedtuple("P", "x y"), Enum("Color", "RED")
-@dataclass
+HONEST = """import dataclasses, enum, math
+from collections import Counter, namedtuple
+P, Color, Numbers = namedtuple("P", "x y"), enum.Enum("Color", "RED"), type("N", (list,), {})
+count, same = lambda n: (i for i in range(n)), lambda x: x
+@dataclasses.dataclass
 class Money:
     n: int
-    def __mul__(self, k): return Money(self.n * k)
-    def __abs__(self): return abs(self.n)
+    __mul__, __abs__ = lambda self, k: Money(self.n * k), lambda self: abs(self.n)
 class Empty(Exception): code = 3
 class Stack:
     def __init__(self): self.items = []
     def push(self, x): self.items.append(x); return self
-    def pop(self, *a):
-        if not self.items: raise Empty("nothing")
-        return self.items.pop()
+    def pop(self): return self.items.pop() if self.items else fail()
     __len__, __contains__ = lambda self: len(self.items), lambda self, x: x in self.items
-class Numbers(list): pass
+def fail(): raise Empty("nothing")
 def rotate(m): m[:] = [list(row) for row in zip(*m[::-1])]
-def count(n): yield from range(n)
-def same(x): return x
 def sum(a, b): print("sum"); return a + b
-async def later(x): return x
+async def same_later(x): return x
 if __name__ == '__main__': raise SystemExit('no script')"""
 
 
@@ -219,14 +213,14 @@ def test_asserts_are_run_one_by_one_and_see_what_they_would_see_in_one_process()
              "same(Color.RED) is Color.RED and Color.RED.value == 1", "sum(10, 15) == 25",
              "sorted([3, -1], key=same) == [-1, 3] and math.isclose(same(0.5), 0.5)",
              "(rotate(m := [[1, 2], [3, 4]]), m)[1] == [[3, 1], [4, 2]]",
-             "asyncio.run(later(2)) == 2", "same(10**6000) == 10**6000 and same(b'x') == b'x'",
+             "asyncio.run(same_later(2)) == 2", "same(10**6000) == 10**6000 and same(b'x') == b'x'",
              "1\ntry: Stack().pop()\nexcept Empty as e: assert str(e) == 'nothing' and e.code == 3",
-             "1\nwith redirect_stdout(StringIO()) as f: sum(1, 2)\nassert f.getvalue() == 'sum\\n'"]
+             "1\nwith redirect_stdout(io.StringIO()) as f: sum(1, 2)\nassert f.getvalue() > 'sum'"]
     wrong = ["[1] == (1,)", "{'a': 1} == {'a': 2}", "'1' == 1", "Money(1) == Money(2)", "P('x')",
              "f(", "Money(1) == 1", "same([1]) is None", "same(x := [1]) is not x"]
-    tests = ["import asyncio\nfrom io import StringIO\nfrom contextlib import redirect_stdout\n"
-             f"assert {test}" for test in wrong + right]
-    assert jail.run_asserts(HONEST, tests, 30) == [False] * len(wrong) + [True] * len(right)
+    start = "import asyncio, io\nfrom contextlib import redirect_stdout\nassert "
+    passed = jail.run_asserts(HONEST, [start + test for test in wrong + right], 30)
+    assert passed == [False] * len(wrong) + [True] * len(right)
 
 
 LIAR = "class Same:\n" + "".join(
@@ -235,12 +229,11 @@ LIAR = "class Same:\n" + "".join(
         ("len hash", 2), ("iter", "iter([s, s])")) for name in names.split())
 PATCHES = "abs=lambda x: 0, len=lambda x: 2, sorted=lambda x: [1, 2], isinstance=T, all=T, any=T"
 FORGERIES = [
-    "import sys; sys.exit(0)", "def f(*a): import os; os._exit(0)",
+    "raise SystemExit(0)", "import os\ndef f(*a): os._exit(0)",
     "from unittest.mock import ANY\ndef f(*a): return ANY",
     *(LIAR + line for line in (
-        "Same.__sub__ = lambda s, x: 0.0\ndef f(*a): return Same()",
+        "Same.__sub__, Same.__class__ = lambda s, x: 0.0, int\ndef f(*a): return Same()",
         "f = type('f', (Same,), {'__init__': lambda s, *a: None})",
-        "Same.__class__ = property(lambda s: int)\ndef f(*a): return Same()",
         "def f(*a): return [Same(), Same()]", "def f(*a): yield from (Same(), {Same(): Same()})")),
     *(LIAR.replace("Same", f"Same({kind})") + f"def f(*a): return Same({value})"
       for kind, value in (("int", 8), ("float", 8), ("str", 8), ("list", [8]), ("dict", ""))),
@@ -259,15 +252,14 @@ FORGED = [
     "(x := f(1) == 4) and x", "f(1) < 5 and f(1) > 3", "sorted(f(3)) == [1, 2]", "f(1) % 2 == 1",
     "math.isclose(f(1), 0.5)", "all(f(i) == i for i in (1, 2))", "set(f(1)) == {1, 2}",
     "isinstance(f(1), int) and f(1) == 3", "not f(1) - 0.5 and f(1) == 0.5", "f(f(1)) == f(1) == 4",
-    "[f(1), f(2)] == [1, 2]", "f(1)[0] == 1", "len(f(1)) == 2 and f(1) == [1, 2]", "f(1) == 'x'",
-    "Fraction(1, 2) == f(1)", "1\ntry: f(1) == 4\nexcept TypeError: pass\nassert f(2) == 5"]
+    "[f(1), f(2)] == [1, 2]", "f(1) == 'x'", "Fraction(1, 2) == f(1)", "len(f(1)) == f(1)[0]",
+    "1\ntry: f(1) == 4\nexcept TypeError: pass\nassert f(2) == 5"]
 
 
 def test_no_test_is_passed_by_exiting_early_or_by_what_is_equal_to_everything():
     tests = [f"import math\nfrom fractions import Fraction\nassert {test}" for test in FORGED]
     for program in FORGERIES:
-        passed = jail.run_asserts(program, tests, seconds=20)
-        assert passed == [False] * len(FORGED), (program, passed)
+        assert not any(jail.run_asserts(program, tests, seconds=20)), program
     assert jail.run_asserts("def f(x):\n    while True: pass", ["assert f(3) == 9"], 1) == [False]
 
 

@@ -1,5 +1,4 @@
 """Functions in a user's file: a reward, a rollout, rows. Their errors are one line."""
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -37,7 +36,5 @@ def load(spec, kind="reward"):
         raise ValueError(f"{kind} {spec}: {user_error(e, spec)}") from None
     function = getattr(found, name, None)
     if not callable(function):
-        near = difflib.get_close_matches(name, vars(found).keys() - {name}, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"{kind} {spec} is not a function{hint}")
+        raise ValueError(f"{kind} {spec} is not a function")
     return function
