@@ -5,8 +5,7 @@ r"""Rewards: what a completion is worth. Every reward is a function in TRL's con
 with one value per completion. None means "no reward": the completion is left out, it does not
 count as 0. Completions are strings or TRL's lists of messages, columns are those of the data set
 and what Verifier adds. So TRL's reward functions work here, and these functions work in TRL.
-KNOWN, at the end of this file, has their names; examples/README.md names more: a judge,
-instructions, programs with tests.
+KNOWN, at the end of this file, has their names; examples/README.md names more.
 
 Your own reward is a file and a flag. `@each` turns a function of one text and its columns into
 TRL's convention:
@@ -56,10 +55,8 @@ def each(score_one):
     @functools.wraps(score_one)
     def reward(completions, *args, **columns):
         columns |= zip(names, args)
-        columns = {name: columns[name] for name in names if columns.get(name) is not None}
-        for name, column in columns.items():
-            if isinstance(column, (str, int, float)):
-                columns[name] = [column] * len(completions)
+        columns = {name: [column] * len(completions) if isinstance(column, (str, int, float))
+                   else column for name in names if (column := columns.get(name)) is not None}
         values = []
         for completion, *row in zip(completions, *columns.values(), strict=True):
             given = {name: value for name, value in zip(columns, row)
@@ -218,12 +215,10 @@ math_reward.reads_gold = True
 
 # --------------------------------------------------------------------------------------- by name
 
-REWARDS = {  # name: function  # the columns it reads; what 1.0 means
-    "gsm8k": gsm8k_reward,  # answer; the final answer is this number
-    "math": math_reward,  # answer (LaTeX); the final answer is equal to it (math-verify)
-}
 EXAMPLES = Path(__file__).parent / "examples"
-KNOWN = {name: f"rewards:{function.__name__}" for name, function in REWARDS.items()} | {
+KNOWN = {  # name: function  # the columns it reads; what 1.0 means
+    "gsm8k": "rewards:gsm8k_reward",  # answer; the final answer is this number
+    "math": "rewards:math_reward",  # answer (LaTeX); the final answer is equal to it
     "countdown": f"{EXAMPLES}/countdown.py:countdown_reward",  # numbers, target
     "format": f"{EXAMPLES}/shaping_rewards.py:format_reward",  # <think>...</think><answer>...
     "overlong": f"{EXAMPLES}/shaping_rewards.py:overlong",  # completion_ids; -1 at max_tokens
@@ -257,8 +252,8 @@ def start_verifier(cfg, train_set, eval_set, notify=print):
         cfg.rewards, timeout=cfg.reward_timeout, messages=cfg.template == "chat",
         random_seed=cfg.seed, max_tokens=cfg.max_tokens,
         overlong_buffer=math.ceil(cfg.overlong_buffer * cfg.max_tokens) or None)
-    started.check_columns(train_set, cfg.data or cfg.task)
-    started.check_columns(eval_set, cfg.eval_data or cfg.data or cfg.task)
-    for examples in (train_set, eval_set):
+    source = cfg.data or cfg.task
+    for examples, name in (train_set, source), (eval_set, cfg.eval_data or source):
+        started.check_columns(examples, name)
         started.count_unreadable(examples, notify)
     return started

@@ -3,19 +3,22 @@
 Inside there is no network, no environment variable, process or file of ours, and one small writable
 folder. A program ends together with everything it started. ALLOW_UNSAFE_CODE=1 in the environment
 lets programs run without a jail where none can be built.
+
+Two things are not hidden: /proc/self/mountinfo names the path of our interpreter, and programs that
+run at the same time can lock files of it, and so tell each other something.
 """
 import contextlib
 import functools
 import inspect
 import json
 import os
-import secrets
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 JAIL_MEMORY = 512 << 20  # bytes: the limit of a process, and of all of a program's together
 JAIL_DISK = 64 << 20  # bytes in the scratch folder, the only writable one
@@ -39,23 +42,34 @@ def run_program(program, inputs, seconds=4.0, output=1 << 16):
 
 
 def run_asserts(program, tests, seconds=4.0):
-    """Run a Python program, then each of `tests` (source with asserts) in its namespace.
+    """Run a Python program, then each of `tests` (source with asserts) with its names.
 
-    Returns a bool per test. A program passes no test by exiting early, by catching AssertionError
-    or by returning objects that are equal to everything. It does share a process with its tests: a
-    program written to attack this harness could report a pass, though not leave the jail. Tests on
-    input and output (run_program) cannot be forged like this.
+    Returns a bool per test. The program and the tests run in two processes (asserts.py), so that
+    a program passes no test by exiting early, by replacing Python's functions or modules, by
+    reading or writing what the tests read and report, or by returning what is equal to everything:
+
+    - Numbers, texts, None, lists, tuples, dicts, sets and the standard library's Counter, deque,
+      OrderedDict, defaultdict, Fraction, Decimal, UUID, Path, dates and times reach a test as new
+      objects of these types, also from within each other. An object of a subclass counts as one of
+      its plain type.
+    - A test in which another object of the program is compared with such a value fails (None may be
+      compared), as does one in which arithmetic with both gives a number or decides something.
+    - Two objects of the program compare themselves, if the test has made one of them by a class
+      that it names with a capital letter: `Point(1, 2) + Point(0, 1) == Point(1, 3)` trusts Point.
+      So does `x in Bag()`. What a method says, such as `stack.is_empty()`, is the program's word.
+    - A name of Python's in a test is Python's, unless the program defines it and the test names
+      nothing else of the program: sum(10, 15) is then about the program's sum.
+
+    A call from a test takes 0.1 ms more than in one process. The tests' globals are not the
+    program's, which cannot see what a test defines unless it is an argument.
 
     >>> run_asserts("def f(a): return a + 1", ["assert f(2) == 3", "assert f(1) == 3"])
     [True, False]
     """
-    secret = secrets.token_hex(16)
-    job = {"program": program, "harness": _source(_run_tests), "output": 0,
-           "runs": [["", json.dumps([secret, tests])]]}
+    harness = Path(__file__).with_name("asserts.py").read_text()
+    job = {"program": program, "harness": harness, "output": 0, "runs": [["", json.dumps(tests)]]}
     (_, _, report), = _run(job, seconds, check())
-    if not report.startswith(secret):
-        return [False] * len(tests)
-    return json.loads(report[len(secret):])
+    return json.loads(report or "null") or [False] * len(tests)
 
 
 def check():
@@ -93,7 +107,8 @@ def _run(job, seconds, jailed):
     command = ["-S", "-s", "-B", "-X", "utf8", "-c", _source(_supervise)]
     command = _jailed(command) if jailed else [os.path.realpath(sys.executable), *command]
     env = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": SCRATCH, "LANG": "C.UTF-8",
-           "PYTHONHASHSEED": "0", "LD_LIBRARY_PATH": "/python/lib"}
+           "PYTHONHASHSEED": "0", "LD_LIBRARY_PATH": "/python/lib",
+           "MALLOC_ARENA_MAX": "1"}  # glibc reserves 64 MB of the limit for each thread
     with contextlib.nullcontext("/") if jailed else tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             command, cwd=folder, env=env, start_new_session=not jailed,
@@ -180,8 +195,9 @@ def _supervise():
         """
         arch, clone, mmap = 0xC000003E, 56, 9  # the numbers of x86-64
         # memfd_create memfd_secret shmget semget msgget vmsplice bpf, io_uring_setup (its requests
-        # pass the filter), socket setsockopt (buffers), add_key request_key keyctl, unshare clone3
-        calls = 319, 447, 29, 64, 68, 278, 321, 425, 41, 54, 248, 249, 250, 272, 435
+        # pass the filter), socket setsockopt (buffers), add_key request_key keyctl, unshare clone3,
+        # io_setup (the machine has 65,536 events for all)
+        calls = 319, 447, 29, 64, 68, 278, 321, 425, 41, 54, 248, 249, 250, 272, 435, 206
         load, equal, has, mask = 0x20, 0x15, 0x45, 0x54  # then: lines to skip if true, false; value
         fail, allow = (0x06, 0, 0, 0x50000 | errno.ENOSYS), (0x06, 0, 0, 0x7FFF0000)
         lines = [(load, 0, 0, 4), (equal, 1, 0, arch), fail,
@@ -263,55 +279,3 @@ def _supervise():
                   for n, size in ((1, job["output"]), (4, 1 << 16))]
         results.append([status, *output])
     print(json.dumps(results))
-
-
-def _run_tests():
-    """Runs in the jail: loads the program, then (not before) reads its tests and runs each."""
-    import sys
-    import types
-    from ast import Call, Compare, Eq, Load, Name, NodeTransformer, fix_missing_locations, parse
-    from json import dumps, loads
-    from os import _exit, read, write
-
-    # bound here, because the program may rebind these names
-    build, run, kind, sub, every = compile, exec, type, issubclass, all
-    numbers = bool, int, float, complex
-
-    def same(got, want):
-        """got == want, but an object of the program's own class equals no number, text or list."""
-        k = kind(want)
-        if k in numbers:
-            return kind(got) in numbers and got == want
-        if k in (list, tuple):
-            return (sub(kind(got), k) and k.__len__(got) == len(want)
-                    and every(map(same, k.__iter__(got), want)))
-        if k is dict:
-            return (sub(kind(got), dict) and dict.__len__(got) == len(want)
-                    and every(dict.__contains__(got, key)
-                              and same(dict.__getitem__(got, key), want[key]) for key in want))
-        if k in (str, bytes):
-            return sub(kind(got), k) and k.__eq__(got, want)
-        return got is None if want is None else got == want
-
-    class Guard(NodeTransformer):
-        def visit_Assert(self, node):  # assert a == b  ->  assert same(a, b)
-            if kind(node.test) is Compare and [kind(op) for op in node.test.ops] == [Eq]:
-                both = [node.test.left, node.test.comparators[0]]
-                node.test = Call(func=Name(id="_same", ctx=Load()), args=both, keywords=[])
-            return node
-
-    module = sys.modules["program"] = types.ModuleType("program")
-    with open("program.py", encoding="utf-8") as f:
-        run(build(f.read(), "program.py", "exec"), module.__dict__)
-    secret, tests = loads(read(3, 1 << 26))
-    passed = []
-    for test in tests:
-        try:
-            module._same = lambda a, b: same(a, b) and same(b, a)
-            tree = fix_missing_locations(Guard().visit(parse(test)))
-            run(build(tree, "test", "exec"), module.__dict__)
-            passed.append(True)
-        except BaseException:  # SystemExit too: exiting early is not passing
-            passed.append(False)
-    write(4, (secret + dumps(passed)).encode())
-    _exit(0)

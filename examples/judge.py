@@ -41,8 +41,8 @@ where n is a whole number from 0 to 10."""
 def judge(text, question, rubric=None, answer=None, timeout=5.0):
     """The model's score of the text after </think>, 0.0 to 1.0; None if it gives none.
 
-    Raises TimeoutError if there is no reply within 0.9 * timeout seconds, another exception if the
-    endpoint fails or the cache cannot be read.
+    Raises TimeoutError if there is no reply within 0.9 * timeout seconds, RuntimeError if the
+    endpoint fails, another exception if the cache cannot be read.
     """
     text = after_thinking(text).strip()
     if not text:
@@ -62,10 +62,16 @@ def judge(text, question, rubric=None, answer=None, timeout=5.0):
 def check(timeout=5.0, **_):
     """Asks the judge for one score. Raises ValueError with one line if it gives none."""
     url, model = _endpoint()
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+    usable = False
+    with contextlib.suppress(ValueError):  # of urlsplit: brackets, or the port
+        parts = urlsplit(url)
+        usable = (url.isprintable() and parts.scheme in ("http", "https") and parts.hostname
+                  and parts.port != 0 and not parts.username and not parts.query)
+    if not usable:
         raise ValueError("OPENAI_BASE_URL must look like http://localhost:8000/v1, without "
                          "password or query (a key is read from OPENAI_API_KEY)")
+    if not _key().isascii() or not _key().isprintable():
+        raise ValueError("OPENAI_API_KEY has a character that no header can hold")
     if not model:
         raise ValueError("the judge needs its model's name in JUDGE_MODEL")
     try:
@@ -75,10 +81,11 @@ def check(timeout=5.0, **_):
         raise ValueError(f"the judge's cache {_cache()} cannot be read: {e}") from None
     try:
         reply = _chat(_prompt("4", "2 + 2 = ?"), 0.9 * timeout, retries=0)
-    except Exception as e:  # any type, if the reply is no JSON or has another shape
-        raise ValueError(f"the judge at {url}: {_reason(e)}") from None
+    except (RuntimeError, TimeoutError) as e:
+        raise ValueError(f"the judge at {url}: {e}") from None
     if _score(reply) is None:
-        raise ValueError(f"the judge {model} ends its reply with {reply[-100:]!r} and not with "
+        end = _shown(reply)[-100:]
+        raise ValueError(f"the judge {model} ends its reply with {end!r} and not with "
                          "'SCORE: n', n from 0 to 10; choose a model that follows instructions")
 
 
@@ -92,6 +99,16 @@ def _endpoint():
     return url, os.environ.get("JUDGE_MODEL", "")
 
 
+def _key():  # httpx would print one that has a line break
+    return "".join(os.environ.get("OPENAI_API_KEY", "").split()) or "-"
+
+
+def _shown(text):
+    """What a server says, without our key, which it may repeat, and without escape sequences."""
+    text = text.replace(_key(), "***") if len(_key()) > 1 else text
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 def _reason(e):
     """Why a request failed and what to do, in one line."""
     import openai
@@ -99,13 +116,13 @@ def _reason(e):
     if isinstance(e, TimeoutError):
         return "no reply in time; is the judge running? A slow one needs a longer --reward_timeout"
     if isinstance(e, openai.APIStatusError):
-        said = " ".join(f"{e.response.reason_phrase} {e.response.text}".split())[:200]
+        said = " ".join(_shown(f"{e.response.reason_phrase} {e.response.text}").split())[:200]
         advice = "; set OPENAI_API_KEY" if e.status_code in (401, 403) else ""
         return f"HTTP {e.status_code} {said}{advice}"
     if isinstance(e, openai.APIConnectionError):
         return f"{e.__cause__ or e}; start the judge, or correct the address"
-    return (f"not the reply of an OpenAI-compatible endpoint ({type(e).__name__}: {str(e)[:100]}); "
-            "its address usually ends with /v1")
+    said = _shown(f"{type(e).__name__}: {e}")[:100]  # any type: no JSON, or of another shape
+    return f"not the reply of an OpenAI-compatible endpoint ({said}); its address ends with /v1?"
 
 
 def _prompt(text, question, rubric=None, answer=None):
@@ -120,22 +137,25 @@ def _chat(prompt, seconds, retries=4):
     """The reply (str) of a model to one message. openai retries 429, 5xx and lost connections.
 
     Raises TimeoutError after `seconds`: httpx limits each read, but a reply may come in drops.
+    RuntimeError if there is no reply. Both have one line.
     """
     import openai  # takes 0.7 s
     url, model = _endpoint()
 
     async def answered():
-        # httpx would print a key that has a line break
-        key = "".join(os.environ.get("OPENAI_API_KEY", "").split()) or "-"
         http = openai.DefaultAsyncHttpxClient(follow_redirects=False)  # our key would follow
-        client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=None, max_retries=retries,
+        client = openai.AsyncOpenAI(base_url=url, api_key=_key(), timeout=None, max_retries=retries,
                                     http_client=http)
         async with client, asyncio.timeout(seconds):
             return await client.chat.completions.create(
                 model=model, messages=[{"role": "user", "content": prompt}], temperature=0,
                 max_tokens=512)
 
-    return str(asyncio.run(answered()).choices[0].message.content)
+    try:
+        return str(asyncio.run(answered()).choices[0].message.content)
+    except Exception as e:
+        kind = TimeoutError if isinstance(e, TimeoutError) else RuntimeError
+        raise kind(_reason(e)) from None  # the texts of e may have our key
 
 
 def _score(reply):

@@ -127,6 +127,8 @@ def test_parts_are_left_out_added_or_none_and_a_time_out_may_be_the_functions_ow
     """None is left out of the sum, but a crash makes the sample None."""
     values, _, _ = judge("misbehaves:0.5,odd:2", ["ok", "none", "raise"])
     assert values == [0.25, 0.0, None]
+    values, _, metrics = judge("misbehaves:0.5:-1,odd:2", ["raise", "hang"])  # -1 in their place
+    assert values == [1.5, -0.5] and metrics == {"reward/timeouts": 1.0, "reward/crashes": 1.0}
     assert judge("late", ["a", "b"])[2] == {"reward/timeouts": 2.0, "reward/crashes": 0.0}
     # no **columns, and a coroutine
     columns = {"answer": ["a", "a"], "prompts": ["p", "p"]}
@@ -207,12 +209,24 @@ def test_a_closed_verifier_raises_and_leaves_no_process(my):
         verify(["a"])
 
 
+@pytest.mark.parametrize("where, says", [("==", "^a process .*No such process$"), ("!=", "")])
+def test_a_process_that_cannot_be_started_is_named(tmp_path, monkeypatch, where, says):
+    (tmp_path / "my.py").write_text(
+        "import os\nserver, f, fork = os.getpid(), lambda completions: [1.0], os.fork\n"
+        f"os.fork = lambda: os.kill(2**30, 0) if os.getpid() {where} server else fork()")
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0, 0))
+    with rewards.Verifier(f"{tmp_path}/my.py:f", timeout=9) as verify:
+        with pytest.raises(OSError, match=says) if says else contextlib.nullcontext():
+            assert verify(["x"])[0] == [None] and "No such" in verify.crashes["f"]
+        assert verify.pool.limit == 3 * 9  # the machine is busy
+
+
 # ---- columns
 
 
 def test_a_text_is_no_reward_and_a_function_that_waits_for_a_network_is_called_per_text(judge):
     text = verifier._call(lambda completions: ["yes"], ["aBcDe"], {})
-    assert "TypeError: returned the text 'yes'; it must be a number or None" in text
+    assert "TypeError: must be real number, not str" in text
     assert judge("asks,size:0.5", ["cd", "e"])[0] == [2.0 + 0.5 * 2, 2.0 + 0.5]
 
 

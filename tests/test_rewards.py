@@ -29,7 +29,8 @@ needs_jail = pytest.mark.skipif(not jail.isolates(), reason="this machine cannot
 JUDGE = f"{ROOT}/examples/judge.py:judge"
 OWN = {name: f"{ROOT}/examples/shaping_rewards.py:{name}"
        for name in ("language", "repetition", "length_kimi")}
-FUNCTIONS = rewards.REWARDS | {name: getattr(shaping, name) for name in OWN}
+FUNCTIONS = {name: getattr(shaping, name) for name in OWN}
+FUNCTIONS |= {"gsm8k": rewards.gsm8k_reward, "math": rewards.math_reward}
 FUNCTIONS["instruction"] = instructions.instruction
 FUNCTIONS["countdown"] = countdown.countdown_reward
 FUNCTIONS["random"] = random_reward.random_reward
@@ -181,10 +182,10 @@ def test_a_row_that_lacks_a_column_gets_the_default_of_each():
 
 @pytest.mark.parametrize("spec, says", [
     ("gsm8k,", "unknown reward ''; known: gsm8k, math"), ("my.py", "unknown reward 'my.py'"),
-    ("gsm8k:1:2", "must be a finite number"), ("gsm8k:nan", "must be a finite number"),
+    ("gsm8k:1:2:3", "must be a finite number"), ("gsm8k:nan", "must be a finite number"),
     ("gsm8k,gsm8k:2", "named twice"), ("nowhere.py:f", "'nowhere.py' does not exist"),
     ("no_such_module:f", "No module named"), ("sys:path", "is not a function"),
-    ("sys:exitt", "sys:exitt is not a function; did you mean exit?"),
+    ("sys:exitt", "sys:exitt is not a function"),
 ])
 def test_a_bad_spec_raises_a_one_line_error(spec, says):
     with pytest.raises(ValueError) as caught:
@@ -370,7 +371,7 @@ def test_a_busy_judge_is_asked_again_one_that_fails_is_a_crash_and_one_that_hang
         judge.statuses = [400]  # not asked again; and not the other reward alone, which would train
         values, _, metrics = verify(["y", "z"], question=["Why?"] * 2)
         assert values == [None, None] and metrics == {"reward/timeouts": 0, "reward/crashes": 2}
-        assert len(judge.asked) == 4 + 2 and "BadRequestError" in verify.crashes["judge"]
+        assert len(judge.asked) == 4 + 2 and "RuntimeError: HTTP 400 Bad" in verify.crashes["judge"]
         judge.wait = threading.Event().wait
         values, parts, metrics = verify(["hang"] * 9, question=["Why?"] * 9)
         assert values == [None] * 9 and parts["format"] == [0.0] * 9
@@ -384,8 +385,13 @@ def test_a_busy_judge_is_asked_again_one_that_fails_is_a_crash_and_one_that_hang
     ({"JUDGE_MODEL": ""}, "needs its model's name in JUDGE_MODEL$"),
     ({"statuses": [401]}, "/v1: HTTP 401 Unauthorized .*; set OPENAI_API_KEY$"),
     ({"drips": 1, "statuses": [400]}, "no reply in time; .* --reward_timeout$"),
-    ({"body": b"{}"}, "not the reply .*(TypeError: .*); its address usually ends"),
-    ({"says": "Is\nright"}, r"the judge m ends its reply with 'Is\\nright' and not with"),
+    ({"body": b"{}"}, "not the reply .*(TypeError: .*); its address ends"),
+    ({"body": b"\x1b[2J sk-sentinelsk-sentinel", "statuses": [401]}, r"ized \[2J \*{3}; set"),
+    ({"says": "sk-sentinelsk-sentinel"}, r"reply with '\*{3}' and not with"),
+    *(({"OPENAI_BASE_URL": f"http://{host}/v1"}, "^OPENAI_BASE_URL must look like")
+      for host in ("127.0.0.1:99999", "[::1", "a\nb", "a:b")),
+    ({"OPENAI_API_KEY": "\xe9"}, "^OPENAI_API_KEY has a character"),
+    ({"says": "Is\nright"}, "the judge m ends its reply with 'Is right' and not with"),
     ({"JUDGE_CACHE": __file__}, "the judge's cache .*rewards.py cannot be read: file is not a"),
 ])
 def test_a_judge_that_cannot_work_ends_in_one_line_at_the_start(judge, monkeypatch, faults, says):

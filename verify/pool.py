@@ -2,15 +2,13 @@
 
     trainer (Pool) -> fork server (imports the functions) -> workers (3 ms per fork)
 
-Why not a library: 20 hung answers among 1,024 at a limit of 5 s take pebble 54 s on 2 cores,
-and it does not kill what a worker started; loky has no limit per call. A fork
-of the trainer would copy CUDA state. Python's signal handlers (signal.alarm) never run while sympy
-computes 9**9**9 inside C code.
+Why not a library: 20 hung answers among 1,024 at a limit of 5 s take pebble 54 s on 2 cores, and it
+does not kill what a worker started; loky has no limit per call. A fork of the trainer would copy
+CUDA state. Python's signal handlers never run while sympy computes 9**9**9 inside C code.
 """
 import contextlib
 import ctypes
 import gc
-import importlib
 import itertools
 import os
 import pickle
@@ -54,12 +52,13 @@ class Worker:
 class Pool:
     """Runs calls in processes that can be killed.
 
-        pool = Pool("module:make_handler", args)
+        pool = Pool(make_handler, args)
         results = pool.run(tasks)
 
-    `make_handler(*args)` is called once, in the fork server, and returns the function `handle` and
-    `about`, what the caller must know. The result of a task is handle(task), Pool.TIMEOUT after
-    `timeout` seconds, or Pool.DIED if the worker ended. Raises ValueError with make_handler's
+    `make_handler(*args)` of a module is called once, in the fork server, and returns the function
+    `handle` and `about`, what the caller must know. The result of a task is handle(task), or text:
+    Pool.TIMEOUT after `timeout` seconds, up to three times as many with more load than cores,
+    Pool.DIED if the worker ended, or why it did not start. Raises ValueError with make_handler's
     message, RuntimeError if it takes too long or ends the process.
 
     A slow call does not delay the others: another worker is forked to go on with them, so 20 calls
@@ -69,8 +68,8 @@ class Pool:
 
     TIMEOUT, DIED = "timeout", "its process died"
 
-    def __init__(self, handler, args=(), workers=None, timeout=5.0, memory=512 << 20):
-        self.setup = pickle.dumps((list(sys.path), CPUS, memory, handler, args))
+    def __init__(self, make_handler, args=(), workers=None, timeout=5.0, memory=512 << 20):
+        self.setup = pickle.dumps((list(sys.path), CPUS, memory, make_handler, args))
         self.timeout = timeout
         self.size = workers or len(CPUS)
         self.workers, self.closed = [], False
@@ -82,9 +81,11 @@ class Pool:
         """The results of tasks, in their order. `waits`: for each, whether it waits for a network.
 
         As many tasks run at a time as the pool has workers, and WAITING tasks that wait. Raises
-        RuntimeError if the pool is closed or the fork server has died and cannot be replaced.
+        RuntimeError if the pool is closed, OSError if no process can be started.
         """
         tasks = [Task(pickle.dumps(task), wait) for task, wait in zip(tasks, waits)]
+        busy = os.getloadavg()[0] / len(CPUS)  # on a busy machine a call gets less of a core
+        self.limit = self.timeout * min(max(busy, 1), 3)
         with self.lock:
             if self.closed:
                 raise RuntimeError("the verifier pool is closed")
@@ -123,14 +124,14 @@ class Pool:
 
     def _step(self):
         """Wait for the next event and handle it."""
-        events = [min(self._slow_at(w), w.started + self.timeout) for w in self.workers if w.task]
+        events = [min(self._slow_at(w), w.started + self.limit) for w in self.workers if w.task]
         seconds = max(0.0, min(events) - time.monotonic())
         ready = wait([worker.conn for worker in self.workers], seconds)
         now = time.monotonic()
         for worker in self.workers[:]:
             if worker.conn in ready:
                 self._receive(worker)
-            elif worker.task and now >= worker.started + self.timeout:
+            elif worker.task and now >= worker.started + self.limit:
                 self._remove(worker, Pool.TIMEOUT)
             elif worker.task and now >= self._slow_at(worker):
                 worker.slow = True
@@ -170,18 +171,18 @@ class Pool:
     def _fork_worker(self):
         for last_try in False, True:
             ours, theirs = socket.socketpair()
-            try:
-                with theirs:
-                    socket.send_fds(self.control, [b"F"], [theirs.fileno()])
-                    pid = int(self.control.recv(16))  # ValueError: b"", end of file
-                self.workers.append(Worker(pid, Connection(ours.detach())))
+            reply = b""  # the fork server has died, or hangs
+            with theirs, contextlib.suppress(OSError):  # also TimeoutError
+                socket.send_fds(self.control, [b"F"], [theirs.fileno()])
+                reply = self.control.recv(200)
+            if reply.isdigit():
+                self.workers.append(Worker(int(reply), Connection(ours.detach())))
                 return self.workers[-1]
-            except (OSError, ValueError):  # the fork server has died, or TimeoutError
-                ours.close()
-                if last_try:
-                    raise
-                self._end_fork_server()
-                self._start_fork_server()
+            ours.close()
+            if last_try or reply:
+                raise OSError(f"a process for the rewards did not start: {reply.decode()}")
+            self._end_fork_server()
+            self._start_fork_server()
 
     def _end_fork_server(self):
         """Kill the fork server, its workers and all that they have started."""
@@ -230,13 +231,12 @@ def _serve():
     in_pool.set()
     control = socket.socket(fileno=int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _keep(control)
-    sys.path[:], cpus, memory, handler, args = pickle.load(sys.stdin.buffer)
+    sys.path[:], cpus, memory, make_handler, args = pickle.load(sys.stdin.buffer)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a function that asks for input gets end of file
     os.sched_setaffinity(0, cpus)
-    module, _, name = handler.partition(":")
     try:
-        handle, about = getattr(importlib.import_module(module), name)(*args)
+        _keep(control)
+        handle, about = make_handler(*args)
     except Exception as e:  # it runs code of users: any type
         error = str(e) if isinstance(e, (ValueError, RuntimeError)) else f"{type(e).__name__}: {e}"
         return control.sendall(pickle.dumps((" ".join(error.split())[:2000], None)))
@@ -248,7 +248,11 @@ def _serve():
         _, fds, *_ = socket.recv_fds(control, 1, 1)
         if not fds:  # the pool is closed, or the trainer has ended
             return
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as e:
+            control.sendall(str(e).encode())
+            continue
         if pid == 0:
             control.close()
             _work(fds[0], handle, memory)
@@ -287,17 +291,21 @@ def _keep(line):
 
 def data_bytes():
     """Bytes of this process that count for RLIMIT_DATA: also those that it has not touched yet."""
-    with open("/proc/self/status") as f:
-        return int(next(line for line in f if line.startswith("VmData")).split()[1]) * 1024
+    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 
 def _work(fd, handle, memory):
     """A worker: run tasks from the socket until the pool closes it. Never returns."""
     try:
         os.setpgid(0, 0)
-        _keep(fd)
-        worker, conn = os.getpid(), Connection(fd)
-        resource.setrlimit(resource.RLIMIT_DATA, [data_bytes() + memory] * 2)
+        conn = Connection(fd)
+        try:
+            _keep(fd)
+            resource.setrlimit(resource.RLIMIT_DATA, [data_bytes() + memory] * 2)
+        except (OSError, ValueError) as e:  # a limit of the user
+            conn.recv()
+            return conn.send(f"its process did not start: {e}")
+        worker = os.getpid()
         while True:
             result = handle(conn.recv())
             if os.getpid() != worker:  # the function has forked, and has returned twice

@@ -1,6 +1,5 @@
 """Functions in a user's file: a reward, a rollout, rows. Their errors are one line."""
 import contextlib
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -41,5 +40,4 @@ def load(spec, kind="reward"):
     with contextlib.suppress(TypeError, ValueError):  # no function, a class without a signature
         inspect.signature(function)
         return function
-    near = "".join(difflib.get_close_matches(name, vars(found).keys() - {name}, 1))
-    raise ValueError(f"{kind} {spec} is not a function; did you mean {near or 'another file'}?")
+    raise ValueError(f"{kind} {spec} is not a function")

@@ -22,8 +22,7 @@ class Traits:
     that it may have, such as my_reward.waits = True.
 
     It may also have `check`, a function of the settings that raises ValueError with one line if the
-    reward cannot work, and `warm`, which imports modules and fills caches. Both are called once,
-    before the workers are forked.
+    reward cannot work, and `warm`, which fills caches. Both are called before workers are forked.
     """
     needs: set  # columns
     whole_batch: bool  # it gets all completions of a spec in one call, after the others
@@ -38,9 +37,9 @@ class Verifier(contextlib.AbstractContextManager):
         rewards, parts, metrics = verify(completions, answer=answers, prompts=prompts)
 
     rewards   one value per completion: the weighted sum of its parts that are not None; None if all
-              parts are None, or if one of them timed out or crashed
+              are None, or if one timed out or crashed, unless its spec has a value ("math:1:0")
     parts     {name: one unweighted value per completion}; None where a row does not name it
-    metrics   reward/timeouts and reward/crashes: how many completions have no reward for that
+    metrics   reward/timeouts and reward/crashes: how many calls did
 
     A column that is a list holds one value per completion. Any other column and the settings
     (max_tokens, random_seed, ...) reach every call unchanged. A call gets one completion, `timeout`
@@ -49,16 +48,15 @@ class Verifier(contextlib.AbstractContextManager):
     printed to stderr; its last line is in the dict `crashes`.
 
     Raises ValueError for a bad spec or a reward that cannot be imported or fails its check,
-    RuntimeError if no process starts. Both have one line.
+    RuntimeError or OSError if no process starts. All have one line.
     """
 
     def __init__(self, spec, workers=None, timeout=5.0, messages=False,
                  memory_mb=512, *, known, **settings):
-        settings = {"timeout": timeout, **settings}
-        args = spec, known, settings
-        self.pool = Pool("verify.verifier:_make_handler", args, workers, timeout, memory_mb << 20)
+        args = spec, known, settings | {"timeout": timeout}
+        self.pool = Pool(_make_handler, args, workers, timeout, memory_mb << 20)
         self.messages = messages
-        self.weights, self.traits = self.pool.about  # {name: weight}, {name: Traits}
+        self.weights, self.traits = self.pool.about  # {name: [weight, value]}, {...}
         self.crashes = {}  # name of a function -> last line of its first crash
 
     def __call__(self, completions, **columns):
@@ -82,20 +80,20 @@ class Verifier(contextlib.AbstractContextManager):
             columns["correct"] = values[single[0]]
         errors += self._judge([(name, range(n)) for name in whole], completions, columns, values)
 
-        rewards, failed = [None] * n, {i for i, _ in errors}
+        rewards, failed = [None] * n, {i for name, i, _ in errors if values[name][i] is None}
         for i in range(n):
-            given = [weight * values[name][i] for name, weight in self.weights.items()
+            given = [weight * values[name][i] for name, (weight, _) in self.weights.items()
                      if values[name][i] is not None]
             if given and i not in failed:
                 rewards[i] = sum(given)
-        timeouts = sum(error == Pool.TIMEOUT for _, error in errors)
+        timeouts = sum(error == Pool.TIMEOUT for *_, error in errors)
         metrics = {"reward/timeouts": float(timeouts),
                    "reward/crashes": float(len(errors) - timeouts)}
         return rewards, values, metrics
 
     def _judge(self, calls, completions, columns, values):
         """Make calls (name of a function, indices of completions) and enter what they return.
-        Returns [(index of a completion, error)] for those that failed."""
+        Returns [(name, index of a completion, error)] for those that failed."""
         tasks, errors = [], []
         for name, rows in calls:
             own = {key: [column[i] for i in rows] if isinstance(column, (list, tuple)) else column
@@ -103,12 +101,11 @@ class Verifier(contextlib.AbstractContextManager):
             tasks.append((name, [completions[i] for i in rows], own))
         waits = [self.traits[name].waits for name, _ in calls]
         for (name, rows), task, result in zip(calls, tasks, self.pool.run(tasks, waits)):
-            if not isinstance(result, str):
-                for i, value in zip(rows, result):
-                    values[name][i] = value
-                continue
-            errors += [(i, result) for i in rows]
-            if result != Pool.TIMEOUT and name not in self.crashes:
+            error = isinstance(result, str)
+            for i, value in zip(rows, [self.weights[name][1]] * len(rows) if error else result):
+                values[name][i] = value
+                errors += [(name, i, result)] * error
+            if error and result != Pool.TIMEOUT and name not in self.crashes:
                 self.crashes[name] = f"{name}: {result.strip().splitlines()[-1]}"
                 print(f"reward {name!r} crashed (printed once, then counted in reward/crashes) on "
                       f"completion {repr(task[1])[:500]} of {repr(task[2])[:500]}\n{result}",
@@ -136,12 +133,12 @@ class Verifier(contextlib.AbstractContextManager):
             sample = examples[::math.ceil(len(examples) / 256) or 1]
             rows = [{key: [value] for key, value in example.items()} for example in sample]
             values = self.pool.run([(name, [""], row) for row in rows])
-            bad = [e for e, value in zip(sample, values) if value != [0.0]]
+            bad = [(value, e) for e, value in zip(sample, values) if value != [0.0]]
             if not bad:
                 continue
-            crashed = [value for value in values if isinstance(value, str)]
-            one = (crashed[0].strip().splitlines()[-1] if crashed
-                   else f"one is {str(bad[0].get('answer'))[:200]!r}")
+            error, example = bad[0]
+            one = (error.strip().splitlines()[-1] if isinstance(error, str)
+                   else f"one is {str(example.get('answer'))[:200]!r}")
             says = f"reward {name}: {len(bad)} of {len(sample)} answers cannot be read, {one}"
             if len(bad) == len(sample):
                 raise ValueError(f"{says}; choose another reward or --answer_key")
@@ -180,7 +177,7 @@ def _make_handler(spec, known, settings):
         return _call(functions[name], completions, columns | settings)
 
     traits = {name: _traits(name, function, settings) for name, function in functions.items()}
-    return handle, ({name: weight for name, weight, _ in parts}, traits)
+    return handle, ({name: numbers for name, numbers, _ in parts}, traits)
 
 
 def _traits(name, function, settings):
@@ -219,8 +216,6 @@ def _call(function, completions, columns):
 
 def _checked(value):
     """What a function returned for a completion as a float or None."""
-    if isinstance(value, str):
-        raise TypeError(f"returned the text {value[:50]!r}; it must be a number or None")
     if value is None or math.isnan(value):  # nan: TRL's form of None
         return None
     if math.isinf(value):
@@ -229,14 +224,14 @@ def _checked(value):
 
 
 def parse_spec(spec, known):
-    """Parse "name:weight,..." into [(name, weight, "module:function"), ...]. Imports nothing.
+    """Parse "name:weight:value,..." into [(name, [weight, value], "module:function"), ...].
 
     A name is a key of `known`, whose value is its "module:function", or it is
-    "my_file.py:function" or "installed.module:function". The weight is optional, by default 1.
-    Raises a one-line ValueError for anything else.
+    "my_file.py:function" or "installed.module:function". The weight is by default 1, the value of a
+    call that times out or crashes None. Imports nothing. A one-line ValueError for anything else.
 
-    >>> parse_spec("gsm8k,my_file.py:brief:0.1", {"gsm8k": "rewards:gsm8k_reward"})
-    [('gsm8k', 1.0, 'rewards:gsm8k_reward'), ('brief', 0.1, 'my_file.py:brief')]
+    >>> parse_spec("gsm8k:1:0,my_file.py:brief:0.1", {"gsm8k": "rewards:gsm8k_reward"})
+    [('gsm8k', [1.0, 0.0], 'rewards:gsm8k_reward'), ('brief', [0.1, None], 'my_file.py:brief')]
     """
     parts = []
     for item in map(str.strip, spec.split(",")):
@@ -248,12 +243,12 @@ def parse_spec(spec, known):
                                  "my_file.py:function, module:function")
             where, name = f"{name}:{rest[0]}", rest.pop(0)
         try:
-            weight = float(":".join(rest)) if rest else 1.0
+            weight, *value = map(float, rest or [1])
         except ValueError:
             weight = math.nan
-        if not math.isfinite(weight):
+        if not math.isfinite(sum(value, weight)) or len(value) > 1:
             raise ValueError(f"reward {item!r}: its weight must be a finite number")
         if name in [other for other, *_ in parts]:
             raise ValueError(f"reward {name!r} is named twice")
-        parts.append((name, weight, where))
+        parts.append((name, [weight, *value, None][:2], where))
     return parts
