@@ -1,6 +1,7 @@
 """What comes from the Hugging Face hub, and errors in one line. Importing this is quick."""
 import functools
 import os
+from textwrap import shorten
 
 
 @functools.cache
@@ -20,8 +21,7 @@ def first_line(error, name=""):
     """An error in one line. `name`: the model or data set that the hub was asked for."""
     if name and not hub_answers():
         return f"the hub is offline or not reachable, and {name} is not in the local cache"
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0].strip()}"
+    return shorten(f"{type(error).__name__}: {error}", 500, placeholder=" ...")
 
 
 _empty_models = {}

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -81,6 +82,11 @@ def test_two_ranks_have_the_first_step_of_one_and_stop_with_a_checkpoint_if_torc
     for name in ("reward/mean", "completion/length", "loss", "grad_norm", "entropy",
                  "eval/accuracy", "eval/length", "eval/n"):
         within(abs(one[name] - two[name]), 100 * EPS * max(1, abs(one[name])))
+
+
+def test_a_process_alone_listens_on_no_network(group):
+    listening = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"}
+    assert listening <= {"127.0.0.1", "::1"}
 
 
 @pytest.mark.parametrize("lag", [1, 2])
