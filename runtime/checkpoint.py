@@ -18,6 +18,7 @@ import sys
 
 from safetensors.torch import load_file, save_file
 
+from report.curve import series
 from runtime import dist, memory, trainer
 from runtime.dist import RunError
 from runtime.hub import first_line
@@ -143,9 +144,8 @@ class Checkpoints:
 
     def _delete_old(self):
         paths = on_disk(self.folder)
-        accuracy = {row["step"]: row["eval/accuracy"] for row in self.log.rows
-                    if row["step"] in paths and "eval/accuracy" in row}
-        best = max(accuracy, key=accuracy.get, default=None)  # the first of equals
+        accuracy = series(self.log.rows, "eval/accuracy")  # by step
+        best = max(filter(paths.get, accuracy), key=accuracy.get, default=None)  # the first
         for step in list(paths)[:-self.cfg.keep]:
             if step != best:
                 shutil.rmtree(paths[step], ignore_errors=True)

@@ -264,7 +264,7 @@ def check_resumed(cfg, saved):
     if texts and not cfg.resume_force:
         raise ValueError(f"--resume {cfg.resume}: other results with {'; '.join(texts)}. "
                          "--resume_force continues nevertheless. More --steps need --lr_end 1 from "
-                         f"the start; a new run may go on with --model {saved['resume']}/final")
+                         "the start; else train on in a new run, from the folder final: --model")
     return dataclasses.replace(cfg, name=saved["name"], out=saved["out"], resume=saved["resume"])
 
 

@@ -81,7 +81,7 @@ def check_packing(policy, cfg):
     rng, vocab = random.Random(0), ModelShape.of(cfg.model).vocab
 
     def tokens(most):
-        return [rng.randrange(vocab) for _ in range(min(16, most))]
+        return rng.choices(range(vocab), k=min(16, most))
 
     def logps(sequences):
         rollouts = [Rollout(prompt, completion, "", False, [0.0] * len(completion))

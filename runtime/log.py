@@ -59,10 +59,11 @@ def claim_folder(cfg, examples=()):
     """
     start = time.strftime("%Y%m%d-%H%M%S")
     name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{start}"
+    folder = Path(cfg.out) / name
     if dist.rank() == 0:
-        _lock(Path(cfg.out) / name, cfg.resume)
-        _check_inputs(Path(cfg.out) / name, cfg, examples)
-    [name, *_] = dist.all_gather([name])
+        _lock(folder, cfg.resume)
+        _check_inputs(folder, cfg, examples)
+    name = dist.all_gather([name])[0]
     return dataclasses.replace(cfg, name=name)
 
 
@@ -77,8 +78,7 @@ def _lock(folder, resume):
         raise ValueError(
             f"{folder}: another process is running there; choose another --name") from None
     except OSError as e:
-        dist.print_once(f"note: {folder} cannot be locked ({e}): start no second run there",
-                        file=sys.stderr)
+        print(f"note: {folder} cannot be locked ({e}): start no second run there", file=sys.stderr)
     if not resume and ((folder / "metrics.jsonl").exists() or list(folder.glob("step-*"))):
         raise ValueError(
             f"{folder} holds a run; choose another --name, or continue it: --resume {folder}")
@@ -151,10 +151,7 @@ class Log:
 
     def sizes(self):
         """{file: bytes} of the logs, which are then on the disk."""
-        paths = [path for path in map(self.folder.joinpath, LOGS) if path.exists()]
-        for path in paths:
-            sync(path)
-        return {path.name: path.stat().st_size for path in paths}
+        return {name: sync(self.folder / name) for name in LOGS if (self.folder / name).exists()}
 
     def cut_back(self, sizes):
         """Sets the logs back to these sizes. Logs without a size are renamed to .old. Raises

@@ -15,9 +15,8 @@ STAGES = ("rollout", "reward", "update", "sync")
 
 @contextlib.contextmanager
 def replaced(path):
-    """Gives a path to write to. After the block, the new file takes the place of `path`: whoever
-    reads meanwhile, or after a kill, finds the old file or the new one."""
-    # a name that nobody can foresee: nothing is written through a link that lies in the folder
+    """Gives a path to write to; after the block it takes the place of `path`. Whoever reads finds
+    the old file or the new one. Its name cannot be foreseen, so that no link leads elsewhere."""
     with tempfile.TemporaryDirectory(dir=path.parent, suffix=".part") as folder:
         part = Path(folder, path.name)
         yield part
@@ -25,10 +24,11 @@ def replaced(path):
 
 
 def sync(path):
-    """Returns when a file or folder is on the disk."""
+    """Returns when a file or folder is on the disk: its bytes."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+    return os.stat(path).st_size
 
 
 def sha256(path):

@@ -98,5 +98,5 @@ def with_one_line(*kinds, cfg=None, folder=None):
             raise
         if dist.rank() > 0:
             time.sleep(3)  # if rank 0 failed too, it prints the line, and torchrun sends a signal
-        line = plain(" ".join((line + where).splitlines()))
+        line = plain(" ".join(f"{line}{where}".splitlines()))
         raise SystemExit(1 if dist.rank() > 0 and received else line) from None

@@ -213,7 +213,7 @@ def saved(tmp_path):
     ("--seed 3 --temperature 0.5", "--seed 3 (was 0); --temperature 0.5 (was 1.0)"),
     ("--dtype bfloat16", "--dtype bfloat16 (was float32)"),
     ("--steps 5", "--steps 5 (was 10)"),
-    ("--steps 20 --lr_end 0.5", "More --steps need --lr_end 1 from the start; a new run may go on"),
+    ("--steps 20 --lr_end 0.5", "More --steps need --lr_end 1 from the start; else train on in"),
     ("--lr 1 --resume_force", None),
     ("--name other", "are two runs"),
 ])
