@@ -89,7 +89,7 @@ def _check_inputs(folder, cfg, examples):
     """Keeps a checksum of data and starting weights, which a resumed run must have, too."""
     from transformers.utils import cached_file
     path = folder / "inputs.sha256"
-    checksum = hashlib.sha256(repr(examples).encode())
+    checksum = hashlib.sha256(repr([sorted(e.items(), key=str) for e in examples]).encode())
     model = Path(cached_file(cfg.model, "config.json")).parent  # of a hub id: in the local cache
     for file in [model / "config.json", *sorted(model.glob("*.safetensors"))]:
         checksum.update(bytes.fromhex(sha256(file)))
