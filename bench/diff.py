@@ -8,12 +8,13 @@ loop makes it.
 """
 import math
 import sys
-from collections import namedtuple
-from itertools import groupby
+from collections import Counter, namedtuple
 from pathlib import Path
 from textwrap import shorten
 
 from measure import common
+from report.page import check_regular
+from runtime import plain
 from runtime.checkpoint import on_disk
 from runtime.flags import FREE
 from runtime.hub import first_line
@@ -36,7 +37,8 @@ STAGES = {  # in the order of a step; stage -> how the names of its values begin
     "other values": ("",),
 }
 ORDER = [(stage, start) for stage, starts in STAGES.items() for start in starts]
-LABELS = {"eval": "eval/{} of answer {}", "rollouts": "{} of rollout {}", "metrics": "{}"}
+LABELS = {"eval": "eval/{} of answer {}", "rollouts": "{} of rollout {}",
+          "metrics": "{} of line {}"}  # the number is left out in the first line of a step
 # step: inf at the end of the run. size: relative to the larger value, or to 1 if both are
 # smaller; inf for what is no number
 Difference = namedtuple("Difference", "step stage name text size")
@@ -84,14 +86,16 @@ def values(folder):
     """
     found = {}
     for file in LABELS:
-        for step, rows in groupby(common.read(folder, f"{file}.jsonl"), lambda row: row["step"]):
-            for i, row in enumerate(rows):
-                if "per_token" in row:
-                    row["text"] = row.pop("per_token")["text"]
-                for name, value in row.items():
-                    if not name.startswith(TIMED):
-                        label = LABELS[file].format(name, i)
-                        found.setdefault(step, {})[label] = value
+        seen = Counter()  # how many rows of a step came before
+        for row in common.read(folder, f"{file}.jsonl"):
+            step, i = row["step"], seen[row["step"]]
+            seen[step] += 1
+            if "per_token" in row:
+                row["text"] = row.pop("per_token")["text"]
+            for name, value in row.items():
+                if not name.startswith(TIMED):
+                    label = name if (file, i) == ("metrics", 0) else LABELS[file].format(name, i)
+                    found.setdefault(step, {})[label] = value
     return found
 
 
@@ -205,10 +209,13 @@ def main(argv):
     if len(argv) != 2:
         sys.exit(__doc__)
     try:
+        for folder in argv:
+            check_regular(folder)
         lines = list(answer(*argv))
     except Exception as e:  # a damaged file can raise anything
-        sys.exit(f"diff: {' '.join(argv)}: damaged, or not the folder of a run ({first_line(e)})")
-    print(*lines, sep="\n")
+        sys.exit(plain(
+            f"diff: {' '.join(argv)}: damaged, or not the folder of a run ({first_line(e)})"))
+    print(plain("\n".join(lines)))
     sys.exit(any(line.startswith("first difference") for line in lines))
 
 

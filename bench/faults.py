@@ -95,8 +95,8 @@ def random_moment(process, folder, rng):
     end = time.time() + rng.uniform(0, 0.5)
     wait_until(process, lambda: time.time() > end)
     if rng.random() < 1 / 3:
-        wait_until(process, lambda: any(folder.glob("step-*.part")))
-    writing = ", a checkpoint is being written" * any(folder.glob("step-*.part"))
+        wait_until(process, lambda: any(folder.glob("*.part/step-*")))
+    writing = ", a checkpoint is being written" * any(folder.glob("*.part/step-*"))
     if process.poll() is not None:
         return "ended"
     return f"{metrics_lines(folder)} lines of metrics{writing}"

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from report import page
+from runtime import plain
 from runtime.hub import first_line
 
 
@@ -23,12 +24,16 @@ def main(argv):
     if len(args.runs) > 1 and not args.out:
         parser.error("several runs need --out")
     out = args.out or Path(args.runs[0]) / "report.html"
+    fits = out.suffix in (".html", ".png") and (out.is_file() or not out.exists())
+    if args.out and not (fits and out.parent.is_dir()):
+        sys.exit(f"report: --out {out}: must be a file that ends in .html or .png, "
+                 "in a folder that exists")
     try:
         page.write(args.runs, out)
     except Exception as e:  # a damaged file can raise anything
-        sys.exit(f"report: {', '.join(args.runs)}: damaged, or not the folder of a run "
-                 f"({first_line(e)})")
-    print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
+        sys.exit(plain(f"report: {', '.join(args.runs)}: damaged, or not the folder of a run "
+                       f"({first_line(e)})"))
+    print(plain(f"{out}: {out.stat().st_size / 1e6:.2f} MB"))
 
 
 if __name__ == "__main__":

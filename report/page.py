@@ -12,14 +12,22 @@ from pathlib import Path
 
 from report.curve import points, series, write_curve
 from report.tokens import shown
-from runtime.records import STAGES, read, stage_seconds
+from runtime.records import STAGES, read, replaced, stage_seconds
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 QUESTIONS = 1000  # of the evaluation, the first ones, are shown
 
 
+def check_regular(folder):
+    """Raises ValueError if a folder has a file, such as a pipe, whose reading may never end."""
+    for path in Path(folder).rglob("*"):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{path} is no regular file")
+
+
 def read_run(path):
     """A run folder as a dict."""
+    check_regular(path)
     path = Path(path)
     about = json.loads((path / "config.json").read_text())
     return {"path": path, "name": path.resolve().name, "about": about, "config": about["config"],
@@ -140,17 +148,25 @@ def summary(runs):
 def write(folders, out):
     """Writes the report of these run folders, or only the curve if `out` ends in .png."""
     runs = list(map(read_run, folders))
-    if Path(out).suffix == ".png":
-        return write_curve(runs, out)
+    if len({run["name"] for run in runs}) < len(runs):  # the page finds a run by its name
+        for i, run in enumerate(runs):
+            run["name"] = f"{i}: {run['path']}"
+    with replaced(Path(out)) as part:
+        if part.suffix == ".png":
+            write_curve(runs, part)
+        else:
+            part.write_text(page(runs), errors="backslashreplace")  # a path need not be UTF-8
+
+
+def page(runs):
+    """The text of the page."""
     data = {"charts": charts(runs), "runs": [
         {"name": run["name"], "config": run["config"], "rollouts": rollouts(run),
          **questions(read(run["path"], "eval.jsonl"))} for run in runs]}
     # base64 has no "<": the browser reads no text of a model as HTML
-    packed = base64.b64encode(gzip.compress(json.dumps(data).encode(), 6, mtime=0)).decode()
+    text = json.dumps(data, allow_nan=False)  # a browser cannot read NaN
+    packed = base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
     texts = {"TITLE": html.escape(", ".join(run["name"] for run in runs)),
              "SUMMARY": summary(runs), "SETTINGS": settings(runs), "DATA": packed}
     # in one pass: a run may have one of these names
-    page = re.sub("@@(TITLE|SUMMARY|SETTINGS|DATA)@@", lambda m: texts[m[1]], TEMPLATE.read_text())
-    part = Path(out).with_suffix(".part")
-    part.write_text(page, errors="backslashreplace")  # a path need not be UTF-8
-    part.rename(out)  # whoever reads meanwhile gets the old report or the new one
+    return re.sub("@@(TITLE|SUMMARY|SETTINGS|DATA)@@", lambda m: texts[m[1]], TEMPLATE.read_text())

@@ -12,16 +12,18 @@ A folder is written under another name, synced to the disk and renamed: it is th
 import dataclasses
 import json
 import math
+import re
 import shutil
 import sys
 
 from safetensors.torch import load_file, save_file
 
-from runtime import __version__, dist, memory, trainer
+from report.curve import series
+from runtime import dist, memory, trainer
 from runtime.dist import RunError
 from runtime.hub import first_line
 from runtime.model import is_finite
-from runtime.records import sha256, sync, to_json
+from runtime.records import replaced, sha256, sync
 from runtime.shape import ModelShape
 
 
@@ -44,7 +46,7 @@ class Checkpoints:
         self.progress, self.newest, self.state = Progress(), None, {"logs": {}}
         if dist.rank() == 0:
             for path in self.folder.glob("*.part"):  # of a run that was killed while it wrote
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path, ignore_errors=True)
             needed = memory.checkpoint_bytes(cfg, ModelShape.of(cfg.model))
             free = shutil.disk_usage(self.folder).free
             if cfg.steps and free < needed:
@@ -100,19 +102,18 @@ class Checkpoints:
                         lambda part: shutil.copytree(folder, part, ignore=ignore))
 
     def _write(self, folder, make, states=()):
-        """Rank 0 calls make(part) and renames the folder `part`. Raises RunError if that fails.
+        """Rank 0 calls make(part); the folder `part` becomes `folder`. RunError if that fails.
         states: a generator whose tensors all ranks gather while rank 0 writes."""
-        part, problem = folder.with_name(folder.name + ".part"), ""
+        problem = ""
         try:
             if dist.rank() == 0:
-                make(part)
-                for path in (part, *part.rglob("*")):
-                    sync(path)
-                shutil.rmtree(folder, ignore_errors=True)  # final/ of a run that has more steps now
-                part.rename(folder)
+                with replaced(folder) as part:
+                    make(part)
+                    for path in (part, *part.rglob("*")):
+                        sync(path)
+                    shutil.rmtree(folder, ignore_errors=True)  # final/, if there are more steps now
                 sync(folder.parent)
         except Exception as e:  # transformers, safetensors and the file system have their own types
-            shutil.rmtree(part, ignore_errors=True)
             problem = f"{folder} could not be written ({first_line(e)}); older ones are whole"
         for _ in states:  # on ranks that do not write, and after a failed write
             pass
@@ -124,13 +125,13 @@ class Checkpoints:
         self.engine.module.model.save_pretrained(
             part, state_dict=weights, save_original_format=False)  # they have that format
         self.log.tokenizer.save_pretrained(part)
-        (part / "nano_rlvr.json").write_text(to_json({"config": dataclasses.asdict(self.cfg)}))
+        settings = json.dumps({"config": dataclasses.asdict(self.cfg)}, indent=1)
+        (part / "nano_rlvr.json").write_text(settings)
         for name, tensors in states:
             save_file(tensors, part / f"trainer/{name}.safetensors")
             sync(part / f"trainer/{name}.safetensors")  # now: the other ranks wait for each tensor
         (part / "trainer/state.json").write_text(json.dumps({
-            "version": __version__, "progress": dataclasses.asdict(self.progress),
-            "logs": self.log.sizes(),
+            "progress": dataclasses.asdict(self.progress), "logs": self.log.sizes(),
             "adamw_step": max(int(s["step"]) for s in trainer.adamw_states(self.engine))}))
         manifest = {str(path.relative_to(part)): sha256(path)
                     for path in part.rglob("*") if path.is_file()}
@@ -144,9 +145,8 @@ class Checkpoints:
 
     def _delete_old(self):
         paths = on_disk(self.folder)
-        accuracy = {row["step"]: row["eval/accuracy"] for row in self.log.rows
-                    if row["step"] in paths and "eval/accuracy" in row}
-        best = max(accuracy, key=accuracy.get, default=None)  # the first of equals
+        accuracy = series(self.log.rows, "eval/accuracy")  # by step
+        best = max(filter(paths.get, accuracy), key=accuracy.get, default=None)  # the first
         for step in list(paths)[:-self.cfg.keep]:
             if step != best:
                 shutil.rmtree(paths[step], ignore_errors=True)
@@ -155,9 +155,10 @@ class Checkpoints:
 # ---- files
 
 def on_disk(folder):
-    """{step: folder} of the checkpoints of a run, oldest first."""
-    steps = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
-    return {step: folder / f"step-{step}" for step in sorted(map(int, filter(str.isdigit, steps)))}
+    """{step: folder} of the checkpoints of a run, oldest first. A folder step-007 is none."""
+    names = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
+    steps = sorted(map(int, filter(re.compile("[1-9][0-9]*").fullmatch, names)))
+    return {step: folder / f"step-{step}" for step in steps}
 
 
 def damage(folder):
@@ -178,10 +179,12 @@ def newest_whole(folder):
     for path in reversed(on_disk(folder).values()):
         if not (problem := damage(path)):
             for newer in damaged:  # no longer one of the newest to keep
-                newer.rename(newer.with_name(newer.name + ".damaged"))
+                shutil.rmtree(f"{newer}.damaged", ignore_errors=True)  # of an earlier time
+                newer.rename(f"{newer}.damaged")
             return path
         damaged.append(path)
-        print(f"note: {path} is damaged ({problem}); looking for an older one", file=sys.stderr)
+        dist.print_once(f"note: {path} is damaged ({problem}); looking for an older one",
+                        file=sys.stderr)
     if damaged:
         raise ValueError(
             f"all checkpoints in {folder} are damaged; move them away to start from step 0")

@@ -4,6 +4,8 @@ import os
 
 import torch
 
+from runtime import plain
+
 
 class RunError(RuntimeError):
     """Ends a run. Its text is the line that main() prints: what happened and what to do."""
@@ -38,9 +40,9 @@ def device():
 def init_process_group(timeout=10.0):
     """Joins torchrun's process group, or creates a group of one. DeepSpeed and vLLM reuse it. A
     collective call raises an error if a rank does not answer for `timeout` minutes."""
-    if "RANK" not in os.environ:  # without these variables DeepSpeed looks for MPI
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port
+    if "RANK" not in os.environ:  # DeepSpeed and vLLM read these; gloo's network is the machine
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo")
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
     timeout = datetime.timedelta(minutes=timeout)
@@ -48,7 +50,10 @@ def init_process_group(timeout=10.0):
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     if not torch.distributed.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        torch.distributed.init_process_group(backend, timeout=timeout)
+        # one process needs no store that others reach: torch's listens on all networks
+        store = torch.distributed.HashStore() if world_size() == 1 else None
+        torch.distributed.init_process_group(
+            backend, timeout=timeout, store=store, rank=rank(), world_size=world_size())
 
 
 def all_gather(items):
@@ -71,6 +76,6 @@ def offset(count):
 
 
 def print_once(text, file=None):
-    """print() on rank 0 only."""
+    """Prints plain(text) on rank 0 only."""
     if rank() == 0:
-        print(text, file=file)
+        print(plain(text), file=file)

@@ -9,9 +9,10 @@ import sys
 import sysconfig
 from pathlib import Path
 from textwrap import shorten
-from typing import Literal
+from typing import Any, Literal, get_type_hints
 
 import torch
+import typeguard
 from torch._appdirs import user_cache_dir
 
 import data
@@ -86,6 +87,7 @@ NEEDS = (
     ("tau", lambda cfg: cfg.surrogate in ("sapo", "kimi"), "--surrogate sapo or kimi"),
     ("tau_neg", lambda cfg: cfg.surrogate == "sapo", "--surrogate sapo"),
     ("correction_cap", lambda cfg: cfg.correction != "none", "a --correction"),
+    ("resume_force", lambda cfg: cfg.resume or "--resume" in sys.argv, "--resume"),
     ("gpu_memory_utilization", lambda cfg: torch.cuda.is_available(), "a GPU"),
     ("lr", lambda cfg: cfg.lr, "--lr above 0: no weight changes"),
     ("rewards", lambda cfg: not re.fullmatch(r"[^,]+:[-0.]+(,[^,]+:[-0.]+)*", cfg.rewards),
@@ -134,19 +136,23 @@ def parse(config, algos, argv, description):
     if algo not in algos:
         raise ValueError(f"--algo {algo}: choose one of {', '.join(algos)}")
     row = {} if algo == saved.get("algo") else algos[algo]
-    defaults = config(**model_row(model) | chosen | row)
+    defaults = config(**model_row(model, config) | chosen | row)
     cfg = check(tyro.cli(
         config, args=argv, default=defaults, use_underscores=True,
         description=description.partition("\n")[0]), defaults)
     return check_resumed(cfg, saved) if saved else cfg
 
 
-def read_settings(path):
-    """What a run wrote about itself, a dict with "config". ValueError if the file is damaged."""
+def read_settings(path, config):
+    """What a run wrote about itself, a dict with "config". ValueError if the file is damaged, or if
+    a value has another type than in `config`."""
     try:
         about = json.loads(path.read_text())
-        return about | {"config": dict(about["config"])}
-    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        types = get_type_hints(config) | {"version": str, "memory plan": dict, "resumed": list}
+        for name, x in (about | about["config"]).items():
+            typeguard.check_type({name: x}, dict[str, types.get(name, Any)])
+        return about
+    except (ValueError, TypeError, KeyError, RecursionError, typeguard.TypeCheckError) as e:
         raise ValueError(f"{path} is damaged ({type(e).__name__}: {e})") from e
 
 
@@ -242,7 +248,8 @@ def check_resumed(cfg, saved):
              for name in sorted(fields) if getattr(cfg, name) != saved[name]]
     if texts and not cfg.resume_force:
         raise ValueError(f"--resume {cfg.resume}: other results with {'; '.join(texts)}. "
-                         "--resume_force continues nevertheless")
+                         "--resume_force continues nevertheless. More --steps need --lr_end 1 from "
+                         "the start; else train on in a new run, from the folder final: --model")
     return dataclasses.replace(cfg, name=saved["name"], out=saved["out"], resume=saved["resume"])
 
 
@@ -262,10 +269,10 @@ def find_model(name):
     return name
 
 
-def model_row(model):
+def model_row(model, config):
     """The defaults that suit a model, from the record in its folder: {} if it has none."""
     path = Path(find_model(model)) / RECORD
-    fields = read_settings(path)["config"] if path.is_file() else {}
+    fields = read_settings(path, config)["config"] if path.is_file() else {}
     return {name: fields[name] for name in SUITS if name in fields}
 
 
@@ -285,7 +292,7 @@ def saved_config(config, resume, out="", name="", **_):
     folder = folder.resolve()
     if name not in ("", folder.name):
         raise ValueError(f"--name {name} and --resume {resume} are two runs; leave --name out")
-    about = read_settings(folder / "config.json")
+    about = read_settings(folder / "config.json", config)
     version = about.get("version", __version__)
     if version.split(".")[:2] != __version__.split(".")[:2]:
         raise ValueError(f"--resume {folder}: this run is of version {version}, and its flags have "

@@ -11,7 +11,6 @@ import torch
 from runtime import dist, memory, stop
 from runtime.batch import Rollout, collate
 from runtime.dist import RunError
-from runtime.hub import empty_model
 from runtime.model import on_device
 from runtime.shape import ModelShape
 from runtime.trainer import adamw_states, set_lr
@@ -82,7 +81,7 @@ def check_packing(policy, cfg):
     rng, vocab = random.Random(0), ModelShape.of(cfg.model).vocab
 
     def tokens(most):
-        return [rng.randrange(vocab) for _ in range(min(16, most))]
+        return rng.choices(range(vocab), k=min(16, most))
 
     def logps(sequences):
         rollouts = [Rollout(prompt, completion, "", False, [0.0] * len(completion))
@@ -129,7 +128,7 @@ def rehearse(policy, ref, cfg):
     pack then finds in memory. Weights and optimizer are then as before. Raises RunError: see
     check_packing. Collective."""
     check_packing(policy, cfg)
-    vocab = empty_model(cfg.model).config.get_text_config().vocab_size
+    vocab = ModelShape.of(cfg.model).vocab
     rollouts = [Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0)
                 for i, (prompt, n) in enumerate(largest_pack(cfg))]  # no prompt is shared
     one_token = collate([Rollout([0], [0], "", True, [0.0], weight=1.0)], dist.device())

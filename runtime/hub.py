@@ -2,6 +2,7 @@
 import functools
 import os
 import re
+from textwrap import shorten
 
 
 @functools.cache
@@ -21,8 +22,7 @@ def first_line(error, name=""):
     """An error in one line. `name`: the model or data set that the hub was asked for."""
     if name and not hub_answers():
         return f"the hub is offline or not reachable, and {name} is not in the local cache"
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0].strip()}"
+    return shorten(f"{type(error).__name__}: {error}", 500, placeholder=" ...")
 
 
 _empty_models = {}

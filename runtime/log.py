@@ -19,11 +19,11 @@ from statistics import fmean
 import torch
 
 from report import curve, page, tokens
-from runtime import __version__, dist, records
+from runtime import __version__, dist, plain, records
 from runtime.dist import RunError
 from runtime.flags import ROUNDING
 from runtime.hub import first_line
-from runtime.records import STAGES, sha256, stage_seconds, sync, to_json
+from runtime.records import STAGES, sha256, stage_seconds, sync
 from runtime.stats import peak, timed
 from runtime.trainer import token_logps
 
@@ -58,35 +58,35 @@ def claim_folder(cfg, examples=()):
     resume, or if that run had other data.
     """
     start = time.strftime("%Y%m%d-%H%M%S")
-    name, problem = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{start}", ""
+    name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{start}"
+    folder = Path(cfg.out) / name
     if dist.rank() == 0:
-        folder = Path(cfg.out) / name
-        problem = _lock(folder, cfg.resume) or _check_inputs(folder, cfg, examples)
-    name, problem = dist.all_gather([(name, problem)])[0]
-    if problem:
-        raise ValueError(problem)
+        _lock(folder, cfg.resume)
+        _check_inputs(folder, cfg, examples)
+    name = dist.all_gather([name])[0]
     return dataclasses.replace(cfg, name=name)
 
 
 def _lock(folder, resume):
-    """Takes the lock of a folder until this process ends, or returns why not."""
+    """Takes the lock of a folder until this process ends."""
     _held.clear()  # closes the file of an earlier run in this process
     folder.mkdir(parents=True, exist_ok=True)
     lock = (folder / "lock").open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return f"{folder}: another process is running there; choose another --name"
+        raise ValueError(
+            f"{folder}: another process is running there; choose another --name") from None
     except OSError as e:
         print(f"note: {folder} cannot be locked ({e}): start no second run there", file=sys.stderr)
     if not resume and ((folder / "metrics.jsonl").exists() or list(folder.glob("step-*"))):
-        return f"{folder} holds a run; choose another --name, or continue it: --resume {folder}"
+        raise ValueError(
+            f"{folder} holds a run; choose another --name, or continue it: --resume {folder}")
     _held.append(lock)
-    return ""
 
 
 def _check_inputs(folder, cfg, examples):
-    """Keeps a checksum of data and starting weights, or returns that a resumed run has others."""
+    """Keeps a checksum of data and starting weights, which a resumed run must have, too."""
     from transformers.utils import cached_file
     path = folder / "inputs.sha256"
     checksum = hashlib.sha256(repr([sorted(e.items(), key=str) for e in examples]).encode())
@@ -95,10 +95,10 @@ def _check_inputs(folder, cfg, examples):
         checksum.update(bytes.fromhex(sha256(file)))
     before = path.read_text(errors="replace") if path.exists() else ""
     if cfg.resume and not cfg.resume_force and before != checksum.hexdigest():
-        return (f"--resume {cfg.resume}: its data, tokenizer or --model have changed, or "
-                f"{path.name} is missing; --resume_force continues nevertheless")
-    path.write_text(checksum.hexdigest())
-    return ""
+        raise ValueError(f"--resume {cfg.resume}: its data, tokenizer or --model have changed, or "
+                         f"{path.name} is missing; --resume_force continues nevertheless")
+    with records.replaced(path) as part:
+        part.write_text(checksum.hexdigest())
 
 
 class Log:
@@ -131,46 +131,49 @@ class Log:
 
     def _describe(self, plan):
         """Writes config.json, and returns its content. A resumed run keeps that of its start."""
-        start = {"command": " ".join(sys.argv), "world": dist.world_size(), "memory plan": plan,
+        command = re.sub(r"(?<=://)\S+@", "***@", " ".join(sys.argv))  # no password in a URL
+        start = {"command": command, "world": dist.world_size(), "memory plan": plan,
                  **provenance()}
         about = {"config": dataclasses.asdict(self.cfg), **start, "wandb_id": os.urandom(4).hex()}
         path = self.folder / "config.json"
-        if self.cfg.resume and path.exists():
+        if self.cfg.resume:
             before = json.loads(path.read_text())
             about |= before | {"config": about["config"], "memory plan": plan,
                                "resumed": [*before.get("resumed", []), start]}
-            other = [x for x in ("versions", "world", "device") if start[x] != before.get(x)]
-            other += [x for x in ROUNDING if about["config"][x] != before["config"].get(x)]
-            if other:
-                print(f"note: other {', '.join(sorted(other))} than before: "
+            now, then = about["config"] | start, before["config"] | before
+            names = sorted({"versions", "world", "device"} | ROUNDING)
+            if other := [name for name in names if now[name] != then.get(name)]:
+                print(f"note: other {', '.join(other)} than before: "
                       "from here the run is equal only up to rounding")
-        path.with_suffix(".part").write_text(to_json(about))
-        path.with_suffix(".part").rename(path)
+        with records.replaced(path) as part:
+            part.write_text(json.dumps(about, indent=1))
         return about
 
     def sizes(self):
         """{file: bytes} of the logs, which are then on the disk."""
-        paths = [path for path in map(self.folder.joinpath, LOGS) if path.exists()]
-        for path in paths:
-            sync(path)
-        return {path.name: path.stat().st_size for path in paths}
+        return {name: sync(self.folder / name) for name in LOGS if (self.folder / name).exists()}
 
     def cut_back(self, sizes):
-        """Sets the logs back to these sizes. Logs without a size are renamed to .old."""
+        """Sets the logs back to these sizes. Logs without a size are renamed to .old. Raises
+        ValueError if a log is shorter."""
         if dist.rank() > 0:
             return
         for path in map(self.folder.joinpath, LOGS):
-            if path.exists() and path.name not in sizes:
+            size, before = path.stat().st_size if path.exists() else 0, sizes.get(path.name, 0)
+            if size < before:
+                raise ValueError(f"{path} has {size} bytes, it had {before} at the newest "
+                                 "checkpoint: restore it, or move that checkpoint away")
+            if before:
+                os.truncate(path, before)
+            elif size:
                 path.rename(path.with_suffix(".old"))
-            elif path.exists():
-                os.truncate(path, min(sizes[path.name], path.stat().st_size))
         self.rows = records.read(self.folder)
         self.bar.update(len(self.rows))
 
     def say(self, text):
         """Prints a status line, prefixed with the seconds since the start."""
         if dist.rank() == 0:
-            self.bar.write(f"{time.perf_counter() - self.start:6.1f} s  {text}")
+            self.bar.write(plain(f"{time.perf_counter() - self.start:6.1f} s  {text}"))
 
     def _kept(self, groups):
         """The rollouts of the first groups, --keep_rollouts of them or a few more."""
@@ -212,7 +215,7 @@ class Log:
             self.wandb.log(metrics, step=step)
         if "eval/accuracy" in metrics:
             for line in evaluation_text(metrics).splitlines():
-                self.bar.write(f"step {step:4d}  {line}")
+                self.bar.write(plain(f"step {step:4d}  {line}"))
             page.write([self.folder], self.folder / "report.html")
         if "lr" in metrics:  # the last line has only an evaluation
             shown = [text.format(metrics[name]) for name, text in SHOWN.items()
@@ -253,8 +256,9 @@ class Log:
         for name in ("curve.png", "report.html"):
             page.write([self.folder], self.folder / name)
         self.bar.close()
-        model = f"; the model: --model {self.folder / 'final'}" if self.cfg.steps else ""
-        print(f"next: open {self.folder / 'report.html'}{model}; the numbers: docs/metrics.md")
+        model = f"; the model, to use or train it: --model {self.folder / 'final'}"
+        print(f"next: open {self.folder / 'report.html'}{model * bool(self.cfg.steps)}; "
+              "the numbers: docs/metrics.md")
         if self.wandb:
             self.wandb.finish()
 

@@ -1,24 +1,34 @@
 """The files of a run: writing them safely and reading them. Importing this is quick."""
+import contextlib
 import hashlib
 import json
+import math
 import os
-import re
 import sys
+import tempfile
 from pathlib import Path
+
+from runtime import plain
 
 STAGES = ("rollout", "reward", "update", "sync")
 
 
-def to_json(about):
-    """JSON for a file of the run, without passwords in URLs."""
-    return re.sub(r"(?<=://)[^/@\s\"]+@", "***@", json.dumps(about, indent=1))
+@contextlib.contextmanager
+def replaced(path):
+    """Gives a path to write to; after the block it takes the place of `path`. Whoever reads finds
+    the old file or the new one. Its name cannot be foreseen, so that no link leads elsewhere."""
+    with tempfile.TemporaryDirectory(dir=path.parent, suffix=".part") as folder:
+        part = Path(folder, path.name)
+        yield part
+        part.replace(path)
 
 
 def sync(path):
-    """Returns when a file or folder is on the disk."""
+    """Returns when a file or folder is on the disk: its bytes."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+    return os.stat(path).st_size
 
 
 def sha256(path):
@@ -27,22 +37,28 @@ def sha256(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def finite(number):
+    """The text of a JSON number -> a float; None if it is NaN or infinite."""
+    return x if math.isfinite(x := float(number)) else None
+
+
 def read(folder, name="metrics.jsonl"):
     """A file of a run with a JSON object per line -> list of dicts, [] if there is no such file.
 
-    NaN becomes None. A last line that is cut off, as a killed run leaves it, is skipped with a note
-    on stderr. Raises ValueError for any other line that is no JSON object with a step.
+    A number that is not finite becomes None. A last line that is cut off, as a killed run leaves
+    it, is skipped with a note on stderr. Raises ValueError for any other line that is no JSON
+    object with a step.
     """
     path, rows = Path(folder) / name, []
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line, parse_constant=lambda _: None)
+            row = json.loads(line, parse_constant=finite, parse_float=finite)
             int(row["step"])
         except (ValueError, RecursionError, TypeError, KeyError) as e:
             if number < len(lines):
                 raise ValueError(f"{path}:{number}: no line of JSON with a step ({e!r})") from e
-            print(f"note: {path}:{number} is cut off: skipped", file=sys.stderr)
+            print(plain(f"note: {path}:{number} is cut off: skipped"), file=sys.stderr)
             break
         rows.append(row)
     return rows

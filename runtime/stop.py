@@ -14,7 +14,7 @@ import traceback
 
 import torch
 
-from runtime import dist, memory
+from runtime import dist, memory, plain
 from runtime.dist import RunError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -98,4 +98,5 @@ def with_one_line(*kinds, cfg=None, folder=None):
             raise
         if dist.rank() > 0:
             time.sleep(3)  # if rank 0 failed too, it prints the line, and torchrun sends a signal
-        raise SystemExit(1 if dist.rank() > 0 and received else line + where) from None
+        line = plain(" ".join(f"{line}{where}".splitlines()))
+        raise SystemExit(1 if dist.rank() > 0 and received else line) from None

@@ -1,5 +1,6 @@
 """bench/diff.py on runs that the test prepares, and the part of bench/fork.py that drops."""
 import json
+import os
 
 import pytest
 import torch
@@ -107,6 +108,18 @@ def test_equal_runs_other_settings_and_inputs_a_shorter_run_and_a_damaged_one(ru
     (b / "step-1/model.safetensors").write_text("")
     with pytest.raises(SystemExit, match=r"^diff: .*damaged, or not the folder of a run .*\Z"):
         diff.main([str(a), str(b)])
+    os.mkfifo(b / "final")  # reading it would never end
+    with pytest.raises(SystemExit, match="^diff: .*final is no regular file"):
+        diff.main([str(a), str(b)])
+
+
+def test_a_line_that_is_there_twice_differs_and_a_name_is_no_escape_sequence(runs, capsys):
+    a, b = runs
+    change(a, "metrics.jsonl", 0, **{"\x1b[2J": 1})
+    write_rows(b / "metrics.jsonl", [row for row in read_rows(a / "metrics.jsonl") for _ in "12"])
+    with pytest.raises(SystemExit):
+        diff.main([str(a), str(b)])
+    assert r": \x1b[2J of line 1: only one run has it" in capsys.readouterr().out
 
 
 def test_a_dropped_group_is_left_out_of_its_minibatch_and_not_a_group_that_equals_it():

@@ -66,6 +66,12 @@ onmessage = ({data}) => { document.getElementById("seen").textContent = JSON.str
 </script>"""
 
 
+def data_of(page):
+    """What the script of a page gets."""
+    packed = base64.b64decode(re.search('PACKED = "(.*?)"', page.read_text())[1])
+    return json.loads(gzip.decompress(packed), parse_constant=pytest.fail)  # as in a browser
+
+
 def write_run(folder, length=5, seed=0):
     """A run folder with random numbers; every other completion has SCRIPT. Returns its rollouts."""
     rng = random.Random(seed)
@@ -221,11 +227,25 @@ def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(tmp_pat
     page = (tmp_path / "all.html").read_text()
     flags = re.findall(r"<tr><td>(\w*)<td>", page[page.index("Settings</summary>"):])
     assert flags == ["", "seed", "steps", "samples"]
-    packed = base64.b64decode(re.search('PACKED = "(.*?)"', page)[1])
-    for chart in json.loads(gzip.decompress(packed))["charts"]:
+    for chart in data_of(tmp_path / "all.html")["charts"]:
         lines = [(line["color"], line["dash"]) for line in chart["lines"]]
         assert lines == [(i, j) for i in range(2) for j in range(len(chart["metrics"]))]
         assert {line["name"].split()[0] for line in chart["lines"]} == {"run-0", "run-1"}
+    report.page.write([*runs, runs[0]], tmp_path / "all.html")  # the page finds a run by its name
+    assert len({run["name"] for run in data_of(tmp_path / "all.html")["runs"]}) == 3
+
+
+def test_a_report_replaces_no_other_file_and_leaves_nothing_behind(tmp_path):
+    write_run(tmp_path / "run")
+    (precious := tmp_path / "x.html").write_text("precious")
+    for name in ("report.part", "report.html"):
+        (tmp_path / "run" / name).symlink_to(precious)
+    report.__main__.main([str(tmp_path / "run")])
+    assert precious.read_text() == "precious"
+    for out in ("/dev/full", "run", "run/config.json", "nowhere/a.html"):
+        with pytest.raises(SystemExit, match="--out .* must be a file that ends in .html or .png"):
+            report.__main__.main([str(tmp_path / "run"), "--out", str(tmp_path / out)])
+    assert [path.name for path in tmp_path.glob("**/*.part")] == ["report.part"]
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "rollouts.jsonl", "eval.jsonl"])
@@ -248,7 +268,7 @@ def test_a_name_that_is_not_utf_8_is_shown_escaped(tmp_path):
 
 def test_a_last_line_that_is_cut_off_is_skipped_with_a_note(tmp_path, capsys):
     path, whole = tmp_path / "metrics.jsonl", b'{"step": 0, "reward/mean": 0.5}\n'
-    for cut in (b'{"step": 1, "rew', b'{"step": 1, "name": "\xc3'):
+    for cut in (b'{"step": 1, "rew', b'{"step": 1, "name": "\xc3', b'{"step": 1e999}'):
         path.write_bytes(whole + cut)
         assert records.read(tmp_path) == [json.loads(whole)]
         assert capsys.readouterr().err == f"note: {path}:2 is cut off: skipped\n"
@@ -327,7 +347,8 @@ def test_the_screen_has_a_line_per_step_and_says_where_to_look_next(
     assert re.search(says, lines.pop())
     last = capsys.readouterr().out.splitlines()[-1]
     numbers = "the numbers: docs/metrics.md"
-    assert last == f"next: open {page}; the model: --model {run.folder}/final; {numbers}"
+    model = f"the model, to use or train it: --model {run.folder}/final"
+    assert last == f"next: open {page}; {model}; {numbers}"
     # another file, not the same one filled again: a reader has a whole page
     assert page.stat().st_ino != before.st_ino and (run.folder / "curve.png").exists()
 

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -83,6 +84,11 @@ def test_two_ranks_have_the_first_step_of_one_and_stop_with_a_checkpoint_if_torc
         within(abs(one[name] - two[name]), 100 * EPS * max(1, abs(one[name])))
 
 
+def test_a_process_alone_listens_on_no_network(group):
+    listening = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"}
+    assert listening <= {"127.0.0.1", "::1"}
+
+
 @pytest.mark.parametrize("lag", [1, 2])
 def test_an_asynchronous_step_asks_for_rollouts_of_the_weights_before_the_step_lag_earlier(
         monkeypatch, tmp_path, lag):
@@ -128,7 +134,7 @@ def test_metrics_hold_every_diagnostic(run):
 
 @pytest.mark.numeric
 def test_a_run_leaves_a_line_per_sample_its_settings_and_the_weights_of_each_step(run):
-    rows, lr = read_rows(run / "rollouts.jsonl"), nr.flags.model_row("models/tiny")["lr"]
+    rows, lr = read_rows(run / "rollouts.jsonl"), nr.flags.model_row("models/tiny", nr.Config)["lr"]
     assert len(rows) == 2 * 32
     for group in (rows[i:i + 4] for i in range(0, len(rows), 4)):
         assert len({r["prompt"] for r in group}) == 1

@@ -7,6 +7,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 
+from runtime import plain
 from verify.pool import Pool
 from verify.user_code import load
 
@@ -108,7 +109,7 @@ class Verifier(contextlib.AbstractContextManager):
             if error and result != Pool.TIMEOUT and name not in self.crashes:
                 self.crashes[name] = f"{name}: {result.strip().splitlines()[-1]}"
                 print(f"reward {name!r} crashed (printed once, then counted in reward/crashes) on "
-                      f"completion {repr(task[1])[:500]} of {repr(task[2])[:500]}\n{result}",
+                      f"completion {repr(task[1])[:500]} of {repr(task[2])[:500]}\n{plain(result)}",
                       file=sys.stderr)
         return errors
 
