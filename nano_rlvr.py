@@ -50,7 +50,7 @@ from runtime.stats import timed
 @dataclass
 class Config(flags.RunFlags):
     """The flags that a student turns; runtime/flags.py has those of model, data, memory and files.
-    Defaults are for 1.5B parameters on one GPU; flags.MODELS has other ones for models/tiny."""
+    Defaults are for 1.5B parameters on one GPU; nano_rlvr.json of models/tiny has other ones."""
 
     # rollout
     rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
