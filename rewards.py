@@ -237,9 +237,8 @@ def columns_of(rollouts, examples, step):
     others. rollouts: the same number for each example, in their order.
     """
     n = len(rollouts) // len(examples)
-    columns = {}
-    for name in set().union(*examples) - {"prompt_ids", "completions"}:  # the trainer's own
-        columns[name] = [examples[i // n].get(name) for i in range(len(rollouts))]
+    names = set().union(*examples) - {"prompt_ids", "completions"}  # the trainer's own
+    columns = {name: [e.get(name) for e in examples for _ in range(n)] for name in names}
     return columns | {"prompts": columns["question"], "step": step,
                       "sample_index": [*range(n)] * len(examples),
                       "completion_ids": [r.completion for r in rollouts]}

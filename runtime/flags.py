@@ -104,7 +104,16 @@ FREE = set("name out resume resume_force save_every keep timeout wandb data eval
 ROUNDING = set("zero_stage pack_tokens gradient_checkpointing offload gpu_memory_utilization "
                "memory_gb".split())  # ... or only how it is rounded
 
-MOVED = "--(gate|drop_flat_groups|checkpointing|vllm_memory|tp|kl_in|allow_unsafe_code|scale mean) "
+MOVED = {  # flags of former versions -> what to use now
+    "--gate": "--surrogate ppo, cispo, sapo or kimi (once clip, detach, soft, squared)",
+    "--scale mean": "--scale group_mean",
+    "--drop_flat_groups": "--filter_groups",
+    "--checkpointing": "--gradient_checkpointing",
+    "--vllm_memory": "--gpu_memory_utilization",
+    "--tp": "examples/tensor_parallel.py --tp",
+    "--kl_in": "examples/kl.py --kl_in",
+    "--allow_unsafe_code": "ALLOW_UNSAFE_CODE=1 with examples/code_reward.py",
+}
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECORD = "nano_rlvr.json"  # in the folder of a model: {"config": the fields of a run of it} ...
 SUITS = ("task template steps prompts samples temperature max_prompt max_tokens lr lr_end beta2 "
@@ -122,8 +131,9 @@ def parse(config, algos, argv, description):
     """
     import tyro
     argv = sys.argv[1:] if argv is None else argv
-    if old := re.search(MOVED, f"{' '.join(argv)} ".replace("=", " ")):
-        raise ValueError(f"{old[0]}is gone: CHANGELOG.md, 0.4.0, says what to use now")
+    for old, new in MOVED.items():
+        if f"{old} " in f"{' '.join(argv)} ".replace("=", " "):
+            raise ValueError(f"{old} is gone: use {new}")
     first = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in ("algo", "model", "name", "out"):  # the other defaults depend on them

@@ -129,10 +129,10 @@ def rehearse(policy, ref, cfg):
     check_packing. Collective."""
     check_packing(policy, cfg)
     vocab = ModelShape.of(cfg.model).vocab
-    rollouts = [Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0)
-                for i, (prompt, n) in enumerate(largest_pack(cfg))]  # no prompt is shared
-    one_token = collate([Rollout([0], [0], "", True, [0.0], weight=1.0)], dist.device())
-    largest = collate(rollouts, dist.device())
+    one_token, largest = (collate([
+        Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0)  # its own prompt
+        for i, (prompt, n) in enumerate(lengths)], dist.device())
+        for lengths in ([(1, 1)], largest_pack(cfg)))
     set_lr(policy, 0, dataclasses.replace(cfg, lr=0.0))
     if ref is not None:
         with torch.no_grad(), on_device(ref):

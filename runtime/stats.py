@@ -2,7 +2,7 @@
 import contextlib
 import math
 import time
-from statistics import fmean, pstdev
+from statistics import fmean, mode, pstdev
 
 import torch
 
@@ -26,10 +26,9 @@ def moving_mean(mean, new):
 
 def wilson_interval(hits, n):
     """(low, high): 95 % interval of the proportion hits / n (Wilson 1927; also for small n)."""
-    z, p = 1.959964, hits / n
-    center = p + z * z / (2 * n)
-    margin = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (center - margin) / (1 + z * z / n), (center + margin) / (1 + z * z / n)
+    z = 1.959964
+    center, margin = hits + z * z / 2, z * math.sqrt(hits * (n - hits) / n + z * z / 4)
+    return (center - margin) / (n + z * z), (center + margin) / (n + z * z)
 
 
 def pass_at_k(n, correct, k):
@@ -39,14 +38,13 @@ def pass_at_k(n, correct, k):
 
 
 def majority_vote(answers):
-    """Index of the most frequent answer, of several the one seen first. None does not vote. Returns
-    None if nobody gave an answer.
+    """Index of the most frequent answer, of several the one seen first; None does not vote.
 
     >>> majority_vote([None, "4", "5", "5", None, None])
     2
     """
     given = [answer for answer in answers if answer is not None]
-    return answers.index(max(given, key=given.count)) if given else None
+    return answers.index(mode(given)) if given else None
 
 
 def nan_mean_std(x, dim):
@@ -179,10 +177,9 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
     for name in parts[0]:
         if given := [values[name] for values in parts if values[name] is not None]:
             means[f"reward/{name}"] = fmean(given)
-    # forward and backward are 3 forward passes; what checkpointing recomputes does not count
-    passes = 3 * cfg.epochs + (cfg.epochs * cfg.minibatches > 1)
-    if cfg.kl_coef:
-        passes += 1  # the reference
+    # forward and backward are 3 forward passes, the old policy and the reference have one each;
+    # what checkpointing recomputes does not count
+    passes = 3 * cfg.epochs + (cfg.epochs * cfg.minibatches > 1) + bool(cfg.kl_coef)
     trained = [r for group in trained_groups for r in group if r.weight]
     flops, count = dist.all_sum(
         passes * ModelShape.of(cfg.model).forward_flops(trained), len(trained))

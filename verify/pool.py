@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import psutil
+
 START_SECONDS = 120.0  # limit of make_handler: importing torch from a network disk takes 60
 FORK_SECONDS = 10.0  # limit of a fork: a fork server that was stopped, or hangs, is replaced
 MAX_SLOW = 32  # slow calls that may run beside the others at one time (see Pool._slow_at)
@@ -291,7 +293,7 @@ def _keep(line):
 
 def data_bytes():
     """Bytes of this process that count for RLIMIT_DATA: also those that it has not touched yet."""
-    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    return psutil.Process().memory_info().data
 
 
 def _work(fd, handle, memory):

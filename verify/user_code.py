@@ -1,9 +1,7 @@
 """Functions in a user's file: a reward, a rollout, rows. Their errors are one line."""
-import contextlib
 import functools
 import importlib
 import importlib.util
-import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -37,7 +35,6 @@ def load(spec, kind="reward"):
     except (Exception, SystemExit) as e:  # a user's file: any type
         raise ValueError(f"{kind} {spec}: {user_error(e, spec)}") from None
     function = getattr(found, name, None)
-    with contextlib.suppress(TypeError, ValueError):  # no function, a class without a signature
-        inspect.signature(function)
-        return function
-    raise ValueError(f"{kind} {spec} is not a function")
+    if not callable(function):
+        raise ValueError(f"{kind} {spec} is not a function")
+    return function

@@ -191,9 +191,8 @@ def _traits(name, function, settings):
                          "f(completions, **columns)")
     needs = {p.name for p in read
              if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    attributes = ("whole_batch", "waits", "reads_gold")
-    return Traits(needs - {"completions"} - settings.keys(),
-                  *(getattr(function, name, False) for name in attributes))
+    return Traits(needs - {"completions"} - settings.keys(), *(
+        getattr(function, name, False) for name in ("whole_batch", "waits", "reads_gold")))
 
 
 def _call(function, completions, columns):
