@@ -298,11 +298,8 @@ def batch_at(dataset, number, size, seed=0, rank=0, world=1):
     """
     per_rank = size // world
     first = number * size + rank * per_rank
-    batch = []
-    for position in range(first, first + per_rank):
-        epoch, i = divmod(position, len(dataset))
-        batch.append(dataset[epoch_order(len(dataset), seed, epoch)[i]])
-    return batch
+    places = [divmod(first + i, len(dataset)) for i in range(per_rank)]
+    return [dataset[epoch_order(len(dataset), seed, epoch)[i]] for epoch, i in places]
 
 
 # -------------------------------------------------------------------------------- the sets of a run

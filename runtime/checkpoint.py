@@ -71,8 +71,6 @@ class Checkpoints:
             for s in trainer.adamw_states(engine):
                 s["step"] = s["step"] * 0 + self.state["adamw_step"]  # on a CPU it may be an int
             dist.print_once(f"continues from {self.newest}")
-        elif self.cfg.resume:
-            dist.print_once(f"note: {self.folder} has no checkpoint: the run starts at step 0")
         return self.progress
 
     def save(self, final=False):

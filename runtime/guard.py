@@ -4,7 +4,6 @@ import inspect
 import json
 import math
 import random
-from textwrap import shorten
 
 import torch
 
@@ -52,8 +51,7 @@ def check_scored(prefix, values, metrics, verifier):
 
 def check_skipped(in_a_row, step, history, groups, folder):
     """How many optimizer steps in a row were skipped up to now; RunError after 3. history: metrics
-    of the step's updates. groups: its rollouts, written to <folder>/quarantine/ if one was skipped.
-    """
+    of the step's updates. groups: its rollouts, kept in <folder>/quarantine/ if one was skipped."""
     for metrics in history:
         in_a_row = in_a_row + 1 if metrics["skipped"] else 0
     if any(metrics["skipped"] for metrics in history):
@@ -123,10 +121,9 @@ def largest_pack(cfg):
 
 
 def rehearse(policy, ref, cfg):
-    """check_packing, then a step on the largest pack at learning rate 0: too little memory shows
-    before step 0. A step on one token comes first. It creates AdamW's moments, which the largest
-    pack then finds in memory. Weights and optimizer are then as before. Raises RunError: see
-    check_packing. Collective."""
+    """check_packing, then two steps at learning rate 0: too little memory shows. One is on a token
+    and creates AdamW's moments, the other on the largest pack. Weights and optimizer are then as
+    before. Raises RunError: see check_packing. Collective."""
     check_packing(policy, cfg)
     vocab = ModelShape.of(cfg.model).vocab
     one_token, largest = (collate([
@@ -168,7 +165,7 @@ def load_rollout(spec):
         vocabulary = llm.llm_engine.model_config.get_vocab_size()
         if not isinstance(rollouts, list) or len(rollouts) != len(prompts) * n:
             raise RunError(f"--rollout {spec}: it must return a list of {n} Rollouts for each of "
-                           f"{len(prompts)} prompts, not {shorten(repr(rollouts), 60)}")
+                           f"{len(prompts)} prompts, not {rollouts!r:.60}")
         for i, r in enumerate(rollouts):
             if problem := misfit(r, prompts[i // n], vocabulary, args[1]):
                 raise RunError(f"--rollout {spec}: Rollout {i} does not fit: {problem}")

@@ -139,8 +139,7 @@ class Log:
             about |= before | {"config": about["config"], "memory plan": plan,
                                "resumed": [*before.get("resumed", []), start]}
             now, then = about["config"] | start, before["config"] | before
-            names = sorted({"versions", "world", "device"} | ROUNDING)
-            if other := [name for name in names if now[name] != then.get(name)]:
+            if other := [name for name in sorted(ROUNDING) if now[name] != then.get(name)]:
                 print(f"note: other {', '.join(other)} than before: "
                       "from here the run is equal only up to rounding")
         with records.replaced(path) as part:
@@ -218,8 +217,8 @@ class Log:
         if "lr" in metrics:  # the last line has only an evaluation
             shown = [text.format(metrics[name]) for name, text in SHOWN.items()
                      if name in metrics and (metrics[name] or name != "reward/unscored")]
-            shown.append(f"{stage_seconds([metrics]):.1f} s")
-            self.bar.write("  ".join([f"step {step:4d}", *shown]))
+            seconds = f"{stage_seconds([metrics]):.1f} s"
+            self.bar.write("  ".join([f"step {step:4d}", *shown, seconds]))
             self.bar.update()
             equal = [row.get("group/zero_std") for row in self.rows[-6:]]
             trained = any(any(r.advantages) for group in groups for r in group)
@@ -230,13 +229,13 @@ class Log:
     def _append(self, name, rows):
         """Adds whole lines to a file, or none. Raises RunError if the disk is full."""
         path = self.folder / name
-        size = path.stat().st_size if path.exists() else 0
+        path.touch()
+        size = path.stat().st_size
         try:
             with path.open("a") as f:
                 f.write("".join(json.dumps(row, default=str) + "\n" for row in rows))
         except OSError as e:
-            if path.exists():
-                os.truncate(path, size)
+            os.truncate(path, size)
             raise RunError(f"{path} cannot be written ({e.strerror})") from e
 
     def close(self):
@@ -269,10 +268,9 @@ def evaluation_text(metrics):
     lines = []
     for prefix in prefixes:
         m = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
-        shares = ["unscored"] * (m["unscored"] > 0)
-        shares += [name for name in m if re.match(r"\w+@", name)]  # from samples, of this set
+        shares = [name for name in m if re.match(r"\w+@", name) or name == "unscored" and m[name]]
         interval = f"95 % interval {m['low']:.1%} to {m['high']:.1%}, " if "low" in m else ""
-        line = f"{prefix[5:-1] or overall}: accuracy {m['accuracy']:.1%} ({interval}n = {m['n']})"
-        line += f", mean length {m['length']:.1f}"
+        line = (f"{prefix[5:-1] or overall}: accuracy {m['accuracy']:.1%} ({interval}n = {m['n']})"
+                f", mean length {m['length']:.1f}")
         lines.append(line + "".join(f", {name} {m[name]:.1%}" for name in shares))
     return "\n".join(lines)

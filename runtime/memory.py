@@ -182,8 +182,8 @@ def smaller(cfg, in_host=False):
              "pack_tokens": min(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens),
              "lora_rank": cfg.lora_rank or 32}
     if cfg.gpu_memory_utilization:  # planned for a GPU
-        flags["offload"] = "optimizer"
-        flags["gpu_memory_utilization"] = round(0.8 * cfg.gpu_memory_utilization, 2)
+        flags |= {"offload": "optimizer",
+                  "gpu_memory_utilization": round(0.8 * cfg.gpu_memory_utilization, 2)}
     if dist.world_size() > 1 and not cfg.lora_rank:
         flags |= {"zero_stage": 3, "lora_rank": 0, "kl_coef": 0}
     if in_host:

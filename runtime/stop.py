@@ -30,7 +30,7 @@ def _handle(number, frame):
                 "the same signal again ends it at once\n")
         with contextlib.suppress(OSError):  # nobody reads
             # a handler must not print(): it may have interrupted one
-            os.write(2, text.encode() if dist.rank() == 0 else b"")
+            os.write(2, text.encode() * (dist.rank() == 0))
     elif number == received and time.monotonic() - received_at > SAME:
         os._exit(128 + number)
 

@@ -1,6 +1,5 @@
 """Functions in a user's file: a reward, a rollout, rows. Their errors are one line."""
 import functools
-import importlib
 import importlib.util
 import sys
 import traceback
