@@ -8,7 +8,7 @@ import shutil
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Literal, get_type_hints
 
 import torch
 import typeguard
@@ -158,9 +158,9 @@ def read_settings(path, config):
         about = json.loads(path.read_text())
         types = get_type_hints(config) | {"version": str, "memory plan": dict, "resumed": list}
         for name, x in (about | about["config"]).items():
-            typeguard.check_type({name: x}, dict[str, types.get(name, Any)])
+            typeguard.check_type({name: x}, dict[str, types.get(name, object)])
         return about
-    except (ValueError, TypeError, KeyError, RecursionError, typeguard.TypeCheckError) as e:
+    except Exception as e:  # of the file system, JSON, Python or typeguard
         raise ValueError(f"{path} is damaged ({type(e).__name__}: {e})") from e
 
 

@@ -62,7 +62,7 @@ def load_tokenizer(cfg):
 def check_architecture(cfg, model):
     """Raises ValueError for what the rehearsal does not notice: see guard.rehearse."""
     config, head = model.config.get_text_config(), model.get_output_embeddings()
-    settings = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attention_chunk_size")
+    settings = "final_logit_softcapping logit_scale logits_scaling attention_chunk_size".split()
     found = [name for name in settings if getattr(config, name, None) not in (None, 1.0)]
     if type(head) is not torch.nn.Linear or head.bias is not None:
         found += ["an LM head that is no plain matrix"]

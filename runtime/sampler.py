@@ -122,7 +122,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
                    distributed_executor_backend="external_launcher",  # in our process group
                    **args)
     except (ValueError, AssertionError, NotImplementedError) as e:
-        reason = " ".join(str(e).split()) or "an assertion failed"
+        reason = first_line(e)
         if type(e) is ValueError and "memory" in reason:  # a pydantic error names all arguments
             raise torch.OutOfMemoryError(reason) from e
         raise RunError(f"vLLM does not start: {reason}") from e

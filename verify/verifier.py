@@ -12,7 +12,7 @@ from verify.pool import Pool
 from verify.user_code import load
 
 # by the trainer and by Verifier
-ADDED_COLUMNS = {"prompts", "step", "sample_index", "completion_ids", "index", "correct"}
+ADDED_COLUMNS = set("prompts step sample_index completion_ids index correct".split())
 # of a run: they too go before columns of the data
 SETTINGS = {"timeout", "random_seed", "max_tokens", "overlong_buffer"}
 
@@ -61,10 +61,8 @@ class Verifier(contextlib.AbstractContextManager):
         self.crashes = {}  # name of a function -> last line of its first crash
 
     def __call__(self, completions, **columns):
-        """Judge a batch: returns (rewards, parts, metrics), see the class.
-
-        Raises ValueError if a column has another number of values than there are completions.
-        """
+        """Judge a batch: returns (rewards, parts, metrics), see the class. Raises ValueError if a
+        column has another number of values than there are completions."""
         n = len(completions)
         columns["index"] = list(range(n))
         for name, values in columns.items():
@@ -88,8 +86,7 @@ class Verifier(contextlib.AbstractContextManager):
             if given and i not in failed:
                 rewards[i] = sum(given)
         timeouts = sum(error == Pool.TIMEOUT for *_, error in errors)
-        metrics = {"reward/timeouts": float(timeouts),
-                   "reward/crashes": float(len(errors) - timeouts)}
+        metrics = {"reward/timeouts": timeouts, "reward/crashes": len(errors) - timeouts}
         return rewards, values, metrics
 
     def _judge(self, calls, completions, columns, values):
@@ -192,7 +189,7 @@ def _traits(name, function, settings):
     needs = {p.name for p in read
              if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     return Traits(needs - {"completions"} - settings.keys(), *(
-        getattr(function, name, False) for name in ("whole_batch", "waits", "reads_gold")))
+        getattr(function, name, False) for name in "whole_batch waits reads_gold".split()))
 
 
 def _call(function, completions, columns):
