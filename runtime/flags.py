@@ -125,8 +125,7 @@ def parse(config, algos, argv, description):
     """argv -> checked config(...). Exits with the usage for an unknown flag, choice or type.
 
     argv: None for that of the process. Defaults: those of `config`, the record of --model,
-    the run that --resume continues, the row of --algo in `algos`; the later one counts.
-    """
+    the run that --resume continues, the row of --algo in `algos`; the later one counts."""
     import tyro
     argv = sys.argv[1:] if argv is None else argv
     for old, new in MOVED.items():

@@ -35,8 +35,7 @@ def check_scored(prefix, values, metrics, verifier):
     """Raises RunError if no completion of any rank got a reward. Collective.
 
     values: a number or None per completion of this rank. metrics: counts of stats.add_counts under
-    prefix. verifier: has `crashes`, the last line of the first crash of each reward function.
-    """
+    prefix. verifier: has `crashes`, the last line of the first crash of each reward function."""
     total, scored = dist.all_sum(len(values), sum(value is not None for value in values))
     if scored:
         return

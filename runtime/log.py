@@ -54,8 +54,7 @@ def claim_folder(cfg, examples=()):
     """Takes the folder of the run, until this process ends. Returns cfg with its name. Collective.
 
     Raises ValueError if another process runs in the folder, if it holds a run that cfg does not
-    resume, or if that run had other data.
-    """
+    resume, or if that run had other data."""
     start = time.strftime("%Y%m%d-%H%M%S")
     name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{start}"
     folder = Path(cfg.out) / name

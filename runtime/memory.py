@@ -119,8 +119,7 @@ def plan(cfg, device=None, shape=None):
 
     Of what cfg leaves open, takes the first that fits into nine tenths of the device's memory, or
     of --memory_gb: no offload, activations kept, large packs. vLLM gets what the trainer leaves.
-    device, shape: of this process and cfg.model, or others. Raises ValueError if nothing fits.
-    """
+    device, shape: of this process and cfg.model, or others. Raises ValueError if nothing fits."""
     if device is None:
         gpu, host = torch.cuda.is_available(), free_host_bytes()
         free, total = torch.cuda.mem_get_info() if gpu else [host // dist.world_size()] * 2

@@ -201,8 +201,7 @@ class HeadLogps(torch.autograd.Function):
     At most two fp32 arrays of (R, chunk) exist at a time. The forward pass combines log sum
     exp(logits) and entropy of the chunks at the end. The backward pass computes the logits again,
     and from them, in place, with p = softmax(logits),
-    grad_logits = grad_logp * (onehot(target) - p) - grad_entropy * p * (log p + entropy).
-    """
+    grad_logits = grad_logp * (onehot(target) - p) - grad_entropy * p * (log p + entropy)."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk):

@@ -47,8 +47,7 @@ def read(folder, name="metrics.jsonl"):
 
     A number that is not finite becomes None. A last line that is cut off, as a killed run leaves
     it, is skipped with a note on stderr. Raises ValueError for any other line that is no JSON
-    object with a step.
-    """
+    object with a step."""
     path, rows = Path(folder) / name, []
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):

@@ -51,8 +51,7 @@ def nan_mean_std(x, dim):
     """Mean and population standard deviation over `dim`, kept with size 1, of what is not NaN.
 
     Both are 0 where all entries are NaN. Of equal entries the deviation is exactly 0: the smallest
-    entry is subtracted first, because the sum of n equal numbers is rounded.
-    """
+    entry is subtracted first, because the sum of n equal numbers is rounded."""
     if not len(x):  # all groups were dropped, and amin() needs an entry
         return x.sum(dim, keepdim=True), x.sum(dim, keepdim=True)
     smallest = x.nan_to_num(torch.inf).amin(dim, keepdim=True)
@@ -74,8 +73,7 @@ def is_clipped(ratio, advantage, cfg):
 def pack_sums(loss, terms, entropy, weight, cfg):
     """Metrics of a pack: sums over its tokens (0 for a dummy), the loss, the largest mismatch.
 
-    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight; used up.
-    """
+    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight; used up."""
     mismatch = terms.pop("mismatch")  # (R,)
     terms |= {"entropy": entropy, "tokens": torch.ones_like(entropy),
               "mismatch/mean_abs": mismatch.abs(),
@@ -110,8 +108,7 @@ def step_means(history):
 
     Means over the tokens of all steps, except for the maximum of `mismatch/max` and the means over
     the steps of loss, grad_norm and skipped. `correction/ess`: effective sample size of the
-    importance weights as a fraction of the tokens, 1 if all are equal.
-    """
+    importance weights as a fraction of the tokens, 1 if all are equal."""
     means, tokens = {}, [metrics["tokens"] for metrics in history]
     for name in history[0] if history else ():
         values = [metrics[name] for metrics in history]

@@ -76,8 +76,7 @@ def with_one_line(*kinds, cfg=None, folder=None):
     """Ends the process with one line and exit code 1 for RunError, these kinds and a lost rank.
 
     cfg: also for too little memory, with the flags to change. folder: that of the run. Each rank
-    that fails writes its traceback to <folder>/errors/rank-k.txt, which the line names.
-    """
+    that fails writes its traceback to <folder>/errors/rank-k.txt, which the line names."""
     try:
         yield
     except Exception as e:

@@ -100,8 +100,7 @@ def place_frozen_weights(engine, device=None):
     """With --lora_rank and --offload optimizer, moves the frozen weights: to the GPU, or `device`.
 
     While vLLM generates they are in host memory, in a copy that stays: nothing changes it. It is
-    one tensor, because PyTorch rounds the size of each pinned tensor up to a power of two.
-    """
+    one tensor, because PyTorch rounds the size of each pinned tensor up to a power of two."""
     frozen = [p for p in engine.module.parameters() if not p.requires_grad]
     if not frozen or not getattr(engine.optimizer, "cpu_offload", False):
         return

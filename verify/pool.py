@@ -65,8 +65,7 @@ class Pool:
 
     A slow call does not delay the others: another worker is forked to go on with them, so 20 calls
     that hang cost little more time than one. A call that allocates more than `memory` bytes gets
-    MemoryError: 10^{10^{10}} takes 4 GB, and 20 such calls at once would fill the machine.
-    """
+    MemoryError: 10^{10^{10}} takes 4 GB, and 20 such calls at once would fill the machine."""
 
     TIMEOUT, DIED = "timeout", "its process died"
 
@@ -83,8 +82,7 @@ class Pool:
         """The results of tasks, in their order. `waits`: for each, whether it waits for a network.
 
         As many tasks run at a time as the pool has workers, and WAITING tasks that wait. Raises
-        RuntimeError if the pool is closed, OSError if no process can be started.
-        """
+        RuntimeError if the pool is closed, OSError if no process can be started."""
         tasks = [Task(pickle.dumps(task), wait) for task, wait in zip(tasks, waits)]
         busy = os.getloadavg()[0] / len(CPUS)  # on a busy machine a call gets less of a core
         self.limit = self.timeout * min(max(busy, 1), 3)
@@ -267,8 +265,7 @@ def _keep(line):
     """Fork, and return in the child only.
 
     When the child has ended or the other end of the socket `line` is closed, the parent kills all
-    that the child has started, daemons too, and ends as the child did.
-    """
+    that the child has started, daemons too, and ends as the child did."""
     prctl, hung_up, status = ctypes.CDLL(None).prctl, select.poll(), None
     hung_up.register(line, 0)
     prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process

@@ -49,8 +49,7 @@ class Verifier(contextlib.AbstractContextManager):
     printed to stderr; its last line is in the dict `crashes`.
 
     Raises ValueError for a bad spec or a reward that cannot be imported or fails its check,
-    RuntimeError or OSError if no process starts. All have one line.
-    """
+    RuntimeError or OSError if no process starts. All have one line."""
 
     def __init__(self, spec, workers=None, timeout=5.0, messages=False,
                  memory_mb=512, *, known, **settings):
@@ -125,8 +124,7 @@ class Verifier(contextlib.AbstractContextManager):
         """Call notify(text) for each reward that cannot read some gold answers of the `examples`
         (dicts) that it judges. Raises ValueError if it can read none.
 
-        Each judges an empty completion of every example; of more than 256, of an even sample.
-        """
+        Each judges an empty completion of every example; of more than 256, of an even sample."""
         for name in [name for name, traits in self.traits.items() if traits.reads_gold]:
             sample = examples[::len(examples) // 257 + 1]
             rows = [{key: [value] for key, value in example.items()} for example in sample]
