@@ -74,8 +74,7 @@ def float64():
     """Runs our code, TRL, DeepSpeed and transformers in float64, also where they ask for float32.
 
     Exception: a tensor made from Python numbers with dtype=torch.float32 stays float32. Use numbers
-    that float32 holds exactly (see `exactly`) there.
-    """
+    that float32 holds exactly (see `exactly`) there."""
     torch.set_default_dtype(torch.float64)
     try:
         with Double():
