@@ -47,7 +47,7 @@ MAIN = [  # a command line, a part of the line: later checks, by main() itself
     ("--data {dir}/a.jsonl --eval_data {dir}/a.jsonl", "0 training prompts are left"),
     ("--eval_data {dir}/a.jsonl,", "two sets have one name, or a set has none"),
     ("--rewards types:SimpleNamespace", "no signature found for builtin type"),
-    ("--rollout my_rollout", "rollout my_rollout: ValueError: Empty module name"),
+    ("--rollout my_rollout", "rollout file '' does not exist (it is named my_file.py:my_rollout)"),
     ("--rewards os:getcwd", "--rewards getcwd: it is no reward function"),
     ("--rewards examples/code_reward.py:code", "reward code: it reads the column 'tests', which"),
     ("--model Qwen2.5-Math-99B", "--model Qwen/Qwen2.5-Math-99B: its config.json cannot"),

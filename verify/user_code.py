@@ -21,8 +21,8 @@ def load(spec, kind="reward"):
     if there is none."""
     module, _, name = spec.rpartition(":")
     path = Path(module).resolve() if module.endswith(".py") else None
-    if path and not path.is_file():
-        raise ValueError(f"{kind} file {module!r} does not exist")
+    if not module or path and not path.is_file():
+        raise ValueError(f"{kind} file {module!r} does not exist (it is named my_file.py:{name})")
     try:
         if path:
             sys.path.append(str(path.parent))  # the file may import its neighbours
