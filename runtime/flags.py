@@ -92,7 +92,8 @@ NEEDS = (
     ("rewards", lambda cfg: not re.fullmatch(r"[^,]+:[-0.]+(,[^,]+:[-0.]+)*", cfg.rewards),
      "a weight other than 0: all advantages are 0"),
     ("warmup", lambda cfg: not cfg.warmup > cfg.steps > 0, "more --steps: --lr is not reached"),
-    # at 1 no bound is reached, and all surrogates have one slope; --ratio still sums corrections
+    # On-policy, no bound is reached, and all surrogates have one slope. --ratio is not listed: it
+    # still sums or averages the correction.
     ("surrogate clip_low clip_high delta tau tau_neg", lambda cfg: cfg.epochs * cfg.minibatches > 1,
      "--epochs or --minibatches above 1: on-policy, pi/pi_old is 1"),
 )

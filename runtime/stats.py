@@ -38,7 +38,7 @@ def pass_at_k(n, correct, k):
 
 
 def majority_vote(answers):
-    """Index of the most frequent answer, of several the one seen first; None does not vote.
+    """Index of the most frequent answer but None, of several the one seen first; None if all are.
 
     >>> majority_vote([None, "4", "5", "5", None, None])
     2
