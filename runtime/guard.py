@@ -120,9 +120,9 @@ def largest_pack(cfg):
 
 
 def rehearse(policy, ref, cfg):
-    """check_packing, then two steps at learning rate 0: too little memory shows before step 0. One is
-    on a token and creates AdamW's moments, the other on the largest pack. Weights and optimizer are
-    then as before. Raises RunError: see check_packing. Collective."""
+    """check_packing, then two steps at learning rate 0: too little memory shows before step 0. The
+    first is on a token and creates AdamW's moments, the other on the largest pack. Weights and
+    optimizer are then as before. Raises RunError: see check_packing. Collective."""
     check_packing(policy, cfg)
     vocab = ModelShape.of(cfg.model).vocab
     one_token, largest = (collate([
