@@ -172,8 +172,7 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
     question_key, answer_key: columns of the rows; those of a task are known. "none" for rows
         without an answer, whose reward reads other columns (code)
     Returns a list of dicts with `question` and, unless answer_key is "none", `answer` as strings.
-    Raises ValueError with one line that names file, row and column.
-    """
+    Raises ValueError with one line that names file, row and column."""
     if source in TASKS:
         source, question_key, answer_key = TASKS[source].source, "", ""
     path = Path(source)
@@ -278,8 +277,7 @@ def request_seed(*key):
     """A seed for one vLLM request from (run seed, step, index of the prompt, ...).
 
     vLLM gives sample j of a request the seed + j. The seeds of requests must therefore be far
-    apart: with one seed for all prompts, or with seed + step, they would share their noise.
-    """
+    apart: with one seed for all prompts, or with seed + step, they would share their noise."""
     return random.Random(repr(key)).getrandbits(48)
 
 
@@ -298,11 +296,8 @@ def batch_at(dataset, number, size, seed=0, rank=0, world=1):
     """
     per_rank = size // world
     first = number * size + rank * per_rank
-    batch = []
-    for position in range(first, first + per_rank):
-        epoch, i = divmod(position, len(dataset))
-        batch.append(dataset[epoch_order(len(dataset), seed, epoch)[i]])
-    return batch
+    places = [divmod(first + i, len(dataset)) for i in range(per_rank)]
+    return [dataset[epoch_order(len(dataset), seed, epoch)[i]] for epoch, i in places]
 
 
 # -------------------------------------------------------------------------------- the sets of a run
@@ -311,8 +306,7 @@ def load_eval_sets(cfg, **keys):
     """The examples of --eval_data or else of --task, --eval_size of each set. keys: as in load.
 
     With several sets an example has its set in `eval_set`: a task's name, or a file's without its
-    ending. Raises ValueError if two sets have the same name.
-    """
+    ending. Raises ValueError if two sets have the same name."""
     examples, sources = [], [x.strip() for x in (cfg.eval_data or cfg.task).split(",")]
     names = [path.stem if path.suffix.lower() in FILES else path.name
              for path in map(Path, sources)]

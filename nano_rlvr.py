@@ -497,7 +497,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 
 def sync_weights(policy, llm):
     """Wakes vLLM with the policy's weights. RunError if those it shows differ. Collective."""
-    trainer.place_frozen_weights(policy, "cpu")  # acts only if LoRA and offload are on
+    trainer.sleep(policy)  # acts only if LoRA and offload are on
     llm.load(trainer.named_weights(policy))
 
 
@@ -579,7 +579,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         run.dummy = min(flatten(sampled), key=len)  # the shortest, with its prompt
         with timed(metrics, "sync"):
             llm.sleep()  # frees GPU memory for the trainer; sync_weights wakes vLLM
-            trainer.place_frozen_weights(policy)  # acts only if LoRA and offload are on
+            trainer.wake(policy)  # acts only if LoRA and offload are on
         with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # for the report
             with timed(metrics, "update"):
                 # 3. fills r.advantages; the mean that it returns is for --baseline running

@@ -133,8 +133,7 @@ def _answer_sentence(text, numeric):
     capital letter (Answer: C), or if no earlier one has a number. The answer ends with its line,
     before "because", "since" or "I hope", or at a full stop that a capital letter follows, but not
     before a word that takes it back ("5. No, 6"). A closing $ does not end it: "$3$ or $4$" and
-    "$5$ million" are not 3 and 5.
-    """
+    "$5$ million" are not 3 and 5."""
     starts = [m.end() for m in ANSWER_PHRASE.finditer(text)]
     lines = [line for start in starts if (line := LINE_WITH_NUMBER.match(text, start))]
     if numeric:
@@ -173,8 +172,7 @@ def _up_to_closing_brace(text):
 def gsm8k_reward(text, answer):
     """1.0 if the final answer is exactly the gold number, else 0.0 (arXiv 2110.14168).
 
-    `answer` is a number or a GSM8K solution that ends with `#### 72`. None if it has no number.
-    """
+    `answer` is a number or a GSM8K solution that ends with `#### 72`. None if it has no number."""
     gold = read_number(str(answer).rpartition("####")[2])
     return None if gold is None else float(final_number(text) == gold)
 
@@ -234,12 +232,10 @@ def columns_of(rollouts, examples, step):
 
     Those of the examples, None where one lacks it; prompts (the questions), completion_ids and step
     (of the loop); sample_index, the number of a completion among those of its prompt. Verifier adds
-    others. rollouts: the same number for each example, in their order.
-    """
+    others. rollouts: the same number for each example, in their order."""
     n = len(rollouts) // len(examples)
-    columns = {}
-    for name in set().union(*examples) - {"prompt_ids", "completions"}:  # the trainer's own
-        columns[name] = [examples[i // n].get(name) for i in range(len(rollouts))]
+    names = set().union(*examples) - {"prompt_ids", "completions"}  # the trainer's own
+    columns = {name: [e.get(name) for e in examples for _ in range(n)] for name in names}
     return columns | {"prompts": columns["question"], "step": step,
                       "sample_index": [*range(n)] * len(examples),
                       "completion_ids": [r.completion for r in rollouts]}

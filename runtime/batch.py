@@ -83,8 +83,7 @@ def skip_zero_advantages(rollouts, cfg):
 
     Sets the weight of those to 0, and returns the others. The weights of the others stay: they come
     from the counts of all sequences. If none is left, the shortest stays, because AdamW moves the
-    weights also when the gradient is 0.
-    """
+    weights also when the gradient is 0."""
     if cfg.kl_coef or cfg.surrogate == "kimi":  # its penalty has a gradient without an advantage
         return rollouts
     kept = [r for r in rollouts if any(r.advantages)] or sorted(rollouts, key=len)[:1]
@@ -103,8 +102,7 @@ def pack(rollouts, budget):
     """First-fit bin packing: lists of rollouts of at most `budget` tokens. A longer one goes alone.
 
     The rollouts of a prompt are placed one after the other, the longest first: most of them share a
-    pack, which runs their prompt once. The budget counts the prompt of each of them.
-    """
+    pack, which runs their prompt once. The budget counts the prompt of each of them."""
     packs, free = [], []  # free[i]: tokens left in packs[i]
     for group in sorted(by_prompt(rollouts), key=lambda group: sum(map(len, group)), reverse=True):
         for r in sorted(group, key=len, reverse=True):
@@ -240,8 +238,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     what collate returns. There is no T x T mask: the cost is the sum over the sequences.
 
     Raises RunError for a mask of the model's own, a sliding window shorter than a sequence,
-    attention sinks and soft caps.
-    """
+    attention sinks and soft caps."""
     others = [attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")]
     window = kwargs.get("sliding_window") or batch.max_seqlen
     if window < batch.max_seqlen or any(x is not None for x in others):

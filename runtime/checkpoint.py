@@ -12,7 +12,6 @@ A folder is written under another name, synced to the disk and renamed: it is th
 import dataclasses
 import json
 import math
-import re
 import shutil
 import sys
 
@@ -72,8 +71,6 @@ class Checkpoints:
             for s in trainer.adamw_states(engine):
                 s["step"] = s["step"] * 0 + self.state["adamw_step"]  # on a CPU it may be an int
             dist.print_once(f"continues from {self.newest}")
-        elif self.cfg.resume:
-            dist.print_once(f"note: {self.folder} has no checkpoint: the run starts at step 0")
         return self.progress
 
     def save(self, final=False):
@@ -156,8 +153,8 @@ class Checkpoints:
 
 def on_disk(folder):
     """{step: folder} of the checkpoints of a run, oldest first. A folder step-007 is none."""
-    names = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
-    steps = sorted(map(int, filter(re.compile("[1-9][0-9]*").fullmatch, names)))
+    names = [path.name.removeprefix("step-") for path in folder.glob("step-[1-9]*")]
+    steps = sorted(map(int, filter(str.isdecimal, names)))
     return {step: folder / f"step-{step}" for step in steps}
 
 

@@ -9,8 +9,7 @@ def vote_of(rollout):
     """What a rollout votes for; None if it has no answer, or one that is cut off.
 
     The answer of a truncated rollout is cut off if more text changes it: <answer>7 may be the start
-    of <answer>72, but \\boxed{7} is complete.
-    """
+    of <answer>72, but \\boxed{7} is complete."""
     answer = rewards.final_answer(rollout.text)
     cut_off = rollout.truncated and answer != rewards.final_answer(rollout.text + "0")
     return vote(answer) if answer and not cut_off else None
@@ -41,8 +40,7 @@ def summary(examples, indices, greedy, groups, cfg):
 
     examples: those of this rank; indices: their numbers; greedy: a scored rollout each; groups:
     the scored samples of each, with --eval_n, else []. With several sets there are also
-    eval/<set>/..., and eval/... has the means of the sets.
-    """
+    eval/<set>/..., and eval/... has the means of the sets."""
     values = [{"accuracy": is_right(r), "unscored": first_part(r) is None, "length": r.length,
                "truncated": r.truncated} for r in greedy]  # per example; no reward is wrong
     for value, group in zip(values, groups):

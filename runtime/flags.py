@@ -8,8 +8,7 @@ import shutil
 import sys
 import sysconfig
 from pathlib import Path
-from textwrap import shorten
-from typing import Any, Literal, get_type_hints
+from typing import Literal, get_type_hints
 
 import torch
 import typeguard
@@ -93,8 +92,8 @@ NEEDS = (
     ("rewards", lambda cfg: not re.fullmatch(r"[^,]+:[-0.]+(,[^,]+:[-0.]+)*", cfg.rewards),
      "a weight other than 0: all advantages are 0"),
     ("warmup", lambda cfg: not cfg.warmup > cfg.steps > 0, "more --steps: --lr is not reached"),
-    # On-policy, pi/pi_old is 1: no bound is reached, and all surrogates have the same slope there.
-    # --ratio is not listed: it still sums or averages the correction.
+    # On-policy, no bound is reached, and all surrogates have one slope. --ratio is not listed: it
+    # still sums or averages the correction.
     ("surrogate clip_low clip_high delta tau tau_neg", lambda cfg: cfg.epochs * cfg.minibatches > 1,
      "--epochs or --minibatches above 1: on-policy, pi/pi_old is 1"),
 )
@@ -102,9 +101,18 @@ NEEDS = (
 # Flags that may differ in a resumed run: they change no result (log.py compares the data) ...
 FREE = set("name out resume resume_force save_every keep timeout wandb data eval_data".split())
 ROUNDING = set("zero_stage pack_tokens gradient_checkpointing offload gpu_memory_utilization "
-               "memory_gb".split())  # ... or only how it is rounded
+               "memory_gb versions world device".split())  # ... or only how it is rounded
 
-MOVED = "--(gate|drop_flat_groups|checkpointing|vllm_memory|tp|kl_in|allow_unsafe_code|scale mean) "
+MOVED = {  # flags of former versions -> what to use now
+    "--gate": "--surrogate ppo, cispo, sapo or kimi (once clip, detach, soft, squared)",
+    "--scale mean": "--scale group_mean",
+    "--drop_flat_groups": "--filter_groups",
+    "--checkpointing": "--gradient_checkpointing",
+    "--vllm_memory": "--gpu_memory_utilization",
+    "--tp": "examples/tensor_parallel.py --tp",
+    "--kl_in": "examples/kl.py --kl_in",
+    "--allow_unsafe_code": "ALLOW_UNSAFE_CODE=1 with examples/code_reward.py",
+}
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECORD = "nano_rlvr.json"  # in the folder of a model: {"config": the fields of a run of it} ...
 SUITS = ("task template steps prompts samples temperature max_prompt max_tokens lr lr_end beta2 "
@@ -118,12 +126,12 @@ def parse(config, algos, argv, description):
     """argv -> checked config(...). Exits with the usage for an unknown flag, choice or type.
 
     argv: None for that of the process. Defaults: those of `config`, the record of --model,
-    the run that --resume continues, the row of --algo in `algos`; the later one counts.
-    """
+    the run that --resume continues, the row of --algo in `algos`; the later one counts."""
     import tyro
     argv = sys.argv[1:] if argv is None else argv
-    if old := re.search(MOVED, f"{' '.join(argv)} ".replace("=", " ")):
-        raise ValueError(f"{old[0]}is gone: CHANGELOG.md, 0.4.0, says what to use now")
+    for old, new in MOVED.items():
+        if f"{old} " in f"{' '.join(argv)} ".replace("=", " "):
+            raise ValueError(f"{old} is gone: use {new}")
     first = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name in ("algo", "model", "name", "out"):  # the other defaults depend on them
@@ -132,11 +140,11 @@ def parse(config, algos, argv, description):
     given, argv = first.parse_known_args(argv)
     saved = saved_config(config, **vars(given)) if "resume" in given else {}
     chosen = {"algo": config.algo, "model": config.model} | saved | vars(given)
-    algo, model = chosen["algo"], chosen["model"]
+    algo = chosen["algo"]
     if algo not in algos:
         raise ValueError(f"--algo {algo}: choose one of {', '.join(algos)}")
     row = {} if algo == saved.get("algo") else algos[algo]
-    defaults = config(**model_row(model, config) | chosen | row)
+    defaults = config(**model_row(chosen["model"], config) | chosen | row)
     cfg = check(tyro.cli(
         config, args=argv, default=defaults, use_underscores=True,
         description=description.partition("\n")[0]), defaults)
@@ -150,16 +158,15 @@ def read_settings(path, config):
         about = json.loads(path.read_text())
         types = get_type_hints(config) | {"version": str, "memory plan": dict, "resumed": list}
         for name, x in (about | about["config"]).items():
-            typeguard.check_type({name: x}, dict[str, types.get(name, Any)])
+            typeguard.check_type({name: x}, dict[str, types.get(name, object)])
         return about
-    except (ValueError, TypeError, KeyError, RecursionError, typeguard.TypeCheckError) as e:
+    except Exception as e:  # of the file system, JSON, Python or typeguard
         raise ValueError(f"{path} is damaged ({type(e).__name__}: {e})") from e
 
 
 def check(cfg, defaults=None):
     """Returns the Config with its model, template, dtype, rewards and mismatch_bound filled in.
-    Raises ValueError for what cannot work. Prints a note for flags that differ from `defaults`
-    (without them, from those of the class) and have no effect."""
+    Raises ValueError for what cannot work. Notes flags without effect that are not `defaults`."""
     for names, low, high in RANGES:
         for name in names.split():
             if not low <= (x := getattr(cfg, name)) <= high:
@@ -175,8 +182,6 @@ def check(cfg, defaults=None):
         (share % cfg.minibatches,
          f"--minibatches {cfg.minibatches} must divide the {share} prompts of each rank"),
         (cfg.task not in tasks, f"--task {cfg.task}: choose one of {', '.join(tasks)} or --data"),
-        (cfg.rollout and not re.fullmatch(r".+:\w+", cfg.rollout),
-         f"--rollout {cfg.rollout}: must be a file and a function in it, my_file.py:my_rollout"),
         (cfg.lora_rank and cfg.zero_stage == 3,
          "--lora_rank needs --zero_stage 1 or 2: each rank merges the adapters on its own"),
         (cfg.top_p < 1 and (cfg.correction, cfg.temperature) != ("none", 1.0),
@@ -243,8 +248,7 @@ def check_resumed(cfg, saved):
         fields.discard("model")  # by its weights: _check_inputs
     if cfg.lr_end == 1 and cfg.steps > saved["steps"]:
         fields.discard("steps")
-    texts = [f"--{name} {shorten(str(getattr(cfg, name)), 200)} "
-             f"(was {shorten(str(saved[name]), 200)})"
+    texts = [f"--{name} {getattr(cfg, name)!s:.200} (was {saved[name]!s:.200})"
              for name in sorted(fields) if getattr(cfg, name) != saved[name]]
     if texts and not cfg.resume_force:
         raise ValueError(f"--resume {cfg.resume}: other results with {'; '.join(texts)}. "

@@ -4,7 +4,6 @@ import inspect
 import json
 import math
 import random
-from textwrap import shorten
 
 import torch
 
@@ -36,8 +35,7 @@ def check_scored(prefix, values, metrics, verifier):
     """Raises RunError if no completion of any rank got a reward. Collective.
 
     values: a number or None per completion of this rank. metrics: counts of stats.add_counts under
-    prefix. verifier: has `crashes`, the last line of the first crash of each reward function.
-    """
+    prefix. verifier: has `crashes`, the last line of the first crash of each reward function."""
     total, scored = dist.all_sum(len(values), sum(value is not None for value in values))
     if scored:
         return
@@ -52,8 +50,7 @@ def check_scored(prefix, values, metrics, verifier):
 
 def check_skipped(in_a_row, step, history, groups, folder):
     """How many optimizer steps in a row were skipped up to now; RunError after 3. history: metrics
-    of the step's updates. groups: its rollouts, written to <folder>/quarantine/ if one was skipped.
-    """
+    of the step's updates. groups: its rollouts, kept in <folder>/quarantine/ if one was skipped."""
     for metrics in history:
         in_a_row = in_a_row + 1 if metrics["skipped"] else 0
     if any(metrics["skipped"] for metrics in history):
@@ -123,16 +120,15 @@ def largest_pack(cfg):
 
 
 def rehearse(policy, ref, cfg):
-    """check_packing, then a step on the largest pack at learning rate 0: too little memory shows
-    before step 0. A step on one token comes first. It creates AdamW's moments, which the largest
-    pack then finds in memory. Weights and optimizer are then as before. Raises RunError: see
-    check_packing. Collective."""
+    """check_packing, then two steps at learning rate 0: too little memory shows before step 0. The
+    first is on a token and creates AdamW's moments, the other on the largest pack. Weights and
+    optimizer are then as before. Raises RunError: see check_packing. Collective."""
     check_packing(policy, cfg)
     vocab = ModelShape.of(cfg.model).vocab
-    rollouts = [Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0)
-                for i, (prompt, n) in enumerate(largest_pack(cfg))]  # no prompt is shared
-    one_token = collate([Rollout([0], [0], "", True, [0.0], weight=1.0)], dist.device())
-    largest = collate(rollouts, dist.device())
+    one_token, largest = (collate([
+        Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0)  # its own prompt
+        for i, (prompt, n) in enumerate(lengths)], dist.device())
+        for lengths in ([(1, 1)], largest_pack(cfg)))
     set_lr(policy, 0, dataclasses.replace(cfg, lr=0.0))
     if ref is not None:
         with torch.no_grad(), on_device(ref):
@@ -168,7 +164,7 @@ def load_rollout(spec):
         vocabulary = llm.llm_engine.model_config.get_vocab_size()
         if not isinstance(rollouts, list) or len(rollouts) != len(prompts) * n:
             raise RunError(f"--rollout {spec}: it must return a list of {n} Rollouts for each of "
-                           f"{len(prompts)} prompts, not {shorten(repr(rollouts), 60)}")
+                           f"{len(prompts)} prompts, not {rollouts!r:.60}")
         for i, r in enumerate(rollouts):
             if problem := misfit(r, prompts[i // n], vocabulary, args[1]):
                 raise RunError(f"--rollout {spec}: Rollout {i} does not fit: {problem}")

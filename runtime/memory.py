@@ -119,8 +119,7 @@ def plan(cfg, device=None, shape=None):
 
     Of what cfg leaves open, takes the first that fits into nine tenths of the device's memory, or
     of --memory_gb: no offload, activations kept, large packs. vLLM gets what the trainer leaves.
-    device, shape: of this process and cfg.model, or others. Raises ValueError if nothing fits.
-    """
+    device, shape: of this process and cfg.model, or others. Raises ValueError if nothing fits."""
     if device is None:
         gpu, host = torch.cuda.is_available(), free_host_bytes()
         free, total = torch.cuda.mem_get_info() if gpu else [host // dist.world_size()] * 2
@@ -182,8 +181,8 @@ def smaller(cfg, in_host=False):
              "pack_tokens": min(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens),
              "lora_rank": cfg.lora_rank or 32}
     if cfg.gpu_memory_utilization:  # planned for a GPU
-        flags["offload"] = "optimizer"
-        flags["gpu_memory_utilization"] = round(0.8 * cfg.gpu_memory_utilization, 2)
+        flags |= {"offload": "optimizer",
+                  "gpu_memory_utilization": round(0.8 * cfg.gpu_memory_utilization, 2)}
     if dist.world_size() > 1 and not cfg.lora_rank:
         flags |= {"zero_stage": 3, "lora_rank": 0, "kl_coef": 0}
     if in_host:

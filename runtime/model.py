@@ -62,7 +62,7 @@ def load_tokenizer(cfg):
 def check_architecture(cfg, model):
     """Raises ValueError for what the rehearsal does not notice: see guard.rehearse."""
     config, head = model.config.get_text_config(), model.get_output_embeddings()
-    settings = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attention_chunk_size")
+    settings = "final_logit_softcapping logit_scale logits_scaling attention_chunk_size".split()
     found = [name for name in settings if getattr(config, name, None) not in (None, 1.0)]
     if type(head) is not torch.nn.Linear or head.bias is not None:
         found += ["an LM head that is no plain matrix"]
@@ -201,8 +201,7 @@ class HeadLogps(torch.autograd.Function):
     At most two fp32 arrays of (R, chunk) exist at a time. The forward pass combines log sum
     exp(logits) and entropy of the chunks at the end. The backward pass computes the logits again,
     and from them, in place, with p = softmax(logits),
-    grad_logits = grad_logp * (onehot(target) - p) - grad_entropy * p * (log p + entropy).
-    """
+    grad_logits = grad_logp * (onehot(target) - p) - grad_entropy * p * (log p + entropy)."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk):

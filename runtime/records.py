@@ -47,15 +47,14 @@ def read(folder, name="metrics.jsonl"):
 
     A number that is not finite becomes None. A last line that is cut off, as a killed run leaves
     it, is skipped with a note on stderr. Raises ValueError for any other line that is no JSON
-    object with a step.
-    """
+    object with a step."""
     path, rows = Path(folder) / name, []
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line, parse_constant=finite, parse_float=finite)
             int(row["step"])
-        except (ValueError, RecursionError, TypeError, KeyError) as e:
+        except Exception as e:  # it may be anything
             if number < len(lines):
                 raise ValueError(f"{path}:{number}: no line of JSON with a step ({e!r})") from e
             print(plain(f"note: {path}:{number} is cut off: skipped"), file=sys.stderr)

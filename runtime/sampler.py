@@ -13,6 +13,7 @@ import torch
 
 from runtime import dist, memory
 from runtime.dist import RunError
+from runtime.hub import first_line
 
 CHUNK = 2**21  # elements that checksum() hashes at a time: three temporaries of 16 MB
 FACTORS = (0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd; of Knuth's MMIX generator and xorshift64*
@@ -53,8 +54,7 @@ class Sampler:
         """Wakes up with the trainer's weights, (name, tensor) pairs, and checks them.
 
         Raises RunError if a visible bit differs afterwards. The KV cache wakes up last: beside it,
-        the weights might have no room to arrive.
-        """
+        the weights might have no room to arrive."""
         if torch.cuda.is_available():
             torch.set_num_threads(self._threads)
             torch.cuda.empty_cache()  # vLLM cannot use what PyTorch has cached
@@ -68,8 +68,7 @@ class Sampler:
                 raise
             raise RunError(
                 f"the sync failed on rank {dist.rank()} at tensor {len(weights.sent)}, "
-                f"{list(weights.sent)[-1]}: {type(e).__name__}: "
-                f"{' '.join(str(e).split())[:200]}") from e
+                f"{list(weights.sent)[-1]}: {first_line(e)}") from e
         weights.check(self._llm)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the sync left
@@ -84,8 +83,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
 
     cuda_args: arguments that only a GPU has. process: the number after which shared memory is
     named, by default that of this process. Raises torch.OutOfMemoryError if vLLM says that the
-    device has too little memory, and RunError with vLLM's words if it refuses model or argument.
-    """
+    device has too little memory, and RunError with vLLM's words if it refuses model or argument."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")  # harmless
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ |= {
@@ -122,7 +120,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
                    distributed_executor_backend="external_launcher",  # in our process group
                    **args)
     except (ValueError, AssertionError, NotImplementedError) as e:
-        reason = " ".join(str(e).split()) or "an assertion failed"
+        reason = first_line(e)
         if type(e) is ValueError and "memory" in reason:  # a pydantic error names all arguments
             raise torch.OutOfMemoryError(reason) from e
         raise RunError(f"vLLM does not start: {reason}") from e
@@ -133,8 +131,7 @@ def sample_by_inversion(probs, generators, use_fp64_gumbel=False):
     random number in [0, 1) (inverse transform sampling, Devroye 1986, chapter III.2).
 
     generators: {row: torch.Generator} of the requests with a seed. -> (B,) int64. It replaces
-    vLLM's random_sample, with its parameters; the last one has no meaning here.
-    """
+    vLLM's random_sample, with its parameters; the last one has no meaning here."""
     u = torch.rand(len(probs), 1, dtype=torch.float64)  # (B, 1)
     for row, generator in generators.items():
         u[row].uniform_(generator=generator)
@@ -152,8 +149,7 @@ def checksum(tensor):
 
     Any change of bits changes it, but for a chance of about 2^-64. The order of the elements does
     not: a fused tensor has the sum of its parts. What a sync could only permute inside a module is
-    left to the comparison of log-probs.
-    """
+    left to the comparison of log-probs."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in tensor.reshape(-1).split(CHUNK):
         x = part.view(BITS[part.element_size()]).long() + 1
@@ -191,8 +187,7 @@ def own_checksums(model, sent):
     """What this rank's vLLM has: {parameter: (names of its parts in `sent`, elements, checksum)}.
 
     The parts are those of a fused parameter, or itself; none if one of them was not sent. Repacked
-    for a kernel, a parameter has no elements.
-    """
+    for a kernel, a parameter has no elements."""
     own, fused = {}, getattr(model, "packed_modules_mapping", {})
     for name, parameter in model.named_parameters():  # each storage once
         if EXPERTS in name:

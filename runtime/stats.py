@@ -2,7 +2,7 @@
 import contextlib
 import math
 import time
-from statistics import fmean, pstdev
+from statistics import fmean, mode, pstdev
 
 import torch
 
@@ -26,10 +26,9 @@ def moving_mean(mean, new):
 
 def wilson_interval(hits, n):
     """(low, high): 95 % interval of the proportion hits / n (Wilson 1927; also for small n)."""
-    z, p = 1.959964, hits / n
-    center = p + z * z / (2 * n)
-    margin = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (center - margin) / (1 + z * z / n), (center + margin) / (1 + z * z / n)
+    z = 1.959964
+    center, margin = hits + z * z / 2, z * math.sqrt(hits * (n - hits) / n + z * z / 4)
+    return (center - margin) / (n + z * z), (center + margin) / (n + z * z)
 
 
 def pass_at_k(n, correct, k):
@@ -39,22 +38,20 @@ def pass_at_k(n, correct, k):
 
 
 def majority_vote(answers):
-    """Index of the most frequent answer, of several the one seen first. None does not vote. Returns
-    None if nobody gave an answer.
+    """Index of the most frequent answer but None, of several the one seen first; None if all are.
 
     >>> majority_vote([None, "4", "5", "5", None, None])
     2
     """
     given = [answer for answer in answers if answer is not None]
-    return answers.index(max(given, key=given.count)) if given else None
+    return answers.index(mode(given)) if given else None
 
 
 def nan_mean_std(x, dim):
     """Mean and population standard deviation over `dim`, kept with size 1, of what is not NaN.
 
     Both are 0 where all entries are NaN. Of equal entries the deviation is exactly 0: the smallest
-    entry is subtracted first, because the sum of n equal numbers is rounded.
-    """
+    entry is subtracted first, because the sum of n equal numbers is rounded."""
     if not len(x):  # all groups were dropped, and amin() needs an entry
         return x.sum(dim, keepdim=True), x.sum(dim, keepdim=True)
     smallest = x.nan_to_num(torch.inf).amin(dim, keepdim=True)
@@ -76,8 +73,7 @@ def is_clipped(ratio, advantage, cfg):
 def pack_sums(loss, terms, entropy, weight, cfg):
     """Metrics of a pack: sums over its tokens (0 for a dummy), the loss, the largest mismatch.
 
-    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight; used up.
-    """
+    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight; used up."""
     mismatch = terms.pop("mismatch")  # (R,)
     terms |= {"entropy": entropy, "tokens": torch.ones_like(entropy),
               "mismatch/mean_abs": mismatch.abs(),
@@ -112,8 +108,7 @@ def step_means(history):
 
     Means over the tokens of all steps, except for the maximum of `mismatch/max` and the means over
     the steps of loss, grad_norm and skipped. `correction/ess`: effective sample size of the
-    importance weights as a fraction of the tokens, 1 if all are equal.
-    """
+    importance weights as a fraction of the tokens, 1 if all are equal."""
     means, tokens = {}, [metrics["tokens"] for metrics in history]
     for name in history[0] if history else ():
         values = [metrics[name] for metrics in history]
@@ -179,10 +174,9 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
     for name in parts[0]:
         if given := [values[name] for values in parts if values[name] is not None]:
             means[f"reward/{name}"] = fmean(given)
-    # forward and backward are 3 forward passes; what checkpointing recomputes does not count
-    passes = 3 * cfg.epochs + (cfg.epochs * cfg.minibatches > 1)
-    if cfg.kl_coef:
-        passes += 1  # the reference
+    # forward and backward are 3 forward passes, the old policy and the reference have one each;
+    # what checkpointing recomputes does not count
+    passes = 3 * cfg.epochs + (cfg.epochs * cfg.minibatches > 1) + bool(cfg.kl_coef)
     trained = [r for group in trained_groups for r in group if r.weight]
     flops, count = dist.all_sum(
         passes * ModelShape.of(cfg.model).forward_flops(trained), len(trained))

@@ -30,7 +30,7 @@ def _handle(number, frame):
                 "the same signal again ends it at once\n")
         with contextlib.suppress(OSError):  # nobody reads
             # a handler must not print(): it may have interrupted one
-            os.write(2, text.encode() if dist.rank() == 0 else b"")
+            os.write(2, text.encode() * (dist.rank() == 0))
     elif number == received and time.monotonic() - received_at > SAME:
         os._exit(128 + number)
 
@@ -76,8 +76,7 @@ def with_one_line(*kinds, cfg=None, folder=None):
     """Ends the process with one line and exit code 1 for RunError, these kinds and a lost rank.
 
     cfg: also for too little memory, with the flags to change. folder: that of the run. Each rank
-    that fails writes its traceback to <folder>/errors/rank-k.txt, which the line names.
-    """
+    that fails writes its traceback to <folder>/errors/rank-k.txt, which the line names."""
     try:
         yield
     except Exception as e:

@@ -97,12 +97,10 @@ def set_tensor(p, kind, value):
 
 
 def place_frozen_weights(engine, device=None):
-    """With --lora_rank and --offload optimizer, moves the frozen weights to `device`: to "cpu" to
-    make room for vLLM's, back to the GPU (None) once vLLM sleeps.
+    """With --lora_rank and --offload optimizer, moves the frozen weights: to the GPU, or `device`.
 
     While vLLM generates they are in host memory, in a copy that stays: nothing changes it. It is
-    one tensor, because PyTorch rounds the size of each pinned tensor up to a power of two.
-    """
+    one tensor, because PyTorch rounds the size of each pinned tensor up to a power of two."""
     frozen = [p for p in engine.module.parameters() if not p.requires_grad]
     if not frozen or not getattr(engine.optimizer, "cpu_offload", False):
         return
@@ -113,6 +111,10 @@ def place_frozen_weights(engine, device=None):
                                  for x, p in zip(pinned.split(sizes), frozen)]
     for p, in_host_memory in zip(frozen, engine.frozen_weights):
         p.data = in_host_memory.to(device or dist.device())  # itself, if it is there already
+
+
+# before vLLM wakes up, the frozen weights make room for its own; once it sleeps, they come back
+sleep, wake = functools.partial(place_frozen_weights, device="cpu"), place_frozen_weights
 
 
 @torch.no_grad()

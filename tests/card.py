@@ -2,8 +2,7 @@
 
 Inside simulated_card(), a tensor is on the card or on the host as on a machine with one GPU. Its
 storage carries the mark: views, `p.data = x` and saved tensors are where their storage is. The
-kernels of the CPU compute the values. Streams, speed and limits of a GPU are not simulated.
-"""
+kernels of the CPU compute the values. Streams, speed and limits of a GPU are not simulated."""
 import contextlib
 from types import SimpleNamespace
 from unittest import mock

@@ -74,8 +74,7 @@ def float64():
     """Runs our code, TRL, DeepSpeed and transformers in float64, also where they ask for float32.
 
     Exception: a tensor made from Python numbers with dtype=torch.float32 stays float32. Use numbers
-    that float32 holds exactly (see `exactly`) there.
-    """
+    that float32 holds exactly (see `exactly`) there."""
     torch.set_default_dtype(torch.float64)
     try:
         with Double():
@@ -91,7 +90,8 @@ def exactly(x):
 
 def make_config(**changes):
     """A checked Config of the bundled model with small sizes; its dtype is float64 in float64()."""
-    tiny = dict(model=str(ROOT / "models/tiny"), **runtime.flags.model_row("models/tiny", nr.Config))
+    model = str(ROOT / "models/tiny")
+    tiny = dict(model=model, **runtime.flags.model_row(model, nr.Config))
     small = dict(prompts=4, samples=4, steps=2, max_prompt=64, eval_size=32, kl_coef=0.001,
                  pack_tokens=4096)
     cfg = runtime.flags.check(nr.Config(**tiny | small | changes))

@@ -11,8 +11,7 @@ changes an operator, a number, a comparison or a condition. A copy of the reposi
 is tested in a forked child (torch, TRL and vLLM are imported once, here). It runs the tests that
 reach the changed lines, the quickest files first, up to --seconds of them: see .pytest_cache.
 Prints a line per change and the diff of those that no test noticed: a gap, or the same program (say
-why). Exits with 1 if a planted fault is not noticed, or if a test fails without a change.
-"""
+why). Exits with 1 if a planted fault is not noticed, or if a test fails without a change."""
 import argparse
 import contextlib
 import difflib

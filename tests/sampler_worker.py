@@ -2,8 +2,7 @@
 
     sampler_worker.py FILE
 
-Saves to FILE what the sampler of the V2 model runner drew, with the logits' two factors.
-"""
+Saves to FILE what the sampler of the V2 model runner drew, with the logits' two factors."""
 import os
 import sys
 

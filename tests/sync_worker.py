@@ -3,8 +3,7 @@
     sync_worker.py FOLDER MODEL
 
 Rank r has r + 1 prompts. With each policy it takes two steps; with the last one it then damages
-syncs. Each rank writes what it sampled and what the checks said to FOLDER/<rank>.json.
-"""
+syncs. Each rank writes what it sampled and what the checks said to FOLDER/<rank>.json."""
 import json
 import sys
 from unittest import mock

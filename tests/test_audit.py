@@ -1,8 +1,7 @@
 """learn/audit.py: exact statements about the expected gradient, and the tables of docs/audit.md.
 
 Sums over all groups in float64, so EXACT (1e-9) holds. EPSILON stands for group_advantages' 1e-4
-where a statement is about the formula without it: it changes an advantage by 1e-12 of itself.
-"""
+where a statement is about the formula without it: it changes an advantage by 1e-12 of itself."""
 import itertools
 import math
 from functools import partial

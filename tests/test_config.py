@@ -153,13 +153,10 @@ def test_importing_the_script_loads_no_slow_library_and_shares_the_cores():
     assert shown.splitlines() == ["[]", "1 expandable_segments:True"]
 
 
-def test_pytorch_for_cuda_without_a_usable_gpu_is_no_run_on_the_cpu(monkeypatch):
+def test_a_gpu_that_cannot_be_used_or_has_no_bfloat16_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ValueError, match="driver 580 .*requirements-cpu"):
         nr.parse_config([])
-
-
-def test_a_gpu_without_bfloat16_is_told_to_use_float32(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(ValueError, match="use --dtype float32"):

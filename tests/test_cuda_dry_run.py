@@ -1,8 +1,7 @@
 """The code for CUDA on a CPU: on which device each tensor is, and which arguments reach vLLM.
 
 DeepSpeed and the loop are real, on a card made of host memory (card.py). Replaced are vLLM's engine
-and the attention kernel, which only a GPU has.
-"""
+and the attention kernel, which only a GPU has."""
 import copy
 import dataclasses
 import json

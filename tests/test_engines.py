@@ -93,8 +93,7 @@ def test_every_engine_takes_the_step_of_plain_adamw_also_after_a_rehearsal(
 
     In float32 AdamW's epsilon of 1e-8 would not do: a gradient that is only rounding would move its
     weight by lr. There it is 1e-5, a thousand times the rounding of these gradients and a quarter
-    of their root mean square.
-    """
+    of their root mean square."""
     offload = "offload" in engine_flags
     eps, bound = (1e-5, 10_000 * EPS) if offload else (1e-8, EXACT)
     with contextlib.nullcontext() if offload else float64():

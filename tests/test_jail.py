@@ -182,38 +182,12 @@ def test_text_that_is_not_a_program_fails_without_an_error():
         assert jail.run_asserts(text, ["assert False"]) == [False]
 
 
-HONEST = """import dataclasses, enum, math
-from collections import Counter, namedtuple
-P, Color, Numbers = namedtuple("P", "x y"), enum.Enum("Color", "RED"), type("N", (list,), {})
-count, same = lambda n: (i for i in range(n)), lambda x: x
-@dataclasses.dataclass
-class Money:
-    n: int
-    __mul__, __abs__ = lambda self, k: Money(self.n * k), lambda self: abs(self.n)
-class Empty(Exception): code = 3
-class Stack:
-    def __init__(self): self.items = []
-    def push(self, x): self.items.append(x); return self
-    def pop(self): return self.items.pop() if self.items else fail()
-    __len__, __contains__ = lambda self: len(self.items), lambda self, x: x in self.items
-def fail(): raise Empty("nothing")
-def rotate(m): m[:] = [list(row) for row in zip(*m[::-1])]
-def sum(a, b): print("sum"); return a + b
-async def same_later(x): return x
-if __name__ == '__main__': raise SystemExit('no script')"""
+# a program; what is true of its results; what no program in FORGERIES may pass
+HONEST, RIGHT, FORGED = (ROOT / "tests/asserts.txt").read_text().strip().split("\n\n")
 
 
 def test_asserts_are_run_one_by_one_and_see_what_they_would_see_in_one_process():
-    right = ["True == 1.0", "P(1, 2) == (1, 2)", "(1, 2) == P(1, 2)", "{1, 2} == {2, 1}",
-             "same(Counter('aab')) == {'a': 2, 'b': 1}", "Money(3) == Money(3)", "None == None, 2",
-             "(Money(2) * 3).n == 6 and Money(2) * 3 == Money(6) and abs(Money(3)) == 3",
-             "Stack().push(1).pop() == 1", "len(s := Stack().push(2)) == 1 and 2 in s and s.items",
-             "same(x := [1]) is x and s.push(1) is s", "list(count(3)) == [0, 1, 2]",
-             "Numbers([1]) == [1] and isinstance(Numbers(), list) and Money(1) != None",
-             "same(Color.RED) is Color.RED and Color.RED.value == 1", "sum(10, 15) == 25",
-             "sorted([3, -1], key=same) == [-1, 3] and math.isclose(same(0.5), 0.5)",
-             "(rotate(m := [[1, 2], [3, 4]]), m)[1] == [[3, 1], [4, 2]]",
-             "asyncio.run(same_later(2)) == 2", "same(10**6000) == 10**6000 and same(b'x') == b'x'",
+    right = [*RIGHT.split("\n"),
              "1\ntry: Stack().pop()\nexcept Empty as e: assert str(e) == 'nothing' and e.code == 3",
              "1\nwith redirect_stdout(io.StringIO()) as f: sum(1, 2)\nassert f.getvalue() > 'sum'"]
     wrong = ["[1] == (1,)", "{'a': 1} == {'a': 2}", "'1' == 1", "Money(1) == Money(2)", "P('x')",
@@ -246,18 +220,11 @@ FORGERIES = [
     "open('fractions.py', 'w').write('import os; os.write(4, b\"[1]\"); os._exit(0)')",
     "import os\ndef f(*a): open(f'/proc/{os.getppid()}/mem', 'r+b').close(); return 9",
 ]
-FORGED = [
-    "f(3) == 9", "f(3) == [9]", "9 == f(3)", "abs(f(3) - 0.5) < 1e-6", "f(1) == 2 and f(2) == 3",
-    "f(1) in (2, 3)", "2 in f(1)", "f(1) != 2 and f(1) == 3", "not f(1) == 3 and f(1) == 4",
-    "(x := f(1) == 4) and x", "f(1) < 5 and f(1) > 3", "sorted(f(3)) == [1, 2]", "f(1) % 2 == 1",
-    "math.isclose(f(1), 0.5)", "all(f(i) == i for i in (1, 2))", "set(f(1)) == {1, 2}",
-    "isinstance(f(1), int) and f(1) == 3", "not f(1) - 0.5 and f(1) == 0.5", "f(f(1)) == f(1) == 4",
-    "[f(1), f(2)] == [1, 2]", "f(1) == 'x'", "Fraction(1, 2) == f(1)", "len(f(1)) == f(1)[0]",
-    "1\ntry: f(1) == 4\nexcept TypeError: pass\nassert f(2) == 5"]
 
 
 def test_no_test_is_passed_by_exiting_early_or_by_what_is_equal_to_everything():
-    tests = [f"import math\nfrom fractions import Fraction\nassert {test}" for test in FORGED]
+    forged = *FORGED.split("\n"), "1\ntry: f(1) == 4\nexcept TypeError: pass\nassert f(2) == 5"
+    tests = [f"import math\nfrom fractions import Fraction\nassert {test}" for test in forged]
     for program in FORGERIES:
         assert not any(jail.run_asserts(program, tests, seconds=20)), program
     assert jail.run_asserts("def f(x):\n    while True: pass", ["assert f(3) == 9"], 1) == [False]

@@ -1,7 +1,6 @@
 """Precision: what is in float32 or float64 while weights and hidden states are in bfloat16.
 
-u below is the unit roundoff: a result that is rounded once has a relative error of at most u.
-"""
+u below is the unit roundoff: a result that is rounded once has a relative error of at most u."""
 import pytest
 import torch
 import torch.nn.functional as F

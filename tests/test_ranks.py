@@ -21,8 +21,7 @@ ENV = ENV | {"PYTHONPATH": str(ROOT)}
 def trained(group, tmp_path_factory):
     """{ranks: {setting: (weights, metrics)}} of rank_worker.py, and the weights at the start.
 
-    The models are the bundled one cut to one layer, once with a head of its own.
-    """
+    The models are the bundled one cut to one layer, once with a head of its own."""
     folder = tmp_path_factory.mktemp("ranks")
     model = runtime.model.load_model(make_config())
     model.model.layers, model.config.layer_types = model.model.layers[:1], ["full_attention"]

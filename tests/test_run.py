@@ -66,8 +66,7 @@ def test_two_ranks_have_the_first_step_of_one_and_stop_with_a_checkpoint_if_torc
     """In float32: sums of a few hundred terms of size 1, with rounding of some EPS.
 
     vLLM samples the same tokens for batches of another size, unless one of 2,000 draws falls
-    between two roundings of a probability (EPS wide each: 1 machine in 4,000).
-    """
+    between two roundings of a probability (EPS wide each: 1 machine in 4,000)."""
     stopped = start(  # --resume: there is no run yet, so it starts one
         *FLAGS, "--out", tmp_path, "--resume", "--steps", "50", launcher=(*TORCHRUN, "2"))
     while not list((tmp_path / "run").glob("step-1*")):  # it is being written or there

@@ -2,8 +2,7 @@
 
 The bundled model does not know the markers <python> and </python>. It writes `<think>14+2=16` by
 itself: with the markers "<think>" and "=", each `=` is a call of the program before it, and a turn
-ends there.
-"""
+ends there."""
 import sys
 from collections import Counter
 from itertools import groupby

@@ -1,7 +1,6 @@
 """The Chinese notebook has the code, outputs, formulas and links of the English one.
 
-`python tests/test_translations.py` gives it the present code cells and outputs.
-"""
+`python tests/test_translations.py` gives it the present code cells and outputs."""
 import copy
 import re
 from collections import Counter

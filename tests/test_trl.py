@@ -1,8 +1,7 @@
 """Comparison with TRL 1.16.0's own code: advantages and whole runs.
 
 Only generation is replaced, through GRPOTrainer's rollout_func. The losses, also those of
-RLOOTrainer, are compared in test_vectors.py.
-"""
+RLOOTrainer, are compared in test_vectors.py."""
 import os
 import random
 from unittest import mock

@@ -1,7 +1,6 @@
 """Which groups are trained, on any number of ranks, and the loop with real DeepSpeed, in float64.
 
-The formulas of the algorithms are compared in test_vectors.py.
-"""
+The formulas of the algorithms are compared in test_vectors.py."""
 import math
 import random
 import threading

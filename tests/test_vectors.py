@@ -1,7 +1,6 @@
 """tests/vectors/: the script and TRL's losses against a naive implementation without their code.
 
-All in float64. make.py rounds its results to 15 digits (1e-15) and the bound is EXACT (1e-9).
-"""
+All in float64. make.py rounds its results to 15 digits (1e-15) and the bound is EXACT (1e-9)."""
 import dataclasses
 import json
 import math

@@ -2,8 +2,7 @@
 
 Functions have tests of their own. Here is what lies between the command line and them: WIRES has a
 row per flag with two or more values and what is seen where the value arrives. Values of flags that
-arrive at one place differ, so that two swapped flags show.
-"""
+arrive at one place differ, so that two swapped flags show."""
 import contextlib
 import dataclasses
 import json

@@ -209,8 +209,7 @@ def _make_handler():
 def _compare(gold, answer):
     """math-verify's verdict, None if it cannot read the gold answer.
 
-    For workers: raises MemoryError where it may have failed for lack of their memory.
-    """
+    For workers: raises MemoryError where it may have failed for lack of their memory."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _peak_bytes()
@@ -306,8 +305,7 @@ def _math_verify():
         """Whether the answer, such as 1 <= x < 2, may be compared with a gold interval.
 
         It must bound x or f(x) alone, because x^2 <= 4 may only repeat the question, and a variable
-        that the gold answer names. math-verify would take 1 < x < 2 for the set {1, 2}, too.
-        """
+        that the gold answer names. math-verify would take 1 < x < 2 for the set {1, 2}, too."""
         if isinstance(gold, FiniteSet) or not gold.free_symbols <= answer.free_symbols:
             return False
         bounds = [[side for side in bound.args if side.free_symbols]

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import psutil
+
 START_SECONDS = 120.0  # limit of make_handler: importing torch from a network disk takes 60
 FORK_SECONDS = 10.0  # limit of a fork: a fork server that was stopped, or hangs, is replaced
 MAX_SLOW = 32  # slow calls that may run beside the others at one time (see Pool._slow_at)
@@ -63,8 +65,7 @@ class Pool:
 
     A slow call does not delay the others: another worker is forked to go on with them, so 20 calls
     that hang cost little more time than one. A call that allocates more than `memory` bytes gets
-    MemoryError: 10^{10^{10}} takes 4 GB, and 20 such calls at once would fill the machine.
-    """
+    MemoryError: 10^{10^{10}} takes 4 GB, and 20 such calls at once would fill the machine."""
 
     TIMEOUT, DIED = "timeout", "its process died"
 
@@ -81,8 +82,7 @@ class Pool:
         """The results of tasks, in their order. `waits`: for each, whether it waits for a network.
 
         As many tasks run at a time as the pool has workers, and WAITING tasks that wait. Raises
-        RuntimeError if the pool is closed, OSError if no process can be started.
-        """
+        RuntimeError if the pool is closed, OSError if no process can be started."""
         tasks = [Task(pickle.dumps(task), wait) for task, wait in zip(tasks, waits)]
         busy = os.getloadavg()[0] / len(CPUS)  # on a busy machine a call gets less of a core
         self.limit = self.timeout * min(max(busy, 1), 3)
@@ -265,8 +265,7 @@ def _keep(line):
     """Fork, and return in the child only.
 
     When the child has ended or the other end of the socket `line` is closed, the parent kills all
-    that the child has started, daemons too, and ends as the child did.
-    """
+    that the child has started, daemons too, and ends as the child did."""
     prctl, hung_up, status = ctypes.CDLL(None).prctl, select.poll(), None
     hung_up.register(line, 0)
     prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process
@@ -291,7 +290,7 @@ def _keep(line):
 
 def data_bytes():
     """Bytes of this process that count for RLIMIT_DATA: also those that it has not touched yet."""
-    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    return psutil.Process().memory_info().data
 
 
 def _work(fd, handle, memory):

@@ -1,9 +1,6 @@
 """Functions in a user's file: a reward, a rollout, rows. Their errors are one line."""
-import contextlib
 import functools
-import importlib
 import importlib.util
-import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -24,8 +21,8 @@ def load(spec, kind="reward"):
     if there is none."""
     module, _, name = spec.rpartition(":")
     path = Path(module).resolve() if module.endswith(".py") else None
-    if path and not path.is_file():
-        raise ValueError(f"{kind} file {module!r} does not exist")
+    if not module or path and not path.is_file():
+        raise ValueError(f"{kind} file {module!r} does not exist (it is named my_file.py:{name})")
     try:
         if path:
             sys.path.append(str(path.parent))  # the file may import its neighbours
@@ -37,7 +34,6 @@ def load(spec, kind="reward"):
     except (Exception, SystemExit) as e:  # a user's file: any type
         raise ValueError(f"{kind} {spec}: {user_error(e, spec)}") from None
     function = getattr(found, name, None)
-    with contextlib.suppress(TypeError, ValueError):  # no function, a class without a signature
-        inspect.signature(function)
-        return function
-    raise ValueError(f"{kind} {spec} is not a function")
+    if not callable(function):
+        raise ValueError(f"{kind} {spec} is not a function")
+    return function

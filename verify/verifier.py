@@ -12,7 +12,7 @@ from verify.pool import Pool
 from verify.user_code import load
 
 # by the trainer and by Verifier
-ADDED_COLUMNS = {"prompts", "step", "sample_index", "completion_ids", "index", "correct"}
+ADDED_COLUMNS = set("prompts step sample_index completion_ids index correct".split())
 # of a run: they too go before columns of the data
 SETTINGS = {"timeout", "random_seed", "max_tokens", "overlong_buffer"}
 
@@ -49,8 +49,7 @@ class Verifier(contextlib.AbstractContextManager):
     printed to stderr; its last line is in the dict `crashes`.
 
     Raises ValueError for a bad spec or a reward that cannot be imported or fails its check,
-    RuntimeError or OSError if no process starts. All have one line.
-    """
+    RuntimeError or OSError if no process starts. All have one line."""
 
     def __init__(self, spec, workers=None, timeout=5.0, messages=False,
                  memory_mb=512, *, known, **settings):
@@ -61,10 +60,8 @@ class Verifier(contextlib.AbstractContextManager):
         self.crashes = {}  # name of a function -> last line of its first crash
 
     def __call__(self, completions, **columns):
-        """Judge a batch: returns (rewards, parts, metrics), see the class.
-
-        Raises ValueError if a column has another number of values than there are completions.
-        """
+        """Judge a batch: returns (rewards, parts, metrics), see the class. Raises ValueError if a
+        column has another number of values than there are completions."""
         n = len(completions)
         columns["index"] = list(range(n))
         for name, values in columns.items():
@@ -88,8 +85,7 @@ class Verifier(contextlib.AbstractContextManager):
             if given and i not in failed:
                 rewards[i] = sum(given)
         timeouts = sum(error == Pool.TIMEOUT for *_, error in errors)
-        metrics = {"reward/timeouts": float(timeouts),
-                   "reward/crashes": float(len(errors) - timeouts)}
+        metrics = {"reward/timeouts": timeouts, "reward/crashes": len(errors) - timeouts}
         return rewards, values, metrics
 
     def _judge(self, calls, completions, columns, values):
@@ -128,10 +124,9 @@ class Verifier(contextlib.AbstractContextManager):
         """Call notify(text) for each reward that cannot read some gold answers of the `examples`
         (dicts) that it judges. Raises ValueError if it can read none.
 
-        Each judges an empty completion of every example; of more than 256, of an even sample.
-        """
+        Each judges an empty completion of every example; of more than 256, of an even sample."""
         for name in [name for name, traits in self.traits.items() if traits.reads_gold]:
-            sample = examples[::math.ceil(len(examples) / 256) or 1]
+            sample = examples[::len(examples) // 257 + 1]
             rows = [{key: [value] for key, value in example.items()} for example in sample]
             values = self.pool.run([(name, [""], row) for row in rows])
             bad = [(value, e) for e, value in zip(sample, values) if value != [0.0]]
@@ -191,9 +186,8 @@ def _traits(name, function, settings):
                          "f(completions, **columns)")
     needs = {p.name for p in read
              if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    attributes = ("whole_batch", "waits", "reads_gold")
-    return Traits(needs - {"completions"} - settings.keys(),
-                  *(getattr(function, name, False) for name in attributes))
+    return Traits(needs - {"completions"} - settings.keys(), *(
+        getattr(function, name, False) for name in "whole_batch waits reads_gold".split()))
 
 
 def _call(function, completions, columns):

@@ -5,8 +5,7 @@
 
 The first command needs torch and the project; ADAPTERS has their names. An adapter gets a case and
 returns the results that the project has an option for. Losses get the advantages that the case
-expects, so a difference has one place. float64, as far as the project keeps it.
-"""
+expects, so a difference has one place. float64, as far as the project keeps it."""
 import importlib.util
 import json
 import math
@@ -39,8 +38,7 @@ def tensors(case):
     """logp (a leaf), old, vllm, ref, advantages, mask (tokens with a weight): each (N, C).
 
     kl_coef: of the KL in the loss. rewards (N,): None if a completion has another reward than one
-    at its end. index: the number of the group of each completion.
-    """
+    at its end. index: the number of the group of each completion."""
     o, completions = case["options"], all_in(case["groups"])
     b = SimpleNamespace(**{name: padded([c[name] or [] for c in completions])
                            for name in ("logp", "old", "vllm", "ref", "loss_mask")})

@@ -5,8 +5,7 @@
 results.json: {name of a case: {"advantages": ..., "weights": ..., "loss": ..., "gradient": ...}},
 each in the shape that the case expects. Cases and fields may be left out; the last line counts what
 was compared. tolerance: 1e-9 (default) for float64, 1e-4 for float32, times the largest number
-expected in the field, but at least times 1e-3: the terms of a loss may cancel.
-"""
+expected in the field, but at least times 1e-3: the terms of a loss may cancel."""
 import json
 import sys
 from pathlib import Path

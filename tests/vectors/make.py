@@ -7,8 +7,7 @@ imported from the trainer. Papers are named where their formula is used.
 
 Gradients come from a complex step (Squire and Trapp 1998): f(x + ih) = f(x) + ih f'(x) up to h^2,
 and with h = 1e-100 the imaginary part is exactly h f'(x). A number without imaginary part is a
-constant: x.real is what autograd calls detach.
-"""
+constant: x.real is what autograd calls detach."""
 import cmath
 import json
 import math
@@ -195,8 +194,7 @@ def make_case(name, lengths=((2, 3, 1, 4), (4, 2, 3, 2)),
     A part "option value" of the name, between commas, is an option too.
     rewards: per completion a number, None (no reward) or a list of (end, reward), its steps.
     truncated: (group, completion). tool: (group, completion, token): not sampled.
-    off: off-policy, with log-ratios up to `spread`. logps, old: of each completion, not random.
-    """
+    off: off-policy, with log-ratios up to `spread`. logps, old: of each completion, not random."""
     o, rng = DEFAULTS | options, random.Random(name)
     for option, _, value in (part.partition(" ") for part in name.split(", ")):
         if option in DEFAULTS and value:
