@@ -3,7 +3,7 @@
     python models/smollm2.py
     python nano_rlvr.py --model models/smollm2        a real language model learns it in minutes
 
-The flags of this model are in its folder, nano_rlvr.json. For another one: --task products --template chat.
+The flags of this model are in its folder. For another one: --task products --template chat.
 A control in which a coin rewards each completion: --rewards examples/products.py:right:0,random:1
 How much of this a model knows already, if its answer is begun with "8 x 9 =":
 
