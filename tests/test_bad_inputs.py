@@ -125,7 +125,7 @@ MODELS = [  # id, fault of a copy of the bundled model, a part of the line
     ("an infinite weight", weights(lambda t: t[UP].view(-1)[3:4].fill_(float("inf"))),
      "infinite values, first in " + UP),
     ("code of its own", config(auto_map={"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M"},
-                               model_type="own"), "code of its own needs --trust_remote_code"),
+                               model_type="own"), "or --trust_remote_code for its own code"),
     ("no tokenizer.json", lambda f: (f / "tokenizer.json").unlink(), "(ValueError: it has no"),
     ("a pipe", lambda f: os.mkfifo(f / "x.safetensors"), "x.safetensors is no regular file"),
     ("layers", config(num_hidden_layers=10**12), "'num_hidden_layers': 1000000000000 is not below"),

@@ -242,8 +242,8 @@ def test_a_column_that_no_row_has_is_named_in_one_line():
 def test_the_rows_of_mixed_tasks_are_each_judged_by_their_own_reward():
     file = f"{ROOT}/examples/mixed_tasks.py"
     rows = data.load(f"{file}:make", size=64)
-    own = [e for e in rows if e["numbers"] is None]
-    assert 0 < len(own) < 64 and all(e["target"] is None for e in own)
+    own = [e for e in rows if e.get("numbers") is None]
+    assert 0 < len(own) < 64 and all(e.get("target") is None for e in own)
     answers = ["<answer>40</answer>", "<answer>(3+2)*4</answer>", "4"]
     with rewards.Verifier(f"{file}:mixed,format:0.1", workers=1) as verify:
         values, parts, _ = verify(answers, answer=["40", "2", None],
