@@ -8,6 +8,7 @@ import shutil
 import sys
 import sysconfig
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal, get_type_hints
 
 import torch
@@ -248,7 +249,8 @@ def check_resumed(cfg, saved):
         fields.discard("model")  # by its weights: _check_inputs
     if cfg.lr_end == 1 and cfg.steps > saved["steps"]:
         fields.discard("steps")
-    texts = [f"--{name} {getattr(cfg, name)!s:.200} (was {saved[name]!s:.200})"
+    texts = [f"--{name} {shorten(str(getattr(cfg, name)), 200)} "
+             f"(was {shorten(str(saved[name]), 200)})"
              for name in sorted(fields) if getattr(cfg, name) != saved[name]]
     if texts and not cfg.resume_force:
         raise ValueError(f"--resume {cfg.resume}: other results with {'; '.join(texts)}. "
