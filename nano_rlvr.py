@@ -416,7 +416,7 @@ def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
         weight = ratio.clamp(max=1 + cfg.clip_high).detach()  # (R,)
         return weight * advantage * logp
     if cfg.surrogate == "sapo":  # at ratio 1 the gradient is the advantage; it fades on both sides
-        tau = torch.where(advantage > 0, cfg.tau, cfg.tau_neg)  # (R,)
+        tau = torch.where(advantage > 0, cfg.tau, ratio.new_tensor(cfg.tau_neg))  # (R,)
         gate = torch.sigmoid(tau * (ratio - 1))  # (R,)
         return gate * 4 / tau * advantage
     return advantage * log_ratio - cfg.tau / 2 * log_ratio**2  # Kimi k1.5, eq. 3: a penalty

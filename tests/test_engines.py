@@ -90,10 +90,8 @@ def test_a_sync_from_zero_3_gathers_one_tensor_at_a_time(fresh_llm, monkeypatch)
 def test_every_engine_takes_the_step_of_plain_adamw_also_after_a_rehearsal(
         group, tokenizer, engine_flags):
     """In float64, but DeepSpeed's AdamW in host memory supports float32 only.
-
-    In float32 AdamW's epsilon of 1e-8 would not do: a gradient that is only rounding would move its
-    weight by lr. There it is 1e-5, a thousand times the rounding of these gradients and a quarter
-    of their root mean square."""
+    There AdamW's epsilon is 1e-5, a thousand times the rounding of these gradients and a quarter of
+    their root mean square: with 1e-8 a gradient that is only rounding moves its weight by lr."""
     offload = "offload" in engine_flags
     eps, bound = (1e-5, 10_000 * EPS) if offload else (1e-8, EXACT)
     with contextlib.nullcontext() if offload else float64():
