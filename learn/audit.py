@@ -295,6 +295,8 @@ def cosine(x, wanted):
 
 def factor(x, wanted):
     """The part of x along `wanted`, as a multiple of it."""
+    if x.norm() < 1e-12:  # rounding, of either sign
+        return number(0.0)
     return number(x.flatten() @ wanted.flatten() / wanted.square().sum())
 
 
