@@ -282,7 +282,7 @@ def config(**changes):
 
 def number(x):
     """0.12, or 1,234 where it is large."""
-    x = round(float(x), 9)  # 7/8 is 0.88 whichever way the last bit fell
+    x = round(float(x), 9) + 0.0  # 7/8 is 0.88 whichever way the last bit fell, and 0 has no sign
     return f"{x:.2f}" if abs(x) < 100 else f"{x:,.0f}"
 
 
@@ -295,8 +295,6 @@ def cosine(x, wanted):
 
 def factor(x, wanted):
     """The part of x along `wanted`, as a multiple of it."""
-    if x.norm() < 1e-12:  # rounding, of either sign
-        return number(0.0)
     return number(x.flatten() @ wanted.flatten() / wanted.square().sum())
 
 
