@@ -38,7 +38,7 @@ def load_tokenizer(cfg):
     enable_progress_bars()  # of a download
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # the hub would convert a .bin
     code = dict(trust_remote_code=cfg.trust_remote_code)
-    with loading("config.json", cfg, "code of its own needs --trust_remote_code; attention needed"):
+    with loading("config.json", cfg, "it needs attention, or --trust_remote_code for its own code"):
         model = empty_model(cfg.model, **code)
         ModelShape.of(cfg.model)
     check_architecture(cfg, model)

@@ -46,7 +46,7 @@ REFUSED = dict(  # before weights are loaded: changes, and a word of the reason
     llama4_text=(EXPERTS | dict(intermediate_size_mlp=96), "attention_chunk_size"),
     granite=(dict(logits_scaling=8.0), "logits_scaling"),
     gemma3_text=(dict(head_dim=16), "attention heads of size 16"),
-    rwkv=(dict(num_attention_heads=None), "attention needed"))
+    rwkv=(dict(num_attention_heads=None), "it needs attention"))
 
 
 @pytest.fixture(scope="module")
