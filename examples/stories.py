@@ -3,14 +3,13 @@
     python models/smollm2.py
     python nano_rlvr.py --model models/smollm2 --data examples/stories.py:make \\
         --eval_data examples/stories.py:make --rewards examples/stories.py:right,\\
-examples/stories.py:anywhere:0 --max_prompt 96 --max_tokens 64 --steps 20
+examples/stories.py:anywhere:0 --max_prompt 96 --max_tokens 64 --temperature 0.6 --steps 16
 
 A control in which a coin rewards each completion: --rewards examples/stories.py:right:0,random:1
 """
 import random
 
-from examples.products import numbers
-from rewards import each
+from examples.products import anywhere, right  # noqa: F401 (--rewards names them)
 
 NAMES = "Ann Ben Eva Leo Mia Sam Tom Zoe".split()
 THINGS = "apples books cards coins marbles pens shells stamps".split()
@@ -41,15 +40,3 @@ def make(split, size, seed):
         n, m = rng.sample(NAMES, 2)
         question = story.format(n=n, m=m, t=rng.choice(THINGS), a=a, b=b)
         yield {"question": question, "answer": str(answer(a, b)), "kind": kind}
-
-
-@each
-def right(text, answer):
-    """1 if the last number of the text is the answer."""
-    return float(numbers(text)[-1:] == [answer])
-
-
-@each
-def anywhere(text, answer):
-    """1 if any number of the text is the answer. With weight 0 it is only shown."""
-    return float(answer in numbers(text))

@@ -90,7 +90,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ |= {
         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB, CPU only; memory.py counts them
+        "VLLM_CPU_KVCACHE_SPACE": str(memory.CPU_KV_CACHE // memory.GIB),
         # FlashInfer's kernels are compiled at their first call, for minutes, and need nvcc
         "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     } | os.environ  # what the user has set counts
