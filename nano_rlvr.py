@@ -41,7 +41,8 @@ from runtime.batch import (Rollout, balance, collate, deal, flatten, in_groups, 
                            sequence_mean, sequence_sum, skip_zero_advantages)
 from runtime.checkpoint import Checkpoints
 from runtime.log import Log, claim_folder
-from runtime.model import CHUNK, HeadLogps, WithoutAdapters, load_model, load_tokenizer, on_device
+from runtime.model import (HeadLogps, WithoutAdapters, is_compiled, load_model, load_tokenizer,
+                           on_device)
 from runtime.sampler import Sampler
 from runtime.stats import timed
 
@@ -147,7 +148,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
         for sample in request.outputs:
             truncated = sample.finish_reason == "length"
             logps = sample.logprobs.logprobs  # FlatLogprobs' list: one per sampled token
-            rollouts.append(Rollout(prompt, list(sample.token_ids), "", truncated, logps))
+            rollouts.append(Rollout(prompt, sample.token_ids, "", truncated, logps))
     texts = tokenizer.batch_decode([r.completion for r in rollouts], skip_special_tokens=True)
     for r, text in zip(rollouts, texts):
         r.text = text
@@ -343,7 +344,7 @@ class TokenLogps(torch.nn.Module):
     """A causal language model that returns log-probs of given tokens. DeepSpeed wraps this module.
     forward(batch), as collate makes it -> logp (R,), entropy (R,) in fp32."""
 
-    def __init__(self, model, temperature=1.0, chunk=CHUNK):
+    def __init__(self, model, temperature=1.0, chunk=2048):
         super().__init__()
         self.model = model
         self.temperature = temperature
@@ -358,7 +359,8 @@ class TokenLogps(torch.nn.Module):
         hidden = output.last_hidden_state[0, batch.predictors]  # (R, H) one position before targets
         head = self.model.get_output_embeddings().weight  # (V, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, and its entropy, in chunks of V
-        return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk)  # (R,) x2
+        return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk,
+                               is_compiled(self.model))  # (R,), (R,)
 
 
 @torch.no_grad()
@@ -467,8 +469,7 @@ def make_reference(cfg, policy=None, stays_on_gpu=False):
         return None
     if cfg.lora_rank:
         return WithoutAdapters(policy.module)  # the policy itself: no second copy
-    frozen = load_model(cfg).eval().requires_grad_(False)
-    ref = TokenLogps(frozen, cfg.temperature)
+    ref = TokenLogps(load_model(cfg), cfg.temperature).eval().requires_grad_(False)
     ref.stays_on_gpu = stays_on_gpu
     return ref
 

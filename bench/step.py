@@ -8,19 +8,22 @@ samples: bench/roofline.py computes the bound from the lengths of all completion
 the rates of this machine, which are measured first. Figures are medians over the steps after the
 first. On a CPU, another process on the same cores makes the stages slower than they are.
 """
+import json
 import math
 import sys
 from pathlib import Path
 from statistics import median
 
+import torch
+
 import nano_rlvr as nr
 from bench import roofline
 from measure import common
-from runtime import log
+from runtime import log, memory
 from runtime.shape import ModelShape
 
 SUMMARY = ("run", *log.STAGES, "step", "bound", "step / bound", "tokens/s", "MFU of the update",
-           "peak GiB", "mean tokens")
+           "peak GiB", "update GiB", "planned GiB", "mean tokens")
 
 
 def groups_of(rows, samples):
@@ -50,6 +53,13 @@ def analyse(folder, device):
         for stage, parts in bounds[0].items()}
 
 
+def planned(folder):
+    """GiB that the memory plan of a run gives its update: its peak should be below."""
+    cfg = nr.Config(**common.read_config(folder)["config"])
+    parts = memory.step_bytes(cfg, ModelShape.of(cfg.model), torch.cuda.is_available())
+    return parts["total"][1] / memory.GIB
+
+
 def table(metrics, bounds):
     """The stages of one run, each with its parts, as Markdown."""
     rows, sums = [], {stage: sum(parts.values()) for stage, parts in bounds.items()}
@@ -76,7 +86,8 @@ def report(folders, device, out, conditions):
         seconds = [m[f"seconds/{stage}"] for stage in log.STAGES] + [log.stage_seconds([m])]
         rows.append([folder.name, *(f"{x:.2f}" for x in seconds), f"{bound:.2f}",
                      f"{seconds[-1] / bound:.1f}", f"{m['tokens_per_second']:.0f}",
-                     f"{m['mfu']:.1%}", f"{m['peak']:.2f}", f"{m['completion/length']:.0f}"])
+                     f"{m['mfu']:.1%}", f"{m['peak']:.2f}", f"{m['memory/update']:.2f}",
+                     f"{planned(folder):.2f}", f"{m['completion/length']:.0f}"])
         config = common.read_config(folder)["config"]
         tables.append(f"**{folder.name}**: {config['model']}, {config['prompts']} prompts x "
                       f"{config['samples']} completions of at most {config['max_tokens']} tokens, "
@@ -87,7 +98,8 @@ def report(folders, device, out, conditions):
              f"could be faster on this machine. Measured rates of {device.name}: "
              f"{device.matmul / 1e9:,.0f} GFLOP/s in matrix products, {device.memory / 1e9:,.1f} "
              f"GB/s memory, {link}; vLLM's engine: {device.python * 1e6:.0f} µs of Python per "
-             "token with the bundled model.")
+             "token with the bundled model"
+             + "".join(f", {name} {x * 1e6:.1f}" for name, x in (device.parts or {}).items()) + ".")
     text = [common.table(SUMMARY, rows), *tables, *failed, notes, conditions]
     common.write(out, "\n\n".join(text), {"device": device._asdict(), "runs": numbers})
 
@@ -96,9 +108,12 @@ def main(argv):
     parser = common.parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", default="step", help="of the results, or an absolute path")
+    parser.add_argument("--device", type=Path, help="what bench.roofline --measure printed")
     args, conditions = parser.parse_args(argv), common.conditions()
     # in a process of its own, which frees its memory
-    device = roofline.Device(*common.run_apart("roofline", "--measure"))
+    rates = (json.loads(args.device.read_text()) if args.device
+             else common.run_apart("roofline", "--measure"))
+    device = roofline.Device(*rates)
     report(args.runs, device, args.out, conditions)
 
 

@@ -42,6 +42,7 @@ class RunFlags:
     memory_gb: float = 0.0  # GiB of the device for this run, 0 = all; the next four must fit it
     pack_tokens: int = 0  # most tokens per forward pass (a longer sequence goes alone), 0 = auto
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # recompute activations
+    compile: Literal["auto", "on", "off"] = "auto"  # layers and head by torch.compile: on a GPU
     offload: Literal["auto", "none", "optimizer"] = "auto"  # optimizer, fp32 weights in host memory
     gpu_memory_utilization: float = 0.0  # vLLM's share of the GPU while it generates; 0 = the rest
     zero_stage: Literal[1, 2, 3] = 2  # ZeRO shards: 1 optimizer, 2 + gradients, 3 + weights
@@ -101,8 +102,8 @@ NEEDS = (
 
 # Flags that may differ in a resumed run: they change no result (log.py compares the data) ...
 FREE = set("name out resume resume_force save_every keep timeout wandb data eval_data".split())
-ROUNDING = set("zero_stage pack_tokens gradient_checkpointing offload gpu_memory_utilization "
-               "memory_gb versions world device".split())  # ... or only how it is rounded
+ROUNDING = set("compile zero_stage pack_tokens gradient_checkpointing offload memory_gb "
+               "gpu_memory_utilization versions world device".split())  # ... or only how it is rounded
 
 MOVED = {  # flags of former versions -> what to use now
     "--gate": "--surrogate ppo, cispo, sapo or kimi (once clip, detach, soft, squared)",
@@ -183,6 +184,8 @@ def check(cfg, defaults=None):
         (share % cfg.minibatches,
          f"--minibatches {cfg.minibatches} must divide the {share} prompts of each rank"),
         (cfg.task not in tasks, f"--task {cfg.task}: choose one of {', '.join(tasks)} or --data"),
+        (cfg.compile == "on" and cfg.zero_stage == 3,
+         "--compile on needs --zero_stage 1 or 2: stage 3 replaces a layer's weights at each call"),
         (cfg.lora_rank and cfg.zero_stage == 3,
          "--lora_rank needs --zero_stage 1 or 2: each rank merges the adapters on its own"),
         (cfg.top_p < 1 and (cfg.correction, cfg.temperature) != ("none", 1.0),
@@ -200,8 +203,9 @@ def check(cfg, defaults=None):
     names = [name for name, *_ in rewards.parse_spec(spec)]
     if cfg.overlong_buffer and "overlong" not in names:
         spec = f"{spec},overlong:1"
-    auto = "bfloat16" if torch.cuda.is_available() else "float32"
-    dtype = auto if cfg.dtype == "auto" else cfg.dtype
+    gpu = torch.cuda.is_available()
+    dtype = ("bfloat16" if gpu else "float32") if cfg.dtype == "auto" else cfg.dtype
+    auto = "on" if gpu and cfg.zero_stage < 3 else "off"
     check_machine(dtype)
     for names, has_effect, requirement in NEEDS:
         given = [f"--{name} {getattr(cfg, name)}" for name in names.split()
@@ -214,7 +218,7 @@ def check(cfg, defaults=None):
                         "rewards, what is left is divided by 1e-4; see --scale", file=sys.stderr)
     return dataclasses.replace(
         cfg, template=data.read_template(cfg.template), model=find_model(cfg.model), dtype=dtype,
-        rewards=spec, mismatch_bound=cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.15))
+        compile=auto if cfg.compile == "auto" else cfg.compile, rewards=spec, mismatch_bound=cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.15))
 
 
 def check_machine(dtype):

@@ -1,5 +1,6 @@
 """Checks of a run: rehearsal before step 0, rewards, optimizer steps, a user's rollouts."""
 import dataclasses
+import gc
 import inspect
 import json
 import math
@@ -141,6 +142,7 @@ def rehearse(policy, ref, cfg):
         for name in state:
             # a tensor, also where it is NaN; DeepSpeed's CPU AdamW counts steps in an int
             state[name] = state[name].zero_() if torch.is_tensor(state[name]) else 0
+    gc.freeze()  # what exists now stays: vLLM's collections, thrice a step, pass over it
 
 
 def load_rollout(spec):

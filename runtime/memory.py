@@ -108,7 +108,7 @@ def step_bytes(cfg, shape, gpu):
     if gpu:
         sequence = shape.kv_cache * size * (cfg.max_prompt + cfg.max_tokens)
         least = whole + VLLM_AWAKE + 2 * sequence
-        parts["vLLM, at least"] = [least, VLLM_ASLEEP, pinned * (whole + GIB)]
+        parts["vLLM, at least"] = [least, VLLM_ASLEEP, 0]
     else:
         parts["vLLM"] = [whole + CPU_KV_CACHE, whole + CPU_KV_CACHE, 0]
     return parts | {"total": [sum(column) for column in zip(*parts.values())]}

@@ -1,5 +1,6 @@
 """Tokenizer and model of the trainer, LoRA, the LM head, the reference's way to the GPU."""
 import contextlib
+import functools
 import os
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from runtime.hub import empty_model, first_line, hub_answers
 from runtime.shape import ModelShape
 
 CPU_HEADS = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512  # sizes that vLLM has kernels for
-CHUNK = 2048  # vocabulary tokens that HeadLogps handles at a time: 8 KiB of fp32 logits per row
+COMPILED = 4  # times as many vocabulary tokens at a time: compiled, no array of fp32 is stored
 
 
 @contextlib.contextmanager
@@ -93,7 +94,39 @@ def load_model(cfg):
         add_adapters(model, cfg.lora_rank)
     if cfg.gradient_checkpointing == "on":  # of activations, while the model trains
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if cfg.compile == "on":
+        compile_layers(model)
     return model
+
+
+# ---- torch.compile: what is computed element by element takes fewer passes over memory
+
+def compile_layers(model, **options):
+    """Compiles each decoder layer of a transformers model at its first call, and the LM head's
+    functions: norms, rotary embeddings, SiLU * up become one or two passes. Matrix products and
+    attention stay PyTorch's own. Equal layers share what is compiled, for any lengths. options:
+    of torch.compile, for the layers."""
+    from transformers import AttentionInterface
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    # the layers are compiled up to the attention, and from there on
+    AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):  # a decoder layer
+            module.compile(dynamic=True, **options)
+    model.is_compiled = True
+    dist.print_once("layers and LM head are compiled at their first call, for a minute or two; "
+                    "with --compile off a run starts at once, and a step takes longer")
+
+
+def is_compiled(model):
+    """Whether compile_layers has been here."""
+    return getattr(model, "is_compiled", False)
+
+
+@functools.cache
+def compiled(function):
+    """torch.compile of a function, for any shapes; made at its first call."""
+    return torch.compile(function, dynamic=True)
 
 
 def is_finite(weight):
@@ -185,29 +218,36 @@ def chunk_backward(hidden, weight, targets, temperature, norm, grad, entropy, gr
     logp, factor = logits.sub_(norm), grad  # (R, C), (R, 1)
     if grad_entropy is not None:
         factor = (logp + entropy).mul_(grad_entropy).add_(grad)  # (R, C)
-    p = logp.exp_()  # (R, C)
-    grad_logits = p.mul_(factor).neg_().scatter_add_(-1, column, grad * in_chunk)  # (R, C)
+    grad_logits = logp.exp_().mul_(factor).neg_()  # (R, C) -p * factor
+    if torch.compiler.is_compiling():  # scatter_add would store it in fp32
+        is_target = torch.arange(len(weight), device=column.device) == column  # (R, C)
+        grad_logits += torch.where(is_target & in_chunk, grad, 0.0)  # (R, C)
+    else:
+        grad_logits.scatter_add_(-1, column, grad * in_chunk)  # (R, C)
     return grad_logits.to(weight.dtype)
 
 
 class HeadLogps(torch.autograd.Function):
     """The LM head and log_softmax as one operation, on one chunk of the vocabulary at a time.
 
-    apply(hidden (R, H), weight (V, H), targets (R,), temperature, chunk) -> logp (R,), entropy (R,)
-    in fp32:
+    apply(hidden (R, H), weight (V, H), targets (R,), temperature, chunk, compiles=False) ->
+    logp (R,), entropy (R,) in fp32:
 
         logp[i] = log_softmax(hidden[i] @ weight.T / temperature)[targets[i]]
 
-    At most two fp32 arrays of (R, chunk) exist at a time. The forward pass combines log sum
+    At most two fp32 arrays of (R, chunk) exist at a time. compiles: with torch.compile and larger
+    chunks. The forward pass combines log sum
     exp(logits) and entropy of the chunks at the end. The backward pass computes the logits again,
     and from them, in place, with p = softmax(logits),
     grad_logits = grad_logp * (onehot(target) - p) - grad_entropy * p * (log p + entropy)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk):
+    def forward(ctx, hidden, weight, targets, temperature, chunk, compiles=False):
+        of_chunk, chunk = (compiled(chunk_forward), COMPILED * chunk) if compiles else (
+            chunk_forward, chunk)
         norms, entropies, target_logit = [], [], 0
         for i in range(0, len(weight), chunk):
-            norm, entropy, logit = chunk_forward(
+            norm, entropy, logit = of_chunk(
                 hidden, weight[i:i + chunk], targets - i, temperature)
             norms.append(norm)
             entropies.append(entropy)
@@ -218,7 +258,7 @@ class HeadLogps(torch.autograd.Function):
         chunk_logp = norms - norm  # (R, chunks) log-prob that the token is in this chunk
         # chain rule: entropy between the chunks plus the mean entropy within them
         entropy = (chunk_logp.exp() * (entropies - chunk_logp)).sum(-1)  # (R,)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.compiles = temperature, chunk, compiles
         ctx.save_for_backward(hidden, weight, targets, norm, entropy[:, None])
         ctx.set_materialize_grads(False)  # that of the entropy is None if the loss does not use it
         return (target_logit - norm)[:, 0], entropy  # (R,), (R,)
@@ -232,12 +272,13 @@ class HeadLogps(torch.autograd.Function):
         grad = grad_logp[:, None] / ctx.temperature  # (R, 1)
         if grad_entropy is not None:
             grad_entropy = grad_entropy[:, None] / ctx.temperature  # (R, 1)
+        of_chunk = compiled(chunk_backward) if ctx.compiles else chunk_backward
         for i in range(0, len(weight), ctx.chunk):
             w = weight[i:i + ctx.chunk]  # (C, H)
-            grad_logits = chunk_backward(
+            grad_logits = of_chunk(
                 hidden, w, targets - i, ctx.temperature, norm, grad, entropy, grad_entropy)
             grad_hidden += grad_logits @ w  # (R, H)
             if grad_weight is not None:
                 torch.mm(grad_logits.T, hidden, out=grad_weight[i:i + ctx.chunk])  # (C, H)
             del grad_logits  # (R, C) before the next chunk is computed
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None

@@ -4,11 +4,14 @@ Log-probs do not show a missed sync at a small learning rate, which changes them
 noise. So the checksums of all weights that vLLM shows are compared after every sync.
 """
 import functools
+import inspect
+import itertools
 import logging
 import os
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from runtime import dist, memory
@@ -38,14 +41,31 @@ class Sampler:
             cuda_args=dict(gpu_memory_utilization=cfg.gpu_memory_utilization,
                            enable_sleep_mode=True,
                            kv_cache_memory_bytes=memory.kv_cache_bytes(cfg))) | args)
+        self.lean = lean_engine(self._llm)
+
+    def generate(self, prompts, params=None, **args):
+        """vLLM's generate. Faster, with equal results, if all requests are as rollout() asks: a
+        list of params with logprobs=0 and flat_logprobs=True (then without ranks of tokens)."""
+        asked = params if isinstance(params, list) else []
+        if self.lean and asked and all(p.logprobs == 0 and p.flat_logprobs for p in asked):
+            self.lean.steps = []
+            try:
+                requests = self._llm.generate(prompts, params, **args)
+                if self.lean.fill(requests):
+                    return requests
+            finally:
+                self.lean.steps = None
+            print_each_once("note: vLLM computed tokens twice (too little KV cache for all running "
+                            "sequences?): the rollout is repeated with its own log-probs")
+        return self._llm.generate(prompts, params, **args)
 
     def __getattr__(self, name):
         return getattr(self._llm, name)
 
     def sleep(self):
-        """Frees the GPU, if any: weights go to host memory, the KV cache is dropped."""
+        """Frees the GPU, if any: drops weights, which load() brings anew, and the KV cache."""
         if torch.cuda.is_available():
-            self._llm.sleep(level=1)
+            self._llm.sleep(level=2)
             self._threads = torch.get_num_threads()
             torch.set_num_threads(dist.CORES)  # vLLM and torchrun set 1; AdamW here needs all
 
@@ -126,6 +146,86 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
         if type(e) is ValueError and "memory" in reason:  # a pydantic error names all arguments
             raise torch.OutOfMemoryError(reason) from e
         raise RunError(f"vLLM does not start: {reason}") from e
+
+
+class LeanEngine:
+    """Does less Python per token in vLLM's engine, which handles a decode step while the device
+    waits: 0.6 of the time (bench/roofline.py --engine). It replaces two private methods.
+
+    1. vLLM cuts the log-probs of a decode step into a list for each request. Here they stay arrays
+       until all requests are finished.
+    2. It asks for a block of the KV cache per token. Here only if the last block is full."""
+
+    def __init__(self, llm):
+        """Raises AttributeError, TypeError or ValueError for a vLLM that is made differently."""
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self.update, self.manager = scheduler.update_from_output, scheduler.kv_cache_manager
+        self.allocate = self.manager.allocate_slots
+        inspect.signature(self.update).bind(scheduler_output=None, model_runner_output=None)
+        inspect.signature(self.allocate).bind(
+            request=None, num_new_tokens=1, num_lookahead_tokens=0)
+        [group] = scheduler.kv_cache_config.kv_cache_groups  # models with Mamba layers have more
+        self.block_size = group.kv_cache_spec.block_size
+        self.no_blocks = self.manager.empty_kv_cache_blocks
+        self.steps = None  # while generate() runs: (request ids, tokens, log-probs) per decode step
+        scheduler.update_from_output = self.keep_logps
+        self.manager.allocate_slots = self.allocate_slots
+
+    def keep_logps(self, scheduler_output, model_runner_output):
+        """Scheduler.update_from_output, without the log-probs, which it keeps."""
+        output, found = model_runner_output, model_runner_output.logprobs
+        if self.steps is not None and found is not None:
+            # in a step that computes a part of a long prompt, that request samples nothing
+            sampled = [len(tokens) == 1 for tokens in output.sampled_token_ids]
+            if found.logprobs.shape == (len(sampled), 1):
+                self.steps.append((list(itertools.compress(output.req_ids, sampled)),
+                                   found.logprob_token_ids[sampled, 0],  # a copy
+                                   found.logprobs[sampled, 0]))
+                output.logprobs = None
+        return self.update(scheduler_output, output)
+
+    def allocate_slots(self, request, num_new_tokens, **args):
+        """KVCacheManager.allocate_slots: for a decoded token, only at the start of a block."""
+        done = request.num_computed_tokens
+        decodes = num_new_tokens == 1 and done > request.num_prompt_tokens
+        if decodes and done % self.block_size and args == {"num_lookahead_tokens": 0}:
+            return self.no_blocks
+        return self.allocate(request, num_new_tokens, **args)
+
+    def fill(self, requests):
+        """Gives each completion its log-probs. False if the tokens of one are not those of the
+        steps, as after a preemption, which computes tokens again."""
+        from vllm.logprobs import FlatLogprobs
+        if not self.steps:
+            return False
+        numbers = {}  # request id -> its number in order of appearance
+        rows = np.array([numbers.setdefault(name, len(numbers))
+                         for names, _, _ in self.steps for name in names], dtype=int)  # (N,)
+        order = rows.argsort(kind="stable")  # (N,) by request, then by step
+        ends = np.bincount(rows).cumsum()[:-1]  # where one request ends and the next begins
+        tokens, logps = (np.split(np.concatenate(arrays)[order], ends)
+                         for arrays in list(zip(*self.steps))[1:])
+        # vLLM's name of a request: <number of the sample>_<name>-<random letters>
+        numbers = {name.rpartition("-")[0]: i for name, i in numbers.items()}
+        for request in requests:
+            for sample in request.outputs:
+                n, several = len(sample.token_ids), len(request.outputs) > 1
+                i = numbers.get(f"{sample.index}_" * several + request.request_id)
+                if i is None or tokens[i][:n].tolist() != list(sample.token_ids):
+                    return False
+                sample.logprobs = FlatLogprobs(
+                    list(range(n)), list(range(1, n + 1)), list(sample.token_ids),
+                    logps[i][:n].tolist(), [None] * n, [None] * n)
+        return True
+
+
+def lean_engine(llm):
+    """A LeanEngine, or None, with a note, for another version of vLLM."""
+    try:
+        return LeanEngine(llm)
+    except (AttributeError, TypeError, ValueError) as e:
+        dist.print_once(f"note: vLLM's engine runs as it is, which is slower ({first_line(e)})")
+        return None
 
 
 def sample_by_inversion(probs, generators, use_fp64_gumbel=False):

@@ -31,7 +31,7 @@ def test_benches_of_one_process(here, llm):
     plan.plan("Qwen2.5-1.5B", 24)
     assert len(roofline.paper()) == 16
     assert min(roofline.measure_device()[1:5]) > 0
-    roofline.measure_python(llm, 16, 2)
+    assert set(roofline.measure_python(llm, 16, 2)) == set(roofline.PARTS)
 
 
 def test_benches_of_updates(here, monkeypatch, tmp_path):

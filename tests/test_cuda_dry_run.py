@@ -121,7 +121,7 @@ def test_the_loop_runs_on_a_card_without_a_mix_of_devices_or_dtypes(
         names = ("loss", "kl", "entropy", "ratio", "mismatch/mean_abs", "grad_norm")
         close([row[name] for name in names], [on_cpu[name] for name in names], 10 * EPS)
     assert llm.calls == 2 * [  # what PyTorch has cached, and the sync left, makes room for vLLM
-        "sleep 1", "free", "weights", "reload_weights", "free", "kv_cache"]
+        "sleep 2", "free", "weights", "reload_weights", "free", "kv_cache"]
 
     offload, stays = cfg.offload == "optimizer", changes.get("stays", False)
     start = runtime.model.load_model(cfg).state_dict()
@@ -232,6 +232,6 @@ def drawn(tmp_path_factory):
     (0.6, 0.6), (1.5, 1.5), ("top_p", 1.0)])
 def test_log_probs_of_the_gpu_sampler_are_those_of_the_trainer(drawn, name, temperature):
     hidden, head, tokens, logps = drawn[name]  # (4, H), (V, H), (4,), (4,)
-    ours, _ = runtime.model.HeadLogps.apply(hidden, head, tokens, temperature, runtime.model.CHUNK)
+    ours, _ = runtime.model.HeadLogps.apply(hidden, head, tokens, temperature, 2048)
     logits = hidden @ head.T / temperature  # (4, V)
     within((ours - logps).abs().max(), 16 * EPS * logits.abs().max())

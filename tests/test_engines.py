@@ -11,7 +11,7 @@ import rank_worker
 from conftest import EPS, EXACT, close, fixed_rollouts, float64, make_config, within
 from runtime import guard, trainer
 from runtime.batch import pack
-from runtime.model import load_model
+from runtime.model import compile_layers, load_model
 from runtime.trainer import named_weights
 
 PROMPTS = 8
@@ -119,6 +119,28 @@ def test_every_engine_takes_the_step_of_plain_adamw_also_after_a_rehearsal(
         difference, distance = (torch.cat([(x[n] - w).flatten() for n, w in wanted.items()]).norm()
                                 for x in (ours, start))
         within(difference, bound * distance)
+
+
+@pytest.mark.parametrize("changes", [dict(gradient_checkpointing="on"), dict(lora_rank=4)])
+def test_compiled_layers_have_the_same_log_probs_and_gradients(group, tokenizer, changes):
+    """Captured and cut at the attention as on a GPU, but run by PyTorch's own operators."""
+    rollouts, found = fixed_rollouts(tokenizer), []
+    for compiles in (False, True):
+        torch.manual_seed(0)  # of the adapters
+        module = nr.TokenLogps(load_model(make_config(**changes)).train())
+        if compiles:
+            compile_layers(module.model, backend="aot_eager_decomp_partition")
+            module.model.is_compiled = False  # the head has a test of its own
+        sums = []
+        for part in (rollouts, rollouts[:3]):
+            logp, _ = module(nr.collate(part))
+            logp.sum().backward()
+            sums += [logp.detach()]
+        found.append(sums + [p.grad for p in module.parameters() if p.requires_grad])
+    calls = torch._dynamo.utils.counters["frames"]
+    assert calls["ok"] and len(found[0]) > 10
+    for plain, compiled in zip(*found, strict=True):
+        within((compiled - plain).abs().max(), PARITY * max(1.0, plain.abs().max()))
 
 
 @pytest.mark.numeric

@@ -27,9 +27,9 @@ def of_logits(logits, targets):
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)  # (R,), (R,)
 
 
-def ours(hidden, weight, targets, grad):
+def ours(hidden, weight, targets, grad, compiles=False):
     hidden, weight = (x.clone().requires_grad_() for x in (hidden, weight))
-    logp, entropy = HeadLogps.apply(hidden, weight, targets, TEMPERATURE, CHUNK)
+    logp, entropy = HeadLogps.apply(hidden, weight, targets, TEMPERATURE, CHUNK, compiles)
     logp.backward(grad)
     return logp.detach(), entropy, hidden.grad, weight.grad
 
@@ -43,6 +43,15 @@ def test_in_float64_log_probs_entropies_and_gradients_are_those_of_autograd():
         logp.backward(grad)
         for x, wanted in zip(found, (logp, entropy, hidden.grad, weight.grad), strict=True):
             close(x, wanted)
+
+
+def test_a_compiled_head_has_the_same_log_probs_entropies_and_gradients():
+    """By Inductor. Each number is a sum over at most V terms, each rounded a few times."""
+    hidden, weight, targets, grad = head_inputs(torch.float32)
+    for n in (R, R - 5):  # other shapes, the same code
+        inputs = hidden[:n], weight, targets[:n], grad[:n]
+        for x, wanted in zip(ours(*inputs, compiles=True), ours(*inputs), strict=True):
+            within((x - wanted).abs().max(), 4 * V * U32 * wanted.abs().max())
 
 
 def test_in_bfloat16_nothing_but_the_logits_is_rounded_to_bfloat16():
