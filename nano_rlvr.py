@@ -41,8 +41,7 @@ from runtime.batch import (Rollout, balance, collate, deal, flatten, in_groups, 
                            sequence_mean, sequence_sum, skip_zero_advantages)
 from runtime.checkpoint import Checkpoints
 from runtime.log import Log, claim_folder
-from runtime.model import (HeadLogps, WithoutAdapters, is_compiled, load_model, load_tokenizer,
-                           on_device)
+from runtime.model import HeadLogps, WithoutAdapters, load_model, load_tokenizer, on_device
 from runtime.sampler import Sampler
 from runtime.stats import timed
 
@@ -360,7 +359,7 @@ class TokenLogps(torch.nn.Module):
         head = self.model.get_output_embeddings().weight  # (V, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, and its entropy, in chunks of V
         return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk,
-                               is_compiled(self.model))  # (R,), (R,)
+                               getattr(self.model, "is_compiled", False))  # (R,), (R,)
 
 
 @torch.no_grad()
@@ -537,7 +536,7 @@ class Run:
                 with timed(self.metrics, "evaluate"):
                     found, self.answers = evaluate(self.llm, self.eval_set, self.verifier, cfg)
                 self.metrics |= found
-            if is_last or (cfg.save_every and step % cfg.save_every == 0):
+            if is_last or cfg.save_every and step % cfg.save_every == 0:
                 self.checkpoints.save(final=is_last)
             if not is_last:
                 yield step

@@ -50,7 +50,7 @@ class SharedEngine(nr.Sampler):
         everything = list(itertools.chain(*requests))
         if any(p.temperature > 0 and p.seed is None for _, p in everything):
             raise dist.RunError("--tp: a rollout function has to give each SamplingParams a seed")
-        outputs = self._llm.generate(
+        outputs = super().generate(
             [prompt for prompt, _ in everything], [p for _, p in everything], **options)
         first = sum(map(len, requests[:self._group.rank()]))
         return outputs[first:first + len(prompts)]
@@ -90,10 +90,9 @@ def plan_shards(ranks):
         parts = step_bytes(cfg, shape, gpu)
         if gpu:
             saved = elsewhere(cfg, shape.parameters)
-            in_host_memory = 2 * dist.local_world_size() * saved  # pinned, see memory.step_bytes
             for name in ("vLLM, at least", "total"):
                 generate, update, host = parts[name]
-                parts[name] = [generate - saved, update, host - in_host_memory]
+                parts[name] = [generate - saved, update, host]
         return parts
 
     def cache(cfg):

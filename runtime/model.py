@@ -118,11 +118,6 @@ def compile_layers(model, **options):
                     "with --compile off a run starts at once, and a step takes longer")
 
 
-def is_compiled(model):
-    """Whether compile_layers has been here."""
-    return getattr(model, "is_compiled", False)
-
-
 @functools.cache
 def compiled(function):
     """torch.compile of a function, for any shapes; made at its first call."""

@@ -12,7 +12,8 @@ import torch
 import data
 import nano_rlvr as nr
 from conftest import ROOT, close, fixed_rollouts, make_config, naive_logps, write_rows
-from examples import async_rl, curriculum, distill, dpo, entropy, kl, sft
+from examples import (async_rl, curriculum, distill, dpo, entropy, kl, products, sft, stories,
+                      tags)
 from runtime.dist import RunError
 
 
@@ -196,3 +197,30 @@ def test_the_rows_of_a_task_depend_on_split_and_seed_and_near_seeds_share_none()
         {e["question"] for e in data.load(task, *args) if len(e["question"]) > 80}
         for args in (("train", 300, 0), ("train", 300, 1), ("test", 300, 0))]
     assert len(first) > 100 and first.isdisjoint(set.union(*others))
+
+
+def test_stories_keep_their_pairs_of_numbers_apart_and_know_their_answers():
+    found = {}
+    for split in ("train", "test"):
+        rows = list(stories.make(split, 2000, 0))
+        found[split] = {tuple(products.numbers(row["question"])) for row in rows}
+        assert {row["kind"] for row in rows} == set(range(len(stories.STORIES)))
+    assert found["train"] and found["test"] and not found["train"] & found["test"]
+    a, b = products.numbers(rows[0]["question"])
+    story, answer = stories.STORIES[rows[0]["kind"]]
+    assert rows[0]["answer"] == str(answer(int(a), int(b)))
+    assert rows[0]["question"].endswith(story.rpartition("}")[2])
+
+
+def test_a_strict_answer_counts_only_in_its_tags_at_the_end():
+    solution = "She has 1,000 + 200 = 1,200\n#### 1,200"
+    for text, strict, loose in (
+        ("1000 + 200 = 1200 <answer>1,200</answer>", 1, 1),
+        ("<answer> $1200.0 </answer>\n", 1, 1),
+        ("the answer is 1200", 0, 1),
+        ("<answer>1200</answer> or 7", 0, 0),
+        ("<answer>1201</answer>", 0, 0),
+        ("<answer></answer>", 0, 0),
+    ):
+        assert tags.strict([text], [solution]) == [strict], text
+        assert tags.loose([text], [solution]) == [loose], text
