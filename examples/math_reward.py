@@ -62,6 +62,7 @@ LATEX = (
      r"(?![A-Za-z])(?(1)\})", r"\\\2 "),
     (rf"(?<![\w.)}}]){E_NOTATION.pattern}(?![\w.])", lambda m: re.sub(
         "[eE](.+)", r" \\cdot 10^{\1}", m[0])),
+    (r"(?<![\\A-Za-z])factorial\s?(\([^()]*\))", r"{\1!}"),
     (r"\*\*", "^"), (r"\^\s?(-\d+)", r"^{\1}"),
     # mixed numbers without LaTeX; the library multiplies
     (r"(?<![\d.^_/}])(?<!frac )(\d+)\s([1-9]\d?)\s?/\s?(\d{1,3})(?![\d.])", r"\1\\frac{\2}{\3}"),
