@@ -140,45 +140,19 @@ def test_templates(tokenizer):
         assert tokenizer.decode(data.encode(example, tokenizer, template)).endswith(end)
 
 
-def test_one_message_of_the_user_is_the_question_and_text_with_tabs_keeps_its_form(tmp_path):
-    message = [{"role": "user", "content": "1+1"}]
-    rows = [{"prompt": message, "answer": "a\ttable\nof 2\r\nlines\f"}]
-    path = write_rows(tmp_path / "a.jsonl", rows)
-    assert data.load(path) == [rows[0] | {"question": "1+1"}]
-
-
-ASKED, CHAT = "How many eggs?", [{"role": "user", "content": "How many eggs?"}]
-TURNS = [{"from": "human", "value": ASKED}, {"from": "gpt", "value": "So #### 72"}]
-ZERO = [TURNS[0], {"from": "assistant", "ground_truth": {"value": "72"}}]
-DIALOG = [*CHAT, {"role": "assistant", "content": "So #### 72"}]
-VERL = {"data_source": "openai/gsm8k", "prompt": CHAT, "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "72"},
-        "extra_info": {"split": "train", "index": 0, "answer": "So #### 72", "question": ASKED}}
-
-
-@pytest.mark.parametrize("row, answer", [
-    ({"prompt": CHAT, "solution": "72"}, "72"), ({"prompt": ASKED, "ground_truth": 72}, "72"),
-    (VERL, "72"), (ZERO, "72"), ({"0": ZERO[0], "1": ZERO[1]}, "72"), (DIALOG, "So #### 72"),
-    ({"conversations": TURNS}, "So #### 72"), ({"messages": DIALOG}, "So #### 72"),
-    ({"conversations": TURNS, "answer": "72"}, "72"), ({"messages": CHAT, "answer": "72"}, "72"),
-    ({"problem": ASKED, "solution": "72", "messages": DIALOG[1:] + CHAT}, "72"),
-    ({"problem": ASKED, "solution": "72", "messages": [{**CHAT[0], "content": "Box it."},
-                                                       DIALOG[1]]}, "72"),
-    ({"conversations": [{"from": "system", "value": "Reason."}, *TURNS], "answer": "72"}, None),
-    (VERL | {"reward_model": {"ground_truth": {"target": 72}}}, None), ([*ZERO, ZERO[0]], None),
-    ({"messages": [*DIALOG, *CHAT], "answer": "72"}, None)], ids=str)
-def test_rows_of_trl_verl_sharegpt_and_open_reasoner_zero_are_read_or_the_line_shows_make(
-        tmp_path, row, answer):
-    (tmp_path / "a.json").write_text(json.dumps([row]))
-    path = str(tmp_path / "a.json")
-    if answer is None:
-        with pytest.raises(ValueError, match=r"a.json, row 1: .* def make\(split, size, seed\)"):
+@pytest.mark.parametrize("case", (ROOT / "tests/rows.jsonl").read_text().splitlines())
+def test_rows_as_trl_verl_sharegpt_and_open_reasoner_zero_have_them_are_read_or_make_is_shown(
+        tmp_path, case):
+    row, answer, says = map(json.loads(case).get, ("row", "answer", "says"))
+    path = write_rows(tmp_path / "a.jsonl", [row])
+    if says:
+        with pytest.raises(ValueError, match=rf":1: {re.escape(says)}.* def make\(split, size, s"):
             data.load(path)
         return
+    columns = row if isinstance(row, dict) else {"messages": row}
     [example] = data.load(path)
-    assert (example["question"], example["answer"]) == (ASKED, answer)
-    columns = {"messages": row} if isinstance(row, list) else row
-    assert columns.items() <= (example | {"answer": columns.get("answer", answer)}).items()
+    assert (example["question"], example["answer"]) == ("How many eggs?", answer)
+    assert columns == {name: example[name] for name in columns}  # for the rewards
 
 
 def test_a_prompt_has_one_bos_and_on_every_day_the_same_date(tokenizer):

@@ -33,8 +33,7 @@ OWN = {name: f"{ROOT}/examples/shaping_rewards.py:{name}"
 FUNCTIONS = {name: getattr(shaping, name) for name in OWN}
 FUNCTIONS |= {"gsm8k": rewards.gsm8k_reward, "math": by_latex.math_reward}
 FUNCTIONS["instruction"] = instructions.instruction
-FUNCTIONS["countdown"] = countdown.countdown_reward
-FUNCTIONS["random"] = random_reward.random_reward
+FUNCTIONS |= {"countdown": countdown.countdown_reward, "random": random_reward.random_reward}
 FUNCTIONS |= {"format": shaping.format_reward, "overlong": shaping.overlong}
 OWN["instruction"] = f"{ROOT}/examples/instructions.py:instruction"
 # columns with which every reward runs on any completion; judge and code have tests of their own
