@@ -42,8 +42,9 @@ TASKS = {
     "amc23": Task("math-ai/amc23", "math:1", test_only=True),
 }
 # without --question_key and --answer_key, the first of these columns that a source has
-QUESTION_KEYS = ("question", "problem", "prompt")
-ANSWER_KEYS = ("answer", "solution", "ground_truth")
+ASKED = ("question", "problem", "prompt")
+KEYS = {"question": (*ASKED, "messages", "conversations"),
+        "answer": ("answer", "solution", "ground_truth")}
 FILES = (".jsonl", ".json", ".csv", ".parquet")
 # "\frac" in a text of JSON, or of Python that is not raw, is a form feed and "rac"
 LOST_BACKSLASH = re.compile(
@@ -129,8 +130,30 @@ def function_rows(source, split, size, seed):
         raise ValueError(f"data {source}: {user_code.user_error(e, source)}") from e
 
 
-def example_of(row, question_key, answer_key):
-    """A row of a file or hub dataset -> example. Raises ValueError that says what is wrong."""
+def spread(row):
+    """A row as others publish it -> with `question` and `answer`, unless it has such columns: from
+    verl's reward_model; or from two turns, of the user and with the answer, as chats, ShareGPT and
+    Open-Reasoner-Zero have them. Its rows are lists; on the hub, {"0": ..., "1": ...}."""
+    match row:
+        case [{}, *_]:
+            row = {"messages": row}
+        case {"0": {} as asked, "1": {} as answered}:
+            row = row | {"messages": [asked, answered]}
+    match row:
+        case {"reward_model": {"ground_truth": gold}}:
+            return {"answer": gold} | row
+        case {"messages": turns} | {"conversations": turns}:
+            match turns:
+                case [{"role": "user", "content": question} | {"from": "human", "value": question},
+                      {"role": "assistant", "content": gold} | {"from": "gpt", "value": gold}
+                      | {"ground_truth": {"value": gold}}] if not {*ASKED} & row.keys():
+                    return {"question": question, "answer": gold} | row
+    return row
+
+
+def example_of(row, keys):
+    """A row of a file or hub dataset -> example. keys: columns of {"question": ..., "answer": ...}.
+    Raises ValueError that says what is wrong."""
     if not all(isinstance(name, str) for name in row):  # csv names surplus fields None
         raise ValueError("more fields than the header has, or a column whose name is not text")
     for name in row.keys() & TAKEN:
@@ -138,27 +161,28 @@ def example_of(row, question_key, answer_key):
     # JSON can write half a surrogate pair, which no tokenizer takes: encode raises a ValueError
     json.dumps(row, ensure_ascii=False, default=str).encode()
     pickle.dumps([[[[[[[[row]]]]]]]])  # as for the rewards, and deeper: a RecursionError
-    flags = {question_key: "--question_key", answer_key: "--answer_key"}
-    flags.pop("none", None)
-    for name, flag in flags.items():
+    for kind, name in keys.items():
         value = row.get(name)
-        if value is None or str(value).strip().lower() in ("", "nan"):  # pandas' missing value
+        if name != "none" and (  # pandas' missing value is NaN
+                value is None or str(value).strip().lower() in ("", "nan")):
             fault = f"'{name}' is empty or NaN" if name in row else (
                 f"no '{name}' (it has {', '.join(map(str, row))})")
-            raise ValueError(f"{fault}; {flag} names another column")
-    match row[question_key]:
-        case str(question) | [{"role": "user", "content": str(question)}]:
+            raise ValueError(f"{fault}; --{kind}_key names another column{MAKE}")
+    match row.get(keys["question"]):
+        case (str(question) | [{"role": "user", "content": str(question)}]
+              | [{"from": "human", "value": str(question)}]):
             example = row | {"question": question}
         case other:
-            raise ValueError(f"'{question_key}' must be text, or messages with one of the role "
+            raise ValueError(f"'{keys['question']}' must be text, or messages with one of the role "
                              f"user and no other, not {other!r:.150}{MAKE}")
-    if answer_key in flags:
-        if isinstance(row[answer_key], (dict, list)):
-            raise ValueError(f"'{answer_key}' must be text or a number; --answer_key none hands it "
+    name = keys["answer"]
+    if name != "none":
+        if isinstance(row[name], (dict, list)):
+            raise ValueError(f"'{name}' must be text or a number; --answer_key none hands it "
                              f"to the rewards as it is{MAKE}")
-        example["answer"] = str(row[answer_key])
+        example["answer"] = str(row[name])
         if LOST_BACKSLASH.search(example["answer"]):
-            raise ValueError(f"'{answer_key}' is {example['answer'][:99]!r}: a LaTeX command lost "
+            raise ValueError(f"'{name}' is {example['answer'][:99]!r}: a LaTeX command lost "
                              r"its backslash; JSON needs \\frac, Python r'\frac'")
     return example
 
@@ -175,7 +199,7 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
     Raises ValueError with one line that names file, row and column."""
     if source in TASKS:
         source, question_key, answer_key = TASKS[source].source, "", ""
-    path = Path(source)
+    keys, path = {"question": question_key, "answer": answer_key}, Path(source)
     if path.is_file():
         rows = read_rows(path)
     elif re.fullmatch(r".+\.py:\w+", source):
@@ -189,12 +213,12 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
     examples = []
     for location, row in with_bar(rows, source):
         try:
+            row = spread(row)
             if not isinstance(row, dict):
-                raise ValueError("a row must be an object with named columns")
-            # the first row decides which columns are the question and the answer
-            question_key = question_key or next((k for k in QUESTION_KEYS if k in row), "question")
-            answer_key = answer_key or next((k for k in ANSWER_KEYS if k in row), "answer")
-            examples.append(example_of(row, question_key, answer_key))
+                raise ValueError(f"a row must be an object with named columns{MAKE}")
+            for kind, names in KEYS.items():  # the first row decides which columns they are
+                keys[kind] = keys[kind] or next((name for name in names if name in row), kind)
+            examples.append(example_of(row, keys))
         except (ValueError, RecursionError) as e:
             # in one line: a column may have a line break in its name
             raise ValueError(f"{location}: {' '.join(str(e).split())}") from None
@@ -207,20 +231,11 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
 
 # ------------------------------------------------------------------------------ prompts and batches
 
-TEMPLATES = {  # "{question}" is replaced by the question
-    "chat": "",  # the prompt comes from the tokenizer's own chat template
-    "none": "{question}",
-    # DeepSeek-R1, arXiv:2501.12948, table 1
-    "r1": "A conversation between User and Assistant. The user asks a question, and the Assistant "
-          "solves it. The assistant first thinks about the reasoning process in the mind and then "
-          "provides the user with the answer. The reasoning process and answer are enclosed within "
-          "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning "
-          "process here </think> <answer> answer here </answer>. User: {question}. Assistant:",
-    # Qwen2.5-Math's own prompt (its model card)
-    "qwen_math": "<|im_start|>system\n"
-                 "Please reason step by step, and put your final answer within \\boxed{}."
-                 "<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
-}
+TEMPLATES = {"chat": "",  # the prompt comes from the tokenizer's own chat template
+             "none": "{question}"}  # "{question}" is replaced by the question
+for _name in ("r1",  # DeepSeek-R1, arXiv:2501.12948, table 1
+              "qwen_math"):  # Qwen2.5-Math's own prompt (its model card)
+    TEMPLATES[_name] = Path(EXAMPLES, f"{_name}.txt").read_text().removesuffix("\n")
 # for a chat template that writes today's date: --resume must not see other prompts. Llama 3.1's
 TODAY = datetime.datetime(2024, 7, 26)
 

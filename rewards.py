@@ -24,8 +24,7 @@ of these, the last number. Words after a marked answer change nothing. A second 
 replaces the first, but boxes with only a comma or "and" between them are one answer.
 
 `Verifier` (verify/verifier.py) runs the rewards of a spec in processes that can be killed, weights
-and adds them. Called directly, as TRL does, `math` has a limit of 5 seconds per completion; the
-reward is then None. Your own function has a limit in Verifier only.
+and adds them. Only there has a function a time limit, apart from `math`, which has its own.
 """
 import functools
 import inspect
@@ -34,7 +33,7 @@ import re
 from pathlib import Path
 
 from verify import verifier
-from verify.answer import read_number, same_math, warm_math
+from verify.answer import read_number
 from verify.verifier import text_of
 
 
@@ -188,35 +187,12 @@ def final_number(text):
     return read_number(said)
 
 
-@each
-def math_reward(text, answer):
-    r"""1.0 if the final answer is mathematically equal to the gold LaTeX, else 0.0. None after the
-    time limit, or if math-verify cannot read the gold answer. Letters alone can always be read.
-
-    Numbers and words are compared in verify/answer.py, everything else (sets, intervals, matrices,
-    expressions) by math-verify with its rules: x=5 equals 5, decimals are compared to 6 places.
-    `answer` may also be a whole solution, of which the last \boxed{} or GSM8K's `####` counts.
-
-    >>> math_reward([r"\boxed{\{2, 1\}}", r"\boxed{(1, 2]}"], answer=[r"\{1,2\}", "[1,2]"])
-    [1.0, 0.0]
-    """
-    gold, said = str(answer), final_answer(text)
-    if r"\boxed" in gold or "####" in gold:
-        gold = final_answer(gold)
-    equal = same_math(gold, said or "") if gold else None
-    return None if equal is None else float(equal)
-
-
-math_reward.warm = warm_math
-math_reward.reads_gold = True
-
-
 # --------------------------------------------------------------------------------------- by name
 
 EXAMPLES = Path(__file__).parent / "examples"
 KNOWN = {  # name: function  # the columns it reads; what 1.0 means
     "gsm8k": "rewards:gsm8k_reward",  # answer; the final answer is this number
-    "math": "rewards:math_reward",  # answer (LaTeX); the final answer is equal to it
+    "math": f"{EXAMPLES}/math_reward.py:math_reward",  # answer (LaTeX); they are equal
     "countdown": f"{EXAMPLES}/countdown.py:countdown_reward",  # numbers, target
     "format": f"{EXAMPLES}/shaping_rewards.py:format_reward",  # <think>...</think><answer>...
     "overlong": f"{EXAMPLES}/shaping_rewards.py:overlong",  # completion_ids; -1 at max_tokens

@@ -176,10 +176,10 @@ def collate(rollouts, device="cpu"):
     ([0, 4, 5], [0, 1, 2, 3, 0, 1, 4], [1, 2, 1])
     """
     input_ids, position_ids, kv_index, predictors = [], [], [], []
-    targets, vllm_logps, advantages, weights, sequence_ids = [], [], [], [], []
-    cu_seqlens_q, cu_seqlens_k, lengths = [0], [0], []
+    targets, vllm_logps, advantages = [], [], []
+    cu_seqlens_q, cu_seqlens_k = [0], [0]
     prompt_at = {}  # prompt -> its positions in the row
-    for i, r in enumerate(rollouts):
+    for r in rollouts:
         key = tuple(r.prompt)
         if key not in prompt_at:  # the first completion of a prompt stores it
             prompt_at[key] = range(len(input_ids), len(input_ids) + len(r.prompt))
@@ -196,9 +196,8 @@ def collate(rollouts, device="cpu"):
         for column, values in ((predictors, before), (targets, r.completion),
                                (vllm_logps, r.vllm_logps), (advantages, r.advantages)):
             column += itertools.compress(values, r.loss_mask)  # extends the list in place
-        lengths.append(r.length)
-        weights += [r.weight] * lengths[i]
-        sequence_ids += [i] * lengths[i]
+    sequence_ids = [i for i, r in enumerate(rollouts) for _ in range(r.length)]
+    weights = [rollouts[i].weight for i in sequence_ids]
 
     def tensor(values, dtype=None):  # NumPy reads a list faster than torch.tensor
         values = np.fromiter(values, np.int64 if dtype else np.float64)
@@ -214,7 +213,7 @@ def collate(rollouts, device="cpu"):
         targets=tensor(targets, torch.int64),  # (R,)
         vllm_logps=tensor(vllm_logps), advantage=tensor(advantages),  # (R,), (R,)
         weight=tensor(weights), sequence_ids=tensor(sequence_ids, torch.int64),  # (R,), (R,)
-        lengths=tensor(lengths, torch.int64),  # (B,) sampled tokens
+        lengths=tensor([r.length for r in rollouts], torch.int64),  # (B,) sampled tokens
         old=None, ref=None, max_seqlen=max(map(len, rollouts)))
 
 

@@ -185,7 +185,7 @@ def pairs(count, seed=0):
 
 if __name__ == "__main__":
     sys.path.insert(0, __file__.rpartition("/tests/")[0] or ".")
-    from verify.answer import same_math
+    from examples.math_reward import same_math
     counts, shown = Counter(), Counter()
     for kind, gold, answer, equal in pairs(int(sys.argv[1])):
         verdict = same_math(gold, answer)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import pairs
 import rewards
-from verify.answer import same_math
+from examples.math_reward import same_math
 
 PIECES = st.sampled_from([
     *"0123456789+-*/^_=<>(){}[],.!|%$&~'°√∛²⁻₈½¾∞π·×÷−–≤∈∪±", "\\", " ", "\n", "\0", "\ud800", "٣",

@@ -72,14 +72,6 @@ DATA = [  # name, content of the file, a part of the line
        f"lost{i}.jsonl:1: 'answer' is {answer!r}: a LaTeX command lost its backslash")
       for i, answer in enumerate(("\frac{1}{2}", "2\times 3", "\theta", "\beta", "\rho_1",
                                   "\text{east}", "\vec{a}", "\right)"))),
-    *((f"chat{i}.jsonl", json.dumps({"prompt": [*extra, {"role": "user", "content": content}],
-                                     "answer": "2"}), says)
-      for i, (extra, content, says) in enumerate((
-          ([{"role": "system", "content": "Reason."}], "1+1",
-           "'prompt' must be text, or messages with one of the role user and no other, not "
-           "[{'role': 'system'"),
-          ([], [{"type": "text", "text": "1+1"}], "--data my_file.py:make"),
-          ([7], "1+1", "from def make(split, size, seed) in a file")))),
     ("nested.jsonl", '{"question": "1+1", "answer": {"ground_truth": "2"}}',
      "nested.jsonl:1: 'answer' must be text or a number; --answer_key none hands it to the"),
     ("half.jsonl", '{"question": "\\ud83d", "answer": 1}', "half.jsonl:1: 'utf-8' codec"),

@@ -140,11 +140,19 @@ def test_templates(tokenizer):
         assert tokenizer.decode(data.encode(example, tokenizer, template)).endswith(end)
 
 
-def test_one_message_of_the_user_is_the_question_and_text_with_tabs_keeps_its_form(tmp_path):
-    message = [{"role": "user", "content": "1+1"}]
-    rows = [{"prompt": message, "answer": "a\ttable\nof 2\r\nlines\f"}]
-    path = write_rows(tmp_path / "a.jsonl", rows)
-    assert data.load(path) == [rows[0] | {"question": "1+1"}]
+@pytest.mark.parametrize("case", (ROOT / "tests/rows.jsonl").read_text().splitlines())
+def test_rows_as_trl_verl_sharegpt_and_open_reasoner_zero_have_them_are_read_or_make_is_shown(
+        tmp_path, case):
+    row, answer, says = map(json.loads(case).get, ("row", "answer", "says"))
+    path = write_rows(tmp_path / "a.jsonl", [row])
+    if says:
+        with pytest.raises(ValueError, match=rf":1: {re.escape(says)}.* def make\(split, size, s"):
+            data.load(path)
+        return
+    columns = row if isinstance(row, dict) else {"messages": row}
+    [example] = data.load(path)
+    assert (example["question"], example["answer"]) == ("How many eggs?", answer)
+    assert columns == {name: example[name] for name in columns}  # for the rewards
 
 
 def test_a_prompt_has_one_bos_and_on_every_day_the_same_date(tokenizer):

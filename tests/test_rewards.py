@@ -21,6 +21,7 @@ import rewards
 from conftest import ROOT, SHARED
 from examples import code_reward, countdown, instructions, jail, process_rewards, random_reward
 from examples import judge as judging
+from examples import math_reward as by_latex
 from examples import shaping_rewards as shaping
 from runtime import batch, stats
 from verify import answer, user_code, verifier
@@ -30,10 +31,9 @@ JUDGE = f"{ROOT}/examples/judge.py:judge"
 OWN = {name: f"{ROOT}/examples/shaping_rewards.py:{name}"
        for name in ("language", "repetition", "length_kimi")}
 FUNCTIONS = {name: getattr(shaping, name) for name in OWN}
-FUNCTIONS |= {"gsm8k": rewards.gsm8k_reward, "math": rewards.math_reward}
+FUNCTIONS |= {"gsm8k": rewards.gsm8k_reward, "math": by_latex.math_reward}
 FUNCTIONS["instruction"] = instructions.instruction
-FUNCTIONS["countdown"] = countdown.countdown_reward
-FUNCTIONS["random"] = random_reward.random_reward
+FUNCTIONS |= {"countdown": countdown.countdown_reward, "random": random_reward.random_reward}
 FUNCTIONS |= {"format": shaping.format_reward, "overlong": shaping.overlong}
 OWN["instruction"] = f"{ROOT}/examples/instructions.py:instruction"
 # columns with which every reward runs on any completion; judge and code have tests of their own
@@ -116,7 +116,7 @@ def test_every_completion_of_the_table_earns_what_it_says_within_the_time_limit(
 
 @pytest.mark.parametrize("module", [
     nr, data, batch, stats, rewards, instructions, answer, verifier, shaping, code_reward,
-    process_rewards, pytest.param(jail, marks=needs_jail)])
+    by_latex, process_rewards, pytest.param(jail, marks=needs_jail)])
 def test_the_examples_in_the_docstrings_are_true(module):
     failed, tried = doctest.testmod(module)
     assert tried > 0 and failed == 0
@@ -198,20 +198,20 @@ def test_a_bad_spec_raises_a_one_line_error(spec, says):
 
 
 def test_math_called_directly_has_a_time_limit_in_every_thread_and_works_after_a_fork(monkeypatch):
-    monkeypatch.setattr(answer, "SECONDS", 0.5)
-    monkeypatch.setattr(answer, "_own_pool", functools.cache(answer._own_pool.__wrapped__))
-    answer.same_math.cache_clear()
+    monkeypatch.setattr(by_latex, "SECONDS", 0.5)
+    monkeypatch.setattr(by_latex, "_own_pool", functools.cache(by_latex._own_pool.__wrapped__))
+    by_latex.same_math.cache_clear()
     texts, golds, values = [r"\boxed{9^{9^{9}}}", r"\boxed{x+y}"], ["5", "y+x"], []
-    thread = threading.Thread(target=lambda: values.extend(rewards.math_reward(texts, golds)))
+    thread = threading.Thread(target=lambda: values.extend(by_latex.math_reward(texts, golds)))
     thread.start()
     thread.join()
     assert values == [None, 1.0]
-    monkeypatch.setattr(answer, "SECONDS", 60.0)
+    monkeypatch.setattr(by_latex, "SECONDS", 60.0)
     with multiprocessing.get_context("fork").Pool(1) as forked:
         texts = [r"\boxed{x+z}", r"\boxed{x}"]
-        assert forked.apply(rewards.math_reward, (texts, ["z+x", "z+x"])) == [1.0, 0.0]
-    answer._own_pool(multiprocessing.current_process().pid).close()
-    answer.same_math.cache_clear()
+        assert forked.apply(by_latex.math_reward, (texts, ["z+x", "z+x"])) == [1.0, 0.0]
+    by_latex._own_pool(multiprocessing.current_process().pid).close()
+    by_latex.same_math.cache_clear()
 
 
 # ---- properties

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
 import psutil
@@ -140,13 +140,12 @@ class Pool:
 
     def _receive(self, worker):
         try:
-            result = worker.conn.recv()
+            worker.task.result = worker.conn.recv()
         except (EOFError, OSError):
             return self._remove(worker, Pool.DIED)
-        task, worker.task = worker.task, None
-        task.result = result
-        if not task.waits:
+        if not worker.task.waits:
             self.mean_seconds += (time.monotonic() - worker.started - self.mean_seconds) / 20
+        worker.task = None
         if worker.slow:  # another worker has its place, and its priority cannot rise again
             self._remove(worker)
 
@@ -170,13 +169,13 @@ class Pool:
 
     def _fork_worker(self):
         for last_try in False, True:
-            ours, theirs = socket.socketpair()
+            ours, theirs = Pipe()
             reply = b""  # the fork server has died, or hangs
             with theirs, contextlib.suppress(OSError):  # also TimeoutError
                 socket.send_fds(self.control, [b"F"], [theirs.fileno()])
                 reply = self.control.recv(200)
             if reply.isdigit():
-                self.workers.append(Worker(int(reply), Connection(ours.detach())))
+                self.workers.append(Worker(int(reply), ours))
                 return self.workers[-1]
             ours.close()
             if last_try or reply:

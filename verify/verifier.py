@@ -69,14 +69,13 @@ class Verifier(contextlib.AbstractContextManager):
                 raise ValueError(f"column {name!r} has {len(values)} values for {n} completions")
         if self.messages:
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-        values = {name: [None] * n for name in self.traits}
-        whole = [name for name, traits in self.traits.items() if traits.whole_batch]
-        single = [name for name in self.traits if name not in whole]
-        calls = [(name, [i]) for i in range(n) for name in single]
-        errors = self._judge(calls, completions, columns, values)
-        if single:
-            columns["correct"] = values[single[0]]
-        errors += self._judge([(name, range(n)) for name in whole], completions, columns, values)
+        values, errors = {name: [None] * n for name in self.traits}, []
+        for whole_batch, rows in (False, [[i] for i in range(n)]), (True, [range(n)]):
+            names = [x for x, traits in self.traits.items() if traits.whole_batch == whole_batch]
+            calls = [(name, own) for own in rows for name in names]
+            errors += self._judge(calls, completions, columns, values)
+            if names:
+                columns["correct"] = values[names[0]]
 
         rewards, failed = [None] * n, {i for name, i, _ in errors if values[name][i] is None}
         for i in range(n):
@@ -202,20 +201,14 @@ def _call(function, completions, columns):
         if len(given) != len(completions):
             raise ValueError(f"returned {str(values)[:200]}, no list with a value for each of "
                              f"{len(completions)} completions")
-        return [_checked(value) for value in given]
+        given = [None if value is None or math.isnan(value) else float(value) for value in given]
+        if {math.inf, -math.inf} & {*given}:
+            raise ValueError(f"returned {given}")
+        return given  # nan is TRL's form of None
     except TimeoutError:
         return Pool.TIMEOUT
     except BaseException:  # SystemExit too: a reward function must not end the worker
         return traceback.format_exc(limit=-5)
-
-
-def _checked(value):
-    """What a function returned for a completion as a float or None."""
-    if value is None or math.isnan(value):  # nan: TRL's form of None
-        return None
-    if math.isinf(value):
-        raise ValueError(f"returned {value}")
-    return float(value)
 
 
 def parse_spec(spec, known):
