@@ -217,5 +217,5 @@ def test_the_report_compares_the_first_evaluation_with_the_last(tmp_path):
     packed = re.search(r'const PACKED = "(.*?)"', text)[1]
     [run] = json.loads(gzip.decompress(base64.b64decode(packed)))["runs"]
     assert run["questions"] == [
-        ["q0", "1", [True, "step 0, 0", "stop"], [False, "step 2, 0", "stop"]],
-        ["q1", "1", [False, "step 0, 1", "stop"], [True, "step 2, 1", "stop"]]]
+        ["q0", "1", [True, "step 0, 0", "stop"], [False, "step 2, 0", "stop"], [True, True, False]],
+        ["q1", "1", [False, "step 0, 1", "stop"], [True, "step 2, 1", "stop"], [False, True, True]]]
