@@ -118,6 +118,29 @@ def test_step_5_stops_if_vllm_has_old_weights_and_a_sync_brings_the_new(fresh_ll
     update()
 
 
+def test_the_check_of_a_students_file_knows_the_steps_and_a_missing_mask(
+        monkeypatch, tmp_path, capsys):
+    def loss_of(model, prompts, completions, reward, with_mask=True):
+        batch = padded([nr.Rollout(*pair, "", False, []) for pair in zip(prompts, completions)])
+        logp, mask = reinforce.log_probs(model, batch), batch["mask"]
+        return reinforce.policy_loss(logp, weigh(reward), mask if with_mask else mask * 0 + 1)
+
+    def unmasked(*args):
+        return loss_of(*args, with_mask=False)
+
+    monkeypatch.setattr(ladder, "RUNS", tmp_path)
+    for function, weigh, said in ((loss_of, lambda x: x, "that of step 1"),
+                                  (loss_of, in_groups.advantages, "that of steps 2 to 5"),
+                                  (loss_of, lambda x: -x, "that of no step"),
+                                  (unmasked, in_groups.advantages, "that of no step")):
+        monkeypatch.setattr(vllm, "loss_of", function, raising=False)
+        ladder.check("5_vllm")
+        text = capsys.readouterr().out
+        assert said in text and ("no run yet" in text) == (said == "that of step 1")
+        ladder.write("5_vllm", 0, [0.1] * 5 + [0.8] * 5, 8, {"sampling": 1.0}, 0.9)
+    assert "batches 80.0%, held-out accuracy 90.0%: it learns" in text
+
+
 def test_the_files_are_short_and_their_figures_make_the_table(monkeypatch, tmp_path):
     assert all(len(path.read_text().splitlines()) <= 150 for path in FILES)
     monkeypatch.setattr(ladder, "RUNS", tmp_path)

@@ -41,8 +41,10 @@ def test_in_float64_log_probs_entropies_and_gradients_are_those_of_autograd():
         found = ours(*inputs)
         logp, entropy = of_logits(hidden.requires_grad_() @ weight.requires_grad_().T, targets)
         logp.backward(grad)
-        for x, wanted in zip(found, (logp, entropy, hidden.grad, weight.grad), strict=True):
-            close(x, wanted)
+        names = ("log-probs", "entropies", "gradient of hidden", "gradient of weight")
+        exact = logp, entropy, hidden.grad, weight.grad
+        for name, x, wanted in zip(names, found, exact, strict=True):
+            close(x, wanted, case=name)
 
 
 def test_in_bfloat16_nothing_but_the_logits_is_rounded_to_bfloat16():

@@ -31,11 +31,16 @@ def test_collate_stores_each_prompt_once_and_says_where_each_sequence_is(sequenc
     batch = nr.collate(rollouts)
     row, positions = batch.input_ids[0], batch.position_ids[0]  # (T,), (T,)
     completions = sum(len(r.completion) for r in rollouts)
-    assert len(row) == sum(map(len, {tuple(r.prompt) for r in rollouts})) + completions
-    assert batch.cu_seqlens_q[0] == batch.cu_seqlens_k[0] == 0
-    assert (batch.cu_seqlens_q[-1], batch.cu_seqlens_k[-1]) == (len(row), len(batch.kv_index))
-    assert batch.max_seqlen == max(map(len, rollouts)) and batch.old is batch.ref is None
-    assert batch.lengths.tolist() == [sum(r.loss_mask) for r in rollouts]
+    tokens = sum(map(len, {tuple(r.prompt) for r in rollouts})) + completions
+    for name, yours, expected in (
+            ("tokens of the row", len(row), tokens),
+            ("ends of cu_seqlens_q", batch.cu_seqlens_q[[0, -1]].tolist(), [0, tokens]),
+            ("ends of cu_seqlens_k", batch.cu_seqlens_k[[0, -1]].tolist(),
+             [0, len(batch.kv_index)]),
+            ("max_seqlen", batch.max_seqlen, max(map(len, rollouts))),
+            ("lengths", batch.lengths.tolist(), [sum(r.loss_mask) for r in rollouts])):
+        assert yours == expected, f"{name} of {sequences}: yours {yours}, wanted {expected}"
+    assert batch.old is batch.ref is None
     wanted = []  # of each sampled token
     for i, r in enumerate(rollouts):
         start, end = batch.cu_seqlens_k[i:i + 2]
