@@ -52,9 +52,8 @@ def within(measured, bound):
     assert measured <= bound
 
 
-def close(ours, wanted, bound=EXACT, case=""):
-    """Asserts that numbers or tensors of one shape differ by at most bound * max |wanted|. case: a
-    text that comes first in the message."""
+def close(ours, wanted, bound=EXACT, case=""):  # case: how the message begins
+    """Asserts that numbers or tensors of one shape differ by at most bound * max |wanted|."""
     ours, wanted = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (ours, wanted))
     assert ours.shape == wanted.shape and ours.numel() and wanted.isfinite().all()
     largest = bound * (wanted.abs().max().item() or 1.0)

@@ -22,15 +22,12 @@ pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 def test_packs_hold_every_rollout_once_within_the_budget(lengths, budget):
     rollouts = [nr.Rollout([i // 4], [1] * n, "", False, [0.0] * n) for i, n in enumerate(lengths)]
     packs = pack(rollouts, budget)
-    case = (f"rollouts of {[len(r) for r in rollouts]} tokens, budget {budget}: your packs "
-            f"{[[len(r) for r in p] for p in packs]}, ")
-    assert sorted(id(r) for p in packs for r in p) == sorted(map(id, rollouts)), (
-        f"{case}wanted: each rollout once")
-    assert all(len(p) == 1 or sum(map(len, p)) <= budget for p in packs), (
-        f"{case}wanted: none above the budget, but for a pack of one rollout")
+    case = (f"tokens {[len(r) for r in rollouts]}, budget {budget}: your packs "
+            f"{[[len(r) for r in p] for p in packs]}, wanted: each once, first fit")
+    assert sorted(id(r) for p in packs for r in p) == sorted(map(id, rollouts)), case
+    assert all(len(p) == 1 or sum(map(len, p)) <= budget for p in packs), case
     free = [budget - sum(map(len, p)) for p in packs]
-    assert all(len(p[-1]) > tokens for i, p in enumerate(packs) for tokens in free[:i]), (
-        f"{case}wanted: first fit, so no rollout that fits into an earlier pack")
+    assert all(len(p[-1]) > room for i, p in enumerate(packs) for room in free[:i]), case
 
 
 @pytest.mark.exercise_7
@@ -39,8 +36,7 @@ def test_a_pack_takes_a_whole_group_before_it_begins_the_next():
     rollouts = [nr.Rollout([g], [1] * (n - 1), "", False, [0.0] * (n - 1))
                 for g, n in sorted(sizes)]
     packs = [[(r.prompt[0], len(r)) for r in p] for p in pack(rollouts, 50)]
-    wanted = [[(1, 30), (1, 20)], [(0, 9), (0, 8), (2, 7), (2, 6)]]
-    assert packs == wanted, f"(prompt, tokens), budget 50: yours {packs}, wanted {wanted}"
+    assert packs == [[(1, 30), (1, 20)], [(0, 9), (0, 8), (2, 7), (2, 6)]], (sizes, packs)
 
 
 @settings(deadline=None)

@@ -41,9 +41,8 @@ def test_in_float64_log_probs_entropies_and_gradients_are_those_of_autograd():
         found = ours(*inputs)
         logp, entropy = of_logits(hidden.requires_grad_() @ weight.requires_grad_().T, targets)
         logp.backward(grad)
-        names = ("log-probs", "entropies", "gradient of hidden", "gradient of weight")
-        exact = logp, entropy, hidden.grad, weight.grad
-        for name, x, wanted in zip(names, found, exact, strict=True):
+        exact = {"logp": logp, "entropy": entropy, "grad h": hidden.grad, "grad W": weight.grad}
+        for x, (name, wanted) in zip(found, exact.items(), strict=True):
             close(x, wanted, case=name)
 
 
