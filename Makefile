@@ -44,6 +44,8 @@ setup: $(READY)
 dev: $(DEV)
 
 $(READY): $(REQUIREMENTS)
+	$(PYTHON) -c "import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 13) else \
+		'$(PYTHON) is not Python 3.11, 3.12 or 3.13: make PYTHON=python3.11')"
 	$(PYTHON) -m venv .venv
 ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 	# the CPU build: at hand for pip, or from PyTorch's own index (PyPI's build brings gigabytes of CUDA)

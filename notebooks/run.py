@@ -36,7 +36,8 @@ def execute(path, env=os.environ):
     """
     notebook = nbformat.read(path, as_version=4)
     where = {"metadata": {"path": FOLDER}}
-    NotebookClient(notebook, timeout=600, record_timing=False, resources=where).execute(env=env)
+    NotebookClient(notebook, timeout=600, record_timing=False, coalesce_streams=True,
+                   resources=where).execute(env=env)
     for cell in notebook.cells:
         if cell.cell_type == "code":  # on stderr are only warnings of libraries
             hidden = ["stderr"] + ["stdout"] * ("quiet" in cell.metadata.get("tags", ()))

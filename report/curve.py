@@ -14,12 +14,12 @@ def figure(**args):
     return Figure(layout="constrained", **args)
 
 
-def points(run, metric):
-    """[step, value, low, high] for each value of a metric; only an accuracy has an interval."""
-    values, low, high = (series(run["rows"], re.sub("accuracy$", end, metric))
+def points(rows, metric):
+    """[step, value, low, high] for each number of a metric; only an accuracy has an interval."""
+    values, low, high = (series(rows, re.sub("accuracy$", end, metric))
                          for end in ("accuracy", "low", "high"))
     return [[step, *(float(f"{x:.4g}") for x in (y, low.get(step, y), high.get(step, y)))]
-            for step, y in values.items()]
+            for step, y in values.items() if isinstance(y, (int, float))]  # a user's may be text
 
 
 def write_curve(runs, out):
@@ -29,7 +29,8 @@ def write_curve(runs, out):
     for axis, key in zip(fig.subplots(1, 3), keys):
         axis.set(xlabel="step", title=key)
         for i, run in enumerate(runs):
-            steps, values, low, high = zip(*points(run, key)) if points(run, key) else ([],) * 4
+            found = run["metrics"].get(key, [])
+            steps, values, low, high = zip(*found) if found else ([],) * 4
             axis.plot(steps, values, color=f"C{i}", marker="o" if low != values else "", ms=3,
                       label=run["name"].replace("$", r"\$"))  # "$" would begin a formula
             axis.fill_between(steps, low, high, color=f"C{i}", alpha=0.2, lw=0)

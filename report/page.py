@@ -5,9 +5,9 @@ At most 2,000 rollouts of a run are shown, see tokens.shown.
 import base64
 import gzip
 import html
-import itertools
 import json
 import re
+import time
 from pathlib import Path
 
 from report.curve import points, series, write_curve
@@ -29,9 +29,11 @@ def read_run(path):
     """A run folder as a dict."""
     check_regular(path)
     path = Path(path)
-    about = json.loads((path / "config.json").read_text())
+    about, rows = json.loads((path / "config.json").read_text()), read(path)
+    names = dict.fromkeys(name for row in rows for name in row)
+    found = {name: points(rows, name) for name in names if name != "step"}
     return {"path": path, "name": path.resolve().name, "about": about, "config": about["config"],
-            "rows": read(path)}
+            "rows": rows, "metrics": {name: found[name] for name in found if found[name]}}
 
 
 def rollouts(run):
@@ -44,22 +46,24 @@ def rollouts(run):
 
 
 def questions(answers):
-    """The questions of the evaluation, with the answers of the first and the last time."""
-    steps = sorted({a["step"] for a in answers})
-    if len(steps) < 2:
+    """The questions of the evaluation: the answers of the first and the last time, and which
+    evaluations had a right one."""
+    by_step = {}
+    for a in answers:
+        by_step.setdefault(a["step"], []).append(a)
+    if len(by_step) < 2:
         return {"steps": [], "questions": []}
-    steps = [steps[0], steps[-1]]
-    first, last = ([a for a in answers if a["step"] == step] for step in steps)
-    rows = []
-    for before, after in zip(first[:QUESTIONS], last):
-        pair = [[bool(a["right"]), a["completion"], a["finish"]] for a in (before, after)]
-        rows.append([before["question"], before["answer"], *pair])
-    return {"steps": steps, "n": len(last), "questions": rows}
+    asked, rows = list(zip(*(by_step[step] for step in sorted(by_step)))), []
+    for times in asked[:QUESTIONS]:
+        pair = [[bool(a["right"]), a["completion"], a["finish"]] for a in (times[0], times[-1])]
+        rows.append([times[0]["question"], times[0]["answer"], *pair,
+                     [bool(a["right"]) for a in times]])
+    return {"steps": sorted(by_step), "n": len(asked), "questions": rows}
 
 
 # ---- charts
 
-SHARE, FROM_ZERO = {"from": 0, "to": 1}, {"from": 0}
+SHARE, FROM_ZERO = {"from": 0, "to": 1, "percent": True}, {"from": 0}
 CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of docs/metrics.md
     ("Held-out accuracy", "greedy; band: 95 % interval", "eval/accuracy", SHARE | {"wide": True},
      "If the reward rises and this is flat, something else than right answers is rewarded: read "
@@ -103,18 +107,12 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
 
 def charts(runs):
     """The charts for the page, a dict each: those that the runs have numbers for."""
-    found, several = [], len(runs) > 1
-    keys = dict.fromkeys(key for run in runs for row in run["rows"] for key in row)
+    keys, found = dict.fromkeys(name for run in runs for name in run["metrics"]), []
     for title, caption, pattern, how, hint in CHARTS:
         metrics = [key for key in keys if re.fullmatch(pattern, key)]
-        lines = []
-        for (i, run), (j, metric) in itertools.product(enumerate(runs), enumerate(metrics)):
-            words = [run["name"]] * several + [metric] * (len(metrics) > 1 or not several)
-            lines.append({"name": " ".join(words), "points": points(run, metric),
-                          "color": (i if several else j) % 10, "dash": j if several else 0})
         if len(metrics) >= how.get("least", 1):
-            found.append({"title": title, "caption": caption, "metrics": metrics, "lines": lines,
-                          "hint": hint, "dashed": several, **how})
+            found.append({"title": title, "caption": caption, "metrics": metrics, "hint": hint,
+                          **how})
     return found
 
 
@@ -145,8 +143,10 @@ def summary(runs):
 
 # ---- the page
 
-def write(folders, out):
-    """Writes the report of these run folders, or only the curve if `out` ends in .png."""
+def write(folders, out, live=0):
+    """Writes the report of these run folders, or only the curve if `out` ends in .png.
+
+    live: the seconds after which a browser reads it again, because the run goes on; 0: never."""
     runs = list(map(read_run, folders))
     if len({run["name"] for run in runs}) < len(runs):  # the page finds a run by its name
         for i, run in enumerate(runs):
@@ -155,13 +155,14 @@ def write(folders, out):
         if part.suffix == ".png":
             write_curve(runs, part)
         else:
-            part.write_text(page(runs), errors="backslashreplace")  # a path need not be UTF-8
+            part.write_text(page(runs, live), errors="backslashreplace")  # a path need not be UTF-8
 
 
-def page(runs):
+def page(runs, live=0):
     """The text of the page."""
-    data = {"charts": charts(runs), "runs": [
+    data = {"live": [live, time.time()] if live else [], "charts": charts(runs), "runs": [
         {"name": run["name"], "config": run["config"], "rollouts": rollouts(run),
+         "metrics": run["metrics"],
          **questions(read(run["path"], "eval.jsonl"))} for run in runs]}
     # base64 has no "<": the browser reads no text of a model as HTML
     text = json.dumps(data, allow_nan=False)  # a browser cannot read NaN

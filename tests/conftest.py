@@ -52,13 +52,13 @@ def within(measured, bound):
     assert measured <= bound
 
 
-def close(ours, wanted, bound=EXACT):
+def close(ours, wanted, bound=EXACT, case=""):  # case: how the message begins
     """Asserts that numbers or tensors of one shape differ by at most bound * max |wanted|."""
     ours, wanted = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (ours, wanted))
     assert ours.shape == wanted.shape and ours.numel() and wanted.isfinite().all()
     largest = bound * (wanted.abs().max().item() or 1.0)
     assert (ours - wanted).abs().max() <= largest, (
-        f"yours {ours.flatten()[:6].tolist()}, wanted {wanted.flatten()[:6].tolist()}")
+        f"{case} yours {ours.flatten()[:6].tolist()}, wanted {wanted.flatten()[:6].tolist()}")
 
 
 class Double(TorchDispatchMode):

@@ -60,6 +60,7 @@ def test_a_planted_bug_is_one_place_and_the_reveal_names_it(tmp_path, monkeypatc
     chosen = []
     find_the_bug.main("kl")
     [(what, file, _)] = chosen
+    assert "+ pass\n" not in re.sub(" +", " ", (ROOT / "tests/faults.txt").read_text())
     assert what.startswith("kl:") and what not in capsys.readouterr().out  # unseen
     assert differences(tmp_path / "bug").keys() == {file}
     find_the_bug.main("--hint")

@@ -118,6 +118,23 @@ def test_step_5_stops_if_vllm_has_old_weights_and_a_sync_brings_the_new(fresh_ll
     update()
 
 
+def test_the_check_of_a_students_file_knows_the_steps_and_a_missing_mask(
+        monkeypatch, tmp_path, capsys):
+    def loss_of(model, prompts, completions, reward):
+        batch = padded([nr.Rollout(*pair, "", False, []) for pair in zip(prompts, completions)])
+        mask = batch["mask"].clamp(min=int("no step" in said))  # 1 for padding, too: wrong
+        return reinforce.policy_loss(reinforce.log_probs(model, batch), weigh(reward), mask)
+
+    monkeypatch.setattr(ladder, "RUNS", tmp_path)
+    monkeypatch.setattr(vllm, "loss_of", loss_of, raising=False)
+    for weigh, said in ((torch.clone, "that of step 1"), (in_groups.advantages, "that of no step"),
+                        (in_groups.advantages, "that of steps 2 to 5")):
+        ladder.check("5_vllm")
+        assert said in (text := capsys.readouterr().out)
+        ladder.write("5_vllm", 0, [0.1] * 5 + [0.8] * 5, 8, {"sampling": 1.0}, 0.9)
+    assert "batches 80.0%, held-out accuracy 90.0%: it learns" in text
+
+
 def test_the_files_are_short_and_their_figures_make_the_table(monkeypatch, tmp_path):
     assert all(len(path.read_text().splitlines()) <= 150 for path in FILES)
     monkeypatch.setattr(ladder, "RUNS", tmp_path)

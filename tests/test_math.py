@@ -22,11 +22,12 @@ pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 def test_packs_hold_every_rollout_once_within_the_budget(lengths, budget):
     rollouts = [nr.Rollout([i // 4], [1] * n, "", False, [0.0] * n) for i, n in enumerate(lengths)]
     packs = pack(rollouts, budget)
-    assert sorted(id(r) for p in packs for r in p) == sorted(map(id, rollouts))
-    assert all(len(p) == 1 or sum(map(len, p)) <= budget for p in packs)
+    case = (f"tokens {[len(r) for r in rollouts]}, budget {budget}: your packs "
+            f"{[[len(r) for r in p] for p in packs]}, wanted: each once, first fit")
+    assert sorted(id(r) for p in packs for r in p) == sorted(map(id, rollouts)), case
+    assert all(len(p) == 1 or sum(map(len, p)) <= budget for p in packs), case
     free = [budget - sum(map(len, p)) for p in packs]
-    # first fit: no rollout fits into an earlier pack
-    assert all(len(p[-1]) > tokens for i, p in enumerate(packs) for tokens in free[:i])
+    assert all(len(p[-1]) > room for i, p in enumerate(packs) for room in free[:i]), case
 
 
 @pytest.mark.exercise_7
@@ -35,7 +36,7 @@ def test_a_pack_takes_a_whole_group_before_it_begins_the_next():
     rollouts = [nr.Rollout([g], [1] * (n - 1), "", False, [0.0] * (n - 1))
                 for g, n in sorted(sizes)]
     packs = [[(r.prompt[0], len(r)) for r in p] for p in pack(rollouts, 50)]
-    assert packs == [[(1, 30), (1, 20)], [(0, 9), (0, 8), (2, 7), (2, 6)]]
+    assert packs == [[(1, 30), (1, 20)], [(0, 9), (0, 8), (2, 7), (2, 6)]], (sizes, packs)
 
 
 @settings(deadline=None)
@@ -69,4 +70,4 @@ def test_mean_of_k3_under_the_policy_is_the_exact_kl():
 def test_pass_at_k_is_the_fraction_of_k_subsets_with_a_right_one():
     for k in range(1, 7):
         subsets = list(combinations([1, 0, 0, 1, 0, 0], k))
-        close(pass_at_k(6, 2, k), sum(map(any, subsets)) / len(subsets))
+        close(pass_at_k(6, 2, k), sum(map(any, subsets)) / len(subsets), case=f"(6, 2, {k}):")

@@ -41,8 +41,9 @@ def test_in_float64_log_probs_entropies_and_gradients_are_those_of_autograd():
         found = ours(*inputs)
         logp, entropy = of_logits(hidden.requires_grad_() @ weight.requires_grad_().T, targets)
         logp.backward(grad)
-        for x, wanted in zip(found, (logp, entropy, hidden.grad, weight.grad), strict=True):
-            close(x, wanted)
+        exact = {"logp": logp, "entropy": entropy, "grad h": hidden.grad, "grad W": weight.grad}
+        for x, (name, wanted) in zip(found, exact.items(), strict=True):
+            close(x, wanted, case=name)
 
 
 def test_a_compiled_head_has_the_same_log_probs_entropies_and_gradients():

@@ -28,8 +28,9 @@ REAL = [  # completions of the bundled model: question, text, the ends of the st
 def test_steps_judges_running_totals_and_the_answer():
     for question, text, wanted in REAL:
         (steps,) = process_rewards.steps_reward([text], question=[question])
-        assert [value for _, value in steps] == [value for _, value in wanted]
-        assert all(text[:end].endswith(tail) for (end, _), (tail, _) in zip(steps, wanted))
+        found = [(text[:end][-len(tail):], value) for (end, value), (tail, _) in zip(steps, wanted)]
+        assert found == wanted and len(steps) == len(wanted), (
+            f"{text!r}: your steps {steps}, wanted steps that end with {wanted}")
         assert steps[-1][0] == len(text)
         # spaces in the question, TRL's messages and an equal answer change nothing
         message = [{"role": "assistant", "content": text}]

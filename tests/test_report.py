@@ -1,6 +1,4 @@
 """The report: its charts, its rollouts, and how the page behaves in headless Chromium."""
-import base64
-import gzip
 import html
 import itertools
 import json
@@ -28,7 +26,7 @@ METRICS = (  # of a step
     "reward/a reward/b eval/pass@2 grad_norm loss kl entropy completion/length mismatch/max mfu "
     "completion/truncated group/zero_std mismatch/mean_abs seconds/rollout seconds/update").split()
 # added to a copy of a report: it goes through states of the page and leaves what it sees
-VISITOR = """<script>
+VISITOR = r"""<script>
 const all = (name, node = document) => [...node.querySelectorAll(name)];
 function point(svg, event) {  // at 0.6 of the chart's steps
   const box = svg.getBoundingClientRect();  // of which drawChart leaves 46 + 12 pixels free
@@ -38,8 +36,15 @@ function point(svg, event) {  // at 0.6 of the chart's steps
 addEventListener("load", async () => {
   while (!runs) await new Promise(done => setTimeout(done, 10));
   const seen = [];
-  for (const address of STATES) {
+  const again = performance.getEntriesByType("navigation")[0].type === "reload";
+  for (const address of again ? [location.hash] : STATES) {
+    const [where, key] = address.split(" ");
     if (address === "click") point(charts[1].svg, "click");
+    else if (where === "wait") {
+      $("settings").open = true, scrollTo(0, 700);
+      await new Promise(done => setTimeout(done, 5000));
+    } else if (key) ({plot: charts[1].svg, row: $("rows").lastChild, token: all("#group pre")[1]})[
+      where].dispatchEvent(new KeyboardEvent("keydown", {key}));
     else location.hash = address;
     await new Promise(done => setTimeout(done, 50));
     for (const {svg} of charts) point(svg, "pointermove");
@@ -47,9 +52,14 @@ addEventListener("load", async () => {
       count: $("count").textContent, prompt: $("prompt").textContent, title: document.title,
       rows: $("rows").children.length, scripts: document.scripts.length,
       legend: $("legend").textContent, question: $("question").textContent,
+      chips: all("#chips button").map(button => button.textContent), token: $("token").textContent,
+      again, hash: location.hash, y: scrollY, open: $("settings").open,
+      live: $("live").textContent, group: $("group-title").textContent,
+      numbers: all("#charts pre")[0].textContent, metrics: all("#charts option").map(o => o.value),
       verdict: $("verdict").textContent, wide: document.documentElement.scrollWidth - innerWidth,
       colors: ["color", "backgroundColor"].map(name => getComputedStyle(document.body)[name]),
-      charts: all("figure").map(figure => ({
+      charts: all("#charts figure").map((figure, i) => ({
+        lines: charts[i].drawn.map(({name, color, dash}) => [name, color, dash]),
         title: all("b", figure)[0].textContent, tip: all(".tip", figure)[0].innerText,
         hint: all("details", figure)[0]?.textContent, marks: all(".chosen", figure).length})),
       cards: [...$("group").children].map(card => ({
@@ -66,12 +76,6 @@ onmessage = ({data}) => { document.getElementById("seen").textContent = JSON.str
 </script>"""
 
 
-def data_of(page):
-    """What the script of a page gets."""
-    packed = base64.b64decode(re.search('PACKED = "(.*?)"', page.read_text())[1])
-    return json.loads(gzip.decompress(packed), parse_constant=pytest.fail)  # as in a browser
-
-
 def write_run(folder, length=5, seed=0):
     """A run folder with random numbers; every other completion has SCRIPT. Returns its rollouts."""
     rng = random.Random(seed)
@@ -84,7 +88,8 @@ def write_run(folder, length=5, seed=0):
         metrics.append({"step": step, "eval/accuracy": 0.5 + 0.4 * step / STEPS, "eval/low": 0.4,
                         "eval/high": 0.95})
         if step < STEPS:
-            metrics[-1] |= dict.fromkeys(METRICS, 0.5) | {"reward/mean": rng.random()}
+            metrics[-1] |= dict.fromkeys(METRICS, 0.5) | {
+                "reward/mean": rng.random(), "my/bonus": 10 * step, "my/note": "text", "lr": None}
         answers += [{"step": step, "question": f"{i}? {SCRIPT}", "answer": str(i), "finish": "stop",
                      "right": step > i, "completion": f"{i} {SCRIPT}"} for i in range(2)]
         for i in range(GROUPS * SAMPLES if step < STEPS else 0):
@@ -105,9 +110,9 @@ def write_run(folder, length=5, seed=0):
     return rollouts
 
 
-def visit(page, states, width=1280, dark=False):
+def visit(page, states, width=1280, dark=False, visitor=VISITOR):
     """What the page shows in these states, a dict per state, in a frame of `width` pixels."""
-    visitor = VISITOR.replace("STATES", json.dumps(states))
+    visitor = visitor.replace("STATES", json.dumps(states))
     text = page.read_text().replace("</body>", visitor + "</body>")
     (page.parent / "visited.html").write_text(text)
     frame = page.parent / "frame.html"
@@ -148,11 +153,12 @@ def test_a_filter_shows_the_rollouts_that_it_names_and_a_script_in_a_text_stays_
         groups = {(r["step"], r["prompt"]) for r in found}
         assert what["count"].startswith(
             f"{len(found)} of {STEPS * GROUPS * SAMPLES} rollouts, in {len(groups)} groups;"), state
-        assert what["rows"] == min(len(found), 12)
+        assert what["rows"] == min(len(groups), 12)
         assert what["title"] == "run" and what["scripts"] == 2  # that of the page and VISITOR
         assert any(card["text"].endswith(SCRIPT) for card in what["cards"])
         assert SCRIPT in what["prompt"]
         assert what["question"].count(SCRIPT) == 3  # the question, its first and last answer
+        assert "at the evaluations of step0123456" in what["question"]
     cards = seen["min=0.5"]["cards"]  # a filter marks its rollouts in the group
     assert [card["match"] for card in cards] == [False, True, False, True]
 
@@ -185,15 +191,61 @@ def test_the_color_of_a_token_has_the_sign_and_the_size_of_its_number(one, seen)
 @in_chromium
 def test_a_chart_has_values_on_hover_and_its_hint_and_marks_the_step_of_a_click(seen):
     charts = {chart["title"]: chart for chart in seen[""]["charts"]}
-    assert list(charts) == [title for title, *_ in report.page.CHARTS if title != "Accuracy by set"]
-    assert charts["Held-out accuracy"]["tip"] == "step 4\n● eval/accuracy 0.767 (0.4 to 0.95)"
-    assert charts["Reward parts"]["tip"] == "step 3\n● reward/a 0.5\n● reward/b 0.5"
+    titles = [title for title, *_ in report.page.CHARTS if title != "Accuracy by set"]
+    assert list(charts) == [*titles, "Any metric"]
+    assert charts["Held-out accuracy"]["tip"] == "step 4\n● Held-out accuracy 76.7 % (40 % to 95 %)"
+    assert charts["Reward parts"]["tip"] == "step 3\n● a 0.5\n● b 0.5"
     for title, _, _, _, hint in report.page.CHARTS:
         assert not hint or charts[title]["hint"] == "Is this normal?" + hint
         assert set(re.findall(r"--(\w+)", hint)) <= nr.Config.__dataclass_fields__.keys()
     assert {chart["marks"] for chart in seen["click"]["charts"]} == {1}
     assert "over 2 questions. 2 went wrong → right, 0 right → wrong." in seen[""]["verdict"]
     assert "10% of the completions are cut off" in seen[""]["verdict"]  # half of them
+
+
+@in_chromium
+def test_the_last_chart_has_any_number_that_a_run_logged_also_one_of_a_users_own(one):
+    *default, other = visit(one[0], ["", "metric=unknown", "metric=loss"])
+    assert other["charts"][-1]["lines"] == [["loss", 0, 0]]
+    for seen in default:  # what no other chart has comes first
+        assert seen["charts"][-1]["tip"] == "step 3\n● my/bonus 30"
+        rows = ["step\tmy/bonus", *(f"{i}\t{10 * i}" for i in range(STEPS))]
+        assert seen["numbers"].splitlines() == rows
+        assert {*seen["metrics"]} == {*METRICS, "reward/mean", "my/bonus",  # and no text
+                                      "eval/accuracy", "eval/low", "eval/high"}
+
+
+@in_chromium
+def test_filters_can_be_taken_back_and_explain_that_nothing_is_found(one):
+    none, some = visit(one[0], ["step=4&find=nowhere", "step=4"])
+    assert none["chips"] == ["step 4 ×", "text nowhere ×"] and some["chips"] == ["step 4 ×"]
+    assert "none has step 4 and text nowhere; take a filter back" in none["count"]
+    assert none["rows"] == 0 and "take" not in some["count"]
+
+
+@in_chromium
+def test_charts_groups_and_tokens_can_be_reached_by_the_keyboard(one):
+    states = ["step=5", "plot ArrowRight", "plot Enter", "row Enter", *2 * ["token ArrowRight"]]
+    *_, chosen, row, token, next_token = visit(one[0], states)
+    assert chosen["hash"].startswith("#step=") and chosen["hash"] != "#step=5"
+    assert row["group"].endswith(f"prompt {GROUPS - 1}: its group of {SAMPLES}")
+    assert token["token"].startswith("token 1 ") and token["hash"].endswith("token=1.0")
+    assert next_token["token"].startswith("token 2 ") and "not sampled" in next_token["token"]
+
+
+@in_chromium
+@pytest.mark.parametrize("live, age", [(2, 0), (2, 1e6), (0, 0)])
+def test_a_page_reads_itself_again_while_its_run_goes_on_and_stays_where_it_is(
+        live, age, one, tmp_path, monkeypatch):
+    now = report.page.time.time()
+    monkeypatch.setattr(report.page.time, "time", lambda: now - age)
+    report.page.write([one[0].parent], tmp_path / "a.html", live=live)
+    *_, seen = visit(tmp_path / "a.html", ["step=2&group=2:1&token=1.2", "wait"])
+    assert seen["again"] == (live > 0 and not age)
+    assert (seen["hash"], seen["open"], seen["y"]) == ("#step=2&group=2:1&token=1.2", True, 700)
+    assert seen["group"].startswith("Step 2, prompt 1") and seen["token"].startswith("token 3 ")
+    assert ("nothing for 16667 minutes" in seen["live"]) == (age > 0)
+    assert ("every 2 seconds" in seen["live"]) == seen["again"]
 
 
 @in_chromium
@@ -219,6 +271,7 @@ def test_the_page_refers_to_nothing_in_a_network_and_carries_no_text_of_a_model_
     assert not re.findall(r"@@\w+@@|(?:src|href)=\"(?!#)", page)
 
 
+@in_chromium
 def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(tmp_path):
     for seed in range(2):
         write_run(tmp_path / f"run-{seed}", seed=seed)
@@ -227,12 +280,14 @@ def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(tmp_pat
     page = (tmp_path / "all.html").read_text()
     flags = re.findall(r"<tr><td>(\w*)<td>", page[page.index("Settings</summary>"):])
     assert flags == ["", "seed", "steps", "samples"]
-    for chart in data_of(tmp_path / "all.html")["charts"]:
-        lines = [(line["color"], line["dash"]) for line in chart["lines"]]
-        assert lines == [(i, j) for i in range(2) for j in range(len(chart["metrics"]))]
-        assert {line["name"].split()[0] for line in chart["lines"]} == {"run-0", "run-1"}
+    for chart in visit(tmp_path / "all.html", [""])[0]["charts"]:
+        names, colors, dashes = zip(*chart["lines"])
+        assert colors == (0,) * (len(names) // 2) + (1,) * (len(names) // 2)
+        assert dashes == (*range(len(names) // 2),) * 2
+        assert {name.split()[0] for name in names} == {"run-0", "run-1"}
     report.page.write([*runs, runs[0]], tmp_path / "all.html")  # the page finds a run by its name
-    assert len({run["name"] for run in data_of(tmp_path / "all.html")["runs"]}) == 3
+    title = re.search("<title>(.*)</title>", (tmp_path / "all.html").read_text())[1]
+    assert len({*title.split(", ")}) == 3
 
 
 def test_a_report_replaces_no_other_file_and_leaves_nothing_behind(tmp_path):

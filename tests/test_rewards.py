@@ -248,8 +248,10 @@ def test_countdown_agrees_with_python_on_expressions_of_its_kind(numbers, rng):
     value, text = eval(parts[0]), f"<answer>{parts[0]}</answer>"  # our own text, not a model's
     for target in (value, value + 1):
         wanted = float(target == value)
-        assert one("countdown", text, numbers=numbers, target=target) == wanted
-    assert one("countdown", text, numbers=numbers + [1], target=value) == 0.0
+        for allowed, right in ((numbers, wanted), (numbers + [1], 0.0)):
+            found = one("countdown", text, numbers=allowed, target=target)
+            assert found == right, (
+                f"{text}, {allowed}, target {target}: yours {found}, wanted {right}")
 
 
 # ---- code

@@ -30,17 +30,19 @@ def test_collate_stores_each_prompt_once_and_says_where_each_sequence_is(sequenc
                 for prompt, n in sequences]
     batch = nr.collate(rollouts)
     row, positions = batch.input_ids[0], batch.position_ids[0]  # (T,), (T,)
-    completions = sum(len(r.completion) for r in rollouts)
-    assert len(row) == sum(map(len, {tuple(r.prompt) for r in rollouts})) + completions
-    assert batch.cu_seqlens_q[0] == batch.cu_seqlens_k[0] == 0
-    assert (batch.cu_seqlens_q[-1], batch.cu_seqlens_k[-1]) == (len(row), len(batch.kv_index))
-    assert batch.max_seqlen == max(map(len, rollouts)) and batch.old is batch.ref is None
-    assert batch.lengths.tolist() == [sum(r.loss_mask) for r in rollouts]
+    prompts = {tuple(r.prompt) for r in rollouts}
+    tokens = sum(map(len, [*prompts, *(r.completion for r in rollouts)]))
+    for name, yours, expected in (
+            ("tokens", len(row), tokens), ("max_seqlen", batch.max_seqlen, max(map(len, rollouts))),
+            ("cu_seqlens_q", batch.cu_seqlens_q[[0, -1]].tolist(), [0, tokens]),
+            ("cu_seqlens_k", batch.cu_seqlens_k[[0, -1]].tolist(), [0, len(batch.kv_index)]),
+            ("lengths", batch.lengths.tolist(), [sum(r.loss_mask) for r in rollouts])):
+        assert yours == expected, f"{name} of {sequences}: yours {yours}, wanted {expected}"
     wanted = []  # of each sampled token
     for i, r in enumerate(rollouts):
         start, end = batch.cu_seqlens_k[i:i + 2]
         keys = batch.kv_index[start:end]  # positions of the sequence in the row
-        assert row[keys].tolist() == r.prompt + r.completion
+        assert row[keys].tolist() == r.prompt + r.completion and batch.old is batch.ref is None
         assert positions[keys].tolist() == [*range(len(r))]
         queries = torch.arange(*batch.cu_seqlens_q[i:i + 2])
         assert len(queries) >= len(r.completion) and torch.equal(keys[-len(queries):], queries)

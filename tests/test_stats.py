@@ -32,7 +32,7 @@ def completion(text="", tokens=1, truncated=False, **fields):
     ([None, None, None, "7", "8", "8"], 4),  # None is no vote, however often it occurs
     ([None, None], None)])
 def test_the_most_frequent_answer_wins_and_none_does_not_vote(answers, index):
-    assert stats.majority_vote(answers) == index
+    assert (found := stats.majority_vote(answers)) == index, (answers, "yours", found)
 
 
 def votes(*texts, truncated=False):
@@ -217,5 +217,5 @@ def test_the_report_compares_the_first_evaluation_with_the_last(tmp_path):
     packed = re.search(r'const PACKED = "(.*?)"', text)[1]
     [run] = json.loads(gzip.decompress(base64.b64decode(packed)))["runs"]
     assert run["questions"] == [
-        ["q0", "1", [True, "step 0, 0", "stop"], [False, "step 2, 0", "stop"]],
-        ["q1", "1", [False, "step 0, 1", "stop"], [True, "step 2, 1", "stop"]]]
+        ["q0", "1", [True, "step 0, 0", "stop"], [False, "step 2, 0", "stop"], [True, True, False]],
+        ["q1", "1", [False, "step 0, 1", "stop"], [True, "step 2, 1", "stop"], [False, True, True]]]

@@ -2,7 +2,9 @@
 
     python -m learn.ladder.ladder      runs each step that has no figures in runs/ladder/ yet, and
                                        writes the table of README.md and rewards.png
+    python -m learn.ladder.ladder check mine     checks what your learn/ladder/mine.py does
 """
+import importlib
 import json
 import os
 import shutil
@@ -75,6 +77,54 @@ def write(name, seed, rewards, samples, seconds, accuracy):
     RUNS.mkdir(parents=True, exist_ok=True)
     (RUNS / f"{name}-{seed}.json").write_text(json.dumps(
         {"rewards": rewards, "accuracy": accuracy, "rate": rate, "total": total, **seconds}))
+
+
+# ------------------------------------------------------------------------- for a file of your own
+
+def check(name):
+    """Checks what learn/ladder/<name>.py does, whatever its functions are called: the gradient of
+    its loss_of(model, prompts, completions, reward), and the reward of its last run."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    tokenizer, _, test_set = questions(seed=0)
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    examples = [example for example in test_set[:2] for _ in range(8)]  # two groups
+    prompts = [example["prompt_ids"] for example in examples]
+    torch.manual_seed(0)
+    how = {"do_sample": True, "top_k": 0, "max_new_tokens": 96}
+    completions = [model.generate(torch.tensor([prompt]), **how)[0, len(prompt):].tolist()
+                   for prompt in prompts]
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    reward = torch.tensor(score(texts, examples))  # (16,)
+    groups = reward.view(2, 8)  # (2, 8)
+    z = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True, correction=0) + 1e-4)
+
+    def gradient(loss):
+        return torch.cat([x.flatten() for x in torch.autograd.grad(loss, [*model.parameters()])])
+
+    def log_prob(prompt, completion):  # of the whole completion, one at a time: no padding
+        ids = torch.tensor([prompt + completion])  # (1, P + C)
+        logp = model(ids).logits[0, len(prompt) - 1:-1].log_softmax(-1)  # (C, V)
+        return logp.gather(1, ids[0, len(prompt):, None]).sum()  # ()
+
+    module = importlib.import_module(f"learn.ladder.{name}")
+    yours = gradient(module.loss_of(model, prompts, completions, reward))
+    found = {}
+    for step, weight in (("step 1", reward), ("steps 2 to 5", z.flatten())):
+        terms = [-w * log_prob(*pair) for w, *pair in zip(weight, prompts, completions)]
+        found[step] = torch.cosine_similarity(yours, gradient(sum(terms)), 0).item()
+        print(f"cosine of your gradient and that of {step}: {found[step]:.4f}")
+    same = [step for step, cosine in found.items() if cosine > 0.999]
+    print(f"the gradient is that of {same[0]}" if same else
+          "the gradient is that of no step; is a sign, a mask or the place of a token wrong?")
+    runs = sorted(RUNS.glob(f"{name}-*.json"))
+    if not runs:
+        return print(f"no run yet: python -m learn.ladder.{name}")
+    run = json.loads(runs[-1].read_text())
+    last = fmean(run["rewards"][-LAST:])
+    verdict = "it learns" if last > 0.7 else "it does not reach 70 %"
+    print(f"reward of the last {LAST} of {len(run['rewards'])} batches {last:.1%}, "
+          f"held-out accuracy {run['accuracy']:.1%}: {verdict}")
 
 
 # ----------------------------------------------------------------------------------- all the steps
@@ -156,5 +206,7 @@ def main():
 if __name__ == "__main__":
     if sys.argv[1:2] == ["script"]:
         run_script(*map(int, sys.argv[2:]))
+    elif sys.argv[1:2] == ["check"]:
+        check(*sys.argv[2:])
     else:
         main()
