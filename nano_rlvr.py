@@ -547,7 +547,7 @@ class Run:
 def evaluate(llm, examples, verifier, cfg):
     """-> (metrics, a dict per greedy text). Right: first reward function is 1. Collective."""
     metrics = {}
-    groups = []
+    samples = []
     sample = rollout_function(cfg.rollout)
     indices = range(dist.rank(), len(examples), dist.world_size())  # of this rank
     own = [examples[i] for i in indices]
@@ -556,11 +556,11 @@ def evaluate(llm, examples, verifier, cfg):
     stats.add_counts(metrics, score(greedy, own, verifier), "eval")
     if cfg.eval_n:
         seeds = [data.request_seed(cfg.seed, "eval", i) for i in indices]
-        samples = sample(llm, prompts, cfg.eval_n, cfg.temperature, cfg.max_tokens, seeds)
+        samples = sample(llm, prompts, cfg.eval_n, cfg.eval_temperature, cfg.max_tokens, seeds,
+                         top_p=cfg.eval_top_p)
         stats.add_counts(metrics, score(samples, own, verifier), "eval")
-        groups = in_groups(samples, cfg.eval_n)
     guard.check_scored("eval", [stats.first_part(r) for r in greedy], metrics, verifier)
-    summary, answers = evaluation.summary(own, indices, greedy, groups, cfg)
+    summary, answers = evaluation.summary(own, indices, greedy, samples, cfg)
     return metrics | summary, answers
 
 

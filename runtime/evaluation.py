@@ -1,6 +1,7 @@
 """The evaluation of greedy completions and of samples, of one or several sets."""
 import rewards
 from runtime import dist
+from runtime.batch import in_groups
 from runtime.stats import first_part, is_right, majority_vote, mean_of, pass_at_k, wilson_interval
 from verify.answer import vote
 
@@ -35,15 +36,15 @@ def set_metrics(values):
     return mean_of(values) | {"low": low, "high": high, "n": n}
 
 
-def summary(examples, indices, greedy, groups, cfg):
+def summary(examples, indices, greedy, samples, cfg):
     """Metrics eval/... over all ranks and, for eval.jsonl, a dict per example. Collective.
 
-    examples: those of this rank; indices: their numbers; greedy: a scored rollout each; groups:
-    the scored samples of each, with --eval_n, else []. With several sets there are also
-    eval/<set>/..., and eval/... has the means of the sets."""
+    examples: those of this rank; indices: their numbers; greedy: a scored rollout each; samples:
+    --eval_n of each, scored, or []. With several sets there are also eval/<set>/..., and eval/...
+    has the means of the sets."""
     values = [{"accuracy": is_right(r), "unscored": first_part(r) is None, "length": r.length,
                "truncated": r.truncated} for r in greedy]  # per example; no reward is wrong
-    for value, group in zip(values, groups):
+    for value, group in zip(values, in_groups(samples, cfg.eval_n or 1)):
         value |= sample_values(group)
     answers = [{"set": e.get("eval_set", cfg.eval_data or cfg.data or cfg.task),
                 "question": e["question"], "answer": e.get("answer"), "right": is_right(r)}

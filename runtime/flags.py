@@ -28,6 +28,7 @@ class RunFlags:
     model: str = "models/tiny"  # folder or hub id, whose organisation may be left out
     trust_remote_code: bool = False  # run Python code that comes with the model
     algo: str = "grpo"  # a row of ALGOS; any other flag overrides a value of the row
+    config: str = ""  # flags of a file, like the config.json of a run to repeat; others override it
     task: str = "gsm8k"  # arithmetic, countdown, gsm8k, math, math500, aime24, amc23
     data: str = ""  # train on this file (jsonl, json, csv, parquet), my_file.py:make or hub set
     eval_data: str = ""  # evaluate on these, as a,b; without it a tenth of --data is held out
@@ -52,6 +53,8 @@ class RunFlags:
     eval_every: int = 20  # steps between evaluations; one more after the last step
     eval_size: int = 512  # held-out examples per set, 0 = all
     eval_n: int = 0  # also draw this many samples per example: mean@n, pass@k, maj@n
+    eval_temperature: float = 0.0  # of these samples, 0 = --temperature
+    eval_top_p: float = 1.0  # nucleus sampling of these samples
     name: str = ""  # name of the run ("" = model-task-algo-time); its files are in <out>/<name>/
     out: str = "runs"  # folder of the runs
     save_every: int = 20  # steps between checkpoints; 0 = one when the run ends or is stopped
@@ -73,9 +76,10 @@ RANGES = (
     ("samples", 1, 16384),  # vLLM's limit for one prompt
     ("eval_n lora_rank", 0, 16384),
     ("seed", 0, 2**32 - 1),  # vLLM's limit
-    ("temperature", 0.01, 2),  # vLLM's limits; evaluation is always greedy
+    ("temperature", 0.01, 2),  # vLLM's limits
+    ("eval_temperature", 0, 2),
     ("lr lr_end clip_low weight_decay", 0, 1),
-    ("top_p", 1e-3, 1),
+    ("top_p eval_top_p", 1e-3, 1),
     ("beta2", 0, 0.999999),
     ("overlong_buffer gpu_memory_utilization", 0, 0.99),
 )
@@ -90,6 +94,7 @@ NEEDS = (
     ("correction_cap", lambda cfg: cfg.correction != "none", "a --correction"),
     ("resume_force", lambda cfg: cfg.resume or "--resume" in sys.argv, "--resume"),
     ("gpu_memory_utilization", lambda cfg: torch.cuda.is_available(), "a GPU"),
+    ("eval_temperature eval_top_p", lambda cfg: cfg.eval_n, "--eval_n"),
     ("lr", lambda cfg: cfg.lr, "--lr above 0: no weight changes"),
     ("rewards", lambda cfg: not re.fullmatch(r"[^,]+:[-0.]+(,[^,]+:[-0.]+)*", cfg.rewards),
      "a weight other than 0: all advantages are 0"),
@@ -101,7 +106,8 @@ NEEDS = (
 )
 
 # Flags that may differ in a resumed run: they change no result (log.py compares the data) ...
-FREE = set("name out resume resume_force save_every keep timeout wandb data eval_data".split())
+FREE = set("name out resume resume_force config save_every keep timeout wandb data "
+           "eval_data".split())
 ROUNDING = set("compile zero_stage pack_tokens gradient_checkpointing offload memory_gb "
                "gpu_memory_utilization versions world device".split())  # ... or only how it is rounded
 
@@ -127,8 +133,9 @@ ORGANISATIONS = {
 def parse(config, algos, argv, description):
     """argv -> checked config(...). Exits with the usage for an unknown flag, choice or type.
 
-    argv: None for that of the process. Defaults: those of `config`, the record of --model,
-    the run that --resume continues, the row of --algo in `algos`; the later one counts."""
+    argv: None for that of the process. Defaults: those of `config`, the record of --model, the row
+    of --algo in `algos`, the file --config, the run that --resume continues; the later one counts.
+    The row counts more than a file or run with another --algo."""
     import tyro
     argv = sys.argv[1:] if argv is None else argv
     for old, new in MOVED.items():
@@ -136,17 +143,19 @@ def parse(config, algos, argv, description):
             raise ValueError(f"{old} is gone: use {new}")
     first = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for name in ("algo", "model", "name", "out"):  # the other defaults depend on them
+    for name in ("algo", "model", "name", "out", "config"):  # the other defaults depend on them
         first.add_argument(f"--{name}")
     first.add_argument("--resume", nargs="?", const="")
     given, argv = first.parse_known_args(argv)
+    stored = stored_flags(Path(given.config), config) if "config" in given else {}
     saved = saved_config(config, **vars(given)) if "resume" in given else {}
-    chosen = {"algo": config.algo, "model": config.model} | saved | vars(given)
+    stored |= saved
+    chosen = {"algo": config.algo, "model": config.model} | stored | vars(given)
     algo = chosen["algo"]
     if algo not in algos:
         raise ValueError(f"--algo {algo}: choose one of {', '.join(algos)}")
-    row = {} if algo == saved.get("algo") else algos[algo]
-    defaults = config(**model_row(chosen["model"], config) | chosen | row)
+    values = algos[algo] | stored if algo == stored.get("algo") else stored | algos[algo]
+    defaults = config(**model_row(chosen["model"], config) | values | vars(given))
     cfg = check(tyro.cli(
         config, args=argv, default=defaults, use_underscores=True,
         description=description.partition("\n")[0]), defaults)
@@ -159,7 +168,7 @@ def read_settings(path, config):
     try:
         about = json.loads(path.read_text())
         types = get_type_hints(config) | {"version": str, "memory plan": dict, "resumed": list}
-        for name, x in (about | about["config"]).items():
+        for name, x in (about | {"config": ""} | about["config"]).items():  # --config is a flag
             typeguard.check_type({name: x}, dict[str, types.get(name, object)])
         return about
     except Exception as e:  # of the file system, JSON, Python or typeguard
@@ -189,7 +198,8 @@ def check(cfg, defaults=None):
         (cfg.lora_rank and cfg.zero_stage == 3,
          "--lora_rank needs --zero_stage 1 or 2: each rank merges the adapters on its own"),
         (cfg.top_p < 1 and (cfg.correction, cfg.temperature) != ("none", 1.0),
-         "--top_p needs --correction none --temperature 1: the trainer cannot truncate like vLLM"),
+         "--top_p needs --correction none --temperature 1: the trainer cannot truncate like vLLM; "
+         "for evaluations there is --eval_top_p"),
         (cfg.delta and cfg.delta <= 1 + cfg.clip_high,
          f"--delta {cfg.delta:g}: must be above 1 + clip_high = {1 + cfg.clip_high:g}, or 0"),
         (cfg.resample and not cfg.filter_groups,
@@ -218,7 +228,9 @@ def check(cfg, defaults=None):
                         "rewards, what is left is divided by 1e-4; see --scale", file=sys.stderr)
     return dataclasses.replace(
         cfg, template=data.read_template(cfg.template), model=find_model(cfg.model), dtype=dtype,
-        compile=auto if cfg.compile == "auto" else cfg.compile, rewards=spec, mismatch_bound=cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.15))
+        compile=auto if cfg.compile == "auto" else cfg.compile,
+        eval_temperature=cfg.eval_temperature or cfg.temperature, rewards=spec,
+        mismatch_bound=cfg.mismatch_bound or (1e-3 if dtype == "float32" else 0.15))
 
 
 def check_machine(dtype):
@@ -286,7 +298,21 @@ def model_row(model, config):
     return {name: fields[name] for name in SUITS if name in fields}
 
 
-def saved_config(config, resume, out="", name="", **_):
+def stored_flags(path, config):
+    """{flag: value} of a file that a run wrote, without its folder and what its memory plan
+    decided. Raises ValueError if it is damaged, or if its version has other names of flags."""
+    about = read_settings(path, config)
+    version = about.get("version", __version__)
+    if version.split(".")[:2] != __version__.split(".")[:2]:
+        raise ValueError(f"{path}: this run is of version {version}, and its flags have other "
+                         f"names in {__version__}: see CHANGELOG.md")
+    anew = {"name", "out", "resume", "resume_force",
+            *about.get("memory plan", ())}  # this device has its own plan
+    fields = vars(config()).keys() - anew  # without removed flags of older versions
+    return {name: x for name, x in about["config"].items() if name in fields}
+
+
+def saved_config(config, /, resume, out="", name="", **_):
     """{field: value} of the run that --resume continues, which must exist; {} if --resume without
     a value finds no run --name, which it then starts."""
     if not resume and not name:
@@ -302,12 +328,5 @@ def saved_config(config, resume, out="", name="", **_):
     folder = folder.resolve()
     if name not in ("", folder.name):
         raise ValueError(f"--name {name} and --resume {resume} are two runs; leave --name out")
-    about = read_settings(folder / "config.json", config)
-    version = about.get("version", __version__)
-    if version.split(".")[:2] != __version__.split(".")[:2]:
-        raise ValueError(f"--resume {folder}: this run is of version {version}, and its flags have "
-                         f"other names in {__version__}: see CHANGELOG.md")
-    anew = {"resume_force", *about.get("memory plan", ())}  # this device has its own plan
-    fields = vars(config()).keys() - anew  # without removed flags of older versions
-    saved = {name: x for name, x in about["config"].items() if name in fields}
+    saved = stored_flags(folder / "config.json", config)
     return saved | {"name": folder.name, "out": str(folder.parent), "resume": str(folder)}

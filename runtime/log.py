@@ -18,6 +18,7 @@ from statistics import fmean
 
 import torch
 
+import data
 from report import curve, page, tokens
 from runtime import __version__, dist, plain, records
 from runtime.dist import RunError
@@ -34,6 +35,7 @@ SHOWN = {"reward/mean": "reward {:6.3f}", "reward/unscored": "no reward {:4.0%}"
          "completion/length": "length {:6.1f}", "group/zero_std": "zero std {:4.0%}",
          "kl": "kl {:.4f}", "entropy": "entropy {:.3f}",
          "tokens_per_second": "{:6.0f} tok/s"}
+CARD = Path(__file__).with_name("model_card.md")
 
 
 def provenance(*packages):
@@ -106,6 +108,7 @@ class Log:
         self.cfg, self.tokenizer, self.folder = cfg, tokenizer, Path(cfg.out) / cfg.name
         self.rows, self.wandb, self.start = [], None, time.perf_counter()
         self.changes = ()  # see token_changes
+        self.page_due, self.page_every = 0.0, 10  # seconds: when report.html is written again
         if dist.rank() > 0:
             return
         from tqdm import tqdm
@@ -212,7 +215,12 @@ class Log:
         if "eval/accuracy" in metrics:
             for line in evaluation_text(metrics).splitlines():
                 self.bar.write(plain(f"step {step:4d}  {line}"))
-            page.write([self.folder], self.folder / "report.html")
+        start = time.perf_counter()
+        if "eval/accuracy" in metrics or start >= self.page_due:
+            page.write([self.folder], self.folder / "report.html", live=self.page_every)
+            # at most 5 % of the time
+            self.page_every = max(10, round(20 * (time.perf_counter() - start)))
+            self.page_due = start + self.page_every
         if "lr" in metrics:  # the last line has only an evaluation
             shown = [text.format(metrics[name]) for name, text in SHOWN.items()
                      if name in metrics and (metrics[name] or name != "reward/unscored")]
@@ -251,12 +259,42 @@ class Log:
                            f"the update, peak memory {peak(self.rows):.2f} GiB")
         for name in ("curve.png", "report.html"):
             page.write([self.folder], self.folder / name)
+        final, about = self.folder / "final", "the numbers: docs/metrics.md"
+        if final.exists():
+            self.describe(final)
+            about = f"chat with {final}, serve it, train it on: docs/after_the_run.md; {about}"
         self.bar.close()
-        model = f"; the model, to use or train it: --model {self.folder / 'final'}"
-        print(f"next: open {self.folder / 'report.html'}{model * bool(self.cfg.steps)}; "
-              "the numbers: docs/metrics.md")
+        print(f"next: open {self.folder / 'report.html'}; {about}")
         if self.wandb:
             self.wandb.finish()
+
+    def describe(self, final):
+        """Lets others prompt the model in final/ as the run did, and writes its card, README.md.
+
+        The run's template becomes the chat template; generation_config.json gets its temperature,
+        length and stop tokens (those of rollout in nano_rlvr.py)."""
+        from transformers import GenerationConfig
+        cfg, tokenizer = self.cfg, self.tokenizer
+        if prompt := data.TEMPLATES.get(cfg.template, cfg.template):  # not `chat`: it is there
+            if tokenizer("")["input_ids"]:  # the tokenizer adds a BOS, but not to a chat
+                prompt = tokenizer.bos_token + prompt.removeprefix(tokenizer.bos_token)
+            text = "{{ %s.replace('{question}', messages[-1]['content']) }}" % ascii(prompt)
+            (final / "chat_template.jinja").write_text(text)
+        stop = GenerationConfig.from_pretrained(final).eos_token_id or []  # an int or a list
+        stop = {*(stop if isinstance(stop, list) else [stop]), tokenizer.eos_token_id,
+                tokenizer.get_vocab().get("<|im_end|>")} - {None}
+        GenerationConfig(
+            do_sample=True, temperature=cfg.temperature, top_p=cfg.top_p, top_k=0,
+            max_new_tokens=cfg.max_tokens, eos_token_id=sorted(stop),
+            pad_token_id=tokenizer.pad_token_id).save_pretrained(final)
+        about = json.loads((self.folder / "config.json").read_text())
+        found = [f"step {row['step']}, {evaluation_text(row)}" for row in self.rows
+                 if "eval/accuracy" in row]
+        prompt = tokenizer.decode(data.encode({"question": "{question}"}, tokenizer, cfg.template))
+        (final / "README.md").write_text(CARD.read_text().format(**about | vars(cfg) | {
+            "base": f"\nbase_model: {cfg.model}" * (not Path(cfg.model).is_dir()),
+            "data": cfg.data or cfg.task, "first": found[0], "last": found[-1], "prompt": prompt,
+            "versions": ", ".join(map(" ".join, about["versions"].items()))}))
 
 
 def evaluation_text(metrics):

@@ -101,6 +101,25 @@ def test_a_trained_model_continues_with_the_settings_of_its_run(tmp_path):
     assert nr.parse_config([*argv, "--template", "none"]).template == "none"
 
 
+def test_the_file_of_a_run_repeats_it_and_any_flag_overrides_it(tmp_path):
+    first = nr.parse_config("--algo dapo --lr 3e-5 --eval_n 4 --name a --pack_tokens 64".split())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"config": vars(first), "memory plan": {"pack_tokens": 64}}))
+    again = nr.parse_config(["--config", str(path), "--name", "b"])
+    # the folder is new, and what the plan decided is decided again
+    own = dict(name="b", config=str(path), pack_tokens=nr.Config.pack_tokens)
+    assert vars(again) == vars(first) | own
+    other = nr.parse_config(["--config", str(path), "--seed", "1", "--algo", "rloo"])
+    assert (other.seed, other.lr, other.ratio, other.resample) == (1, 3e-5, "product", 3)
+    path.write_text(json.dumps({"config": {"algo": "dapo", "lr": 2e-5}}))  # written by hand
+    short = nr.parse_config(["--config", str(path)])
+    assert (short.lr, short.clip_high, short.task) == (2e-5, 0.28, "arithmetic")
+    for text, says in (('{"config": {"lr": "x"}}', "is damaged"), ('{"lr": 1}', "is damaged")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"config.json {says}"):
+            nr.parse_config(["--config", str(path)])
+
+
 def test_too_little_memory_for_vllm_is_out_of_memory_with_vllms_own_reason(group, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "5000")
     with pytest.raises(torch.OutOfMemoryError, match="less than requested memory for kv"):

@@ -226,7 +226,8 @@ def test_a_run_continues_only_with_flags_that_give_the_same_results(saved, flags
 
 
 def test_each_flag_is_free_or_only_rounds_or_is_refused(saved):
-    free = set("name out resume resume_force save_every keep timeout wandb data eval_data".split())
+    free = set("name out resume resume_force config save_every keep timeout wandb data "
+               "eval_data".split())
     rounds = set("zero_stage pack_tokens gradient_checkpointing offload gpu_memory_utilization "
                  "memory_gb".split())
     cfg = make_config(out=str(saved.parent), name="run")

@@ -207,7 +207,7 @@ SETS = ("{tmp}/one.jsonl", "{tmp}/two.jsonl")
 COLUMNS = dict(data="{tmp}/columns.jsonl", eval_data="{tmp}/other.jsonl", question_key="q",
                answer_key="a")
 ELSEWHERE = {  # flags whose values are compared in another file
-    "test_config": "algo", "test_engines": "mismatch_bound zero_stage",
+    "test_config": "algo config", "test_engines": "mismatch_bound zero_stage",
     "test_resume": "name out resume resume_force", "test_trl": "max_grad_norm",
     "test_variants": "steps prompts samples filter_groups resample epochs minibatches lr lr_end "
     "warmup pack_tokens eval_every save_every"}
@@ -277,6 +277,9 @@ WIRES = {
         for source in ("", f"{cfg.out}/two.jsonl")}, ({5}, {9})),
     "eval_n": ((2, 4), lambda cfg: (
         evaluated(cfg)[1]["n"], llm_args(cfg, gpu=True)["max_num_seqs"]), ((2, 65), (4, 129))),
+    "eval_temperature": ((0.25, 0.5), lambda cfg: [x["temperature"] for x in evaluated(cfg)],
+                         ([0, 0.25], [0, 0.5]), dict(eval_n=2)),
+    "eval_top_p": ((0.75, 0.5), lambda cfg: evaluated(cfg)[1]["top_p"], None, dict(eval_n=2)),
     "keep": ((1, 3), kept, (["step-9"], ["step-5", "step-7", "step-9"])),
     "keep_rollouts": ((4, 9), lines_kept, (4, 12), dict(name="r")),
     "wandb": (("offline", "online"), wandb_modes, None, dict(name="w")),

@@ -1,0 +1,63 @@
+"""Asks a model questions: type one, read its answer. Each question is asked alone.
+
+    python -m examples.chat runs/x                  the trained model of a run
+    python -m examples.chat models/tiny             what it was before: any model folder or hub name
+    python -m examples.chat runs/x --eval_n 4       the greedy answer and four samples
+    echo "13-2-3-1+6-13" | python -m examples.chat runs/x
+
+Flags of nano_rlvr.py may follow. Template, length and temperature are those of the run, and an
+answer ends at the tokens that ended it there. --rollout lets a model use its tools.
+"""
+import contextlib
+import dataclasses
+import sys
+from pathlib import Path
+
+import data
+import nano_rlvr as nr
+from runtime import dist, stop
+from runtime.dist import RunError
+
+
+def parse(argv):
+    """argv -> Config. Its first word is a run, a folder or a hub name. Raises ValueError."""
+    name, *flags = argv or [""]
+    if name.startswith("-") or not name:
+        raise ValueError("name a run or a model: python -m examples.chat runs/x")
+    final = Path(name) / "final"
+    cfg = nr.parse_config(["--model", str(final if final.is_dir() else name), *flags])
+    # on a GPU: all for vLLM, as nothing is trained
+    return dataclasses.replace(cfg, gpu_memory_utilization=cfg.gpu_memory_utilization or 0.9)
+
+
+def ask(llm, question, cfg):
+    """Rollouts: the greedy completion of a question, then --eval_n samples."""
+    prompt = data.encode({"question": question}, llm.get_tokenizer(), cfg.template)
+    if len(prompt) > cfg.max_prompt:
+        raise RunError(f"{len(prompt)} tokens, longer than --max_prompt {cfg.max_prompt}")
+    sample = nr.rollout_function(cfg.rollout)
+    found = sample(llm, [prompt], 1, 0.0, cfg.max_tokens)
+    if cfg.eval_n:
+        found += sample(llm, [prompt], cfg.eval_n, cfg.eval_temperature, cfg.max_tokens,
+                        top_p=cfg.eval_top_p)
+    return found
+
+
+def main(argv=None):
+    with stop.with_one_line(ValueError, OSError, RuntimeError):
+        cfg = parse(sys.argv[1:] if argv is None else argv)
+        dist.init_process_group(cfg.timeout)
+        nr.load_tokenizer(cfg)  # says in one line what is wrong with a model
+        llm = nr.Sampler(cfg)
+    print("A question per line; an empty one ends.")
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while question := input("> "):
+            try:
+                for r in ask(llm, question, cfg):
+                    print(r.text, f"[{r.length} tokens]" if r.truncated else "", flush=True)
+            except (RunError, ValueError) as e:
+                print(e)
+
+
+if __name__ == "__main__":
+    main()
