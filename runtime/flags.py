@@ -109,7 +109,7 @@ NEEDS = (
 FREE = set("name out resume resume_force config save_every keep timeout wandb data "
            "eval_data".split())
 ROUNDING = set("compile zero_stage pack_tokens gradient_checkpointing offload memory_gb "
-               "gpu_memory_utilization versions world device".split())  # ... or only how it is rounded
+               "gpu_memory_utilization versions world device".split())  # ... or its rounding
 
 MOVED = {  # flags of former versions -> what to use now
     "--gate": "--surrogate ppo, cispo, sapo or kimi (once clip, detach, soft, squared)",

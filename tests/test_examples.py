@@ -12,8 +12,7 @@ import torch
 import data
 import nano_rlvr as nr
 from conftest import ROOT, close, fixed_rollouts, make_config, naive_logps, write_rows
-from examples import (async_rl, curriculum, distill, dpo, entropy, kl, products, sft, stories,
-                      tags)
+from examples import async_rl, curriculum, distill, dpo, entropy, kl, products, sft, stories, tags
 from runtime.dist import RunError
 
 
