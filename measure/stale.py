@@ -33,15 +33,13 @@ def show(commit, file):
     return None if done.returncode else done.stdout.decode()
 
 
-def code(file, text):
-    """What a file does, to be compared: without comments and docstrings."""
-    if text is None or not file.endswith(".py"):
-        return text
-    tree = ast.parse(text)
+def code(text):
+    """What a Python file does, to be compared: without comments and docstrings. None: no file."""
+    tree = ast.parse(text or "")
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             node.body = node.body[ast.get_docstring(node) is not None:]
-    return ast.dump(tree)
+    return text and ast.dump(tree)
 
 
 def conditions(text):
@@ -56,7 +54,7 @@ def changed(text):
     files = LOOP | {f"{file.replace('.', '/')}.py" for file in re.findall(
         r"\b((?:bench|examples)[./]\w+|learn[./]lab[./](?:faulty_rewards|r1))\b", text)}
     return sorted(file for file in files if (ROOT / file).exists() and any(
-        code(file, show(commit, file)) != code(file, (ROOT / file).read_text())
+        code(show(commit, file)) != code((ROOT / file).read_text())
         for commit in conditions(text)[2]))
 
 

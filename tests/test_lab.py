@@ -103,7 +103,7 @@ def test_the_number_of_seeds_finds_the_named_difference_in_80_percent():
 
 def test_code_is_compared_without_comments_and_docstrings():
     one, same, other = 'def f():\n    """A."""\n    return 1  # b', "def f(): return 1", "f = 1"
-    assert stale.code("x.py", one) == stale.code("x.py", same) != stale.code("x.py", other)
+    assert stale.code(one) == stale.code(same) != stale.code(other)
 
 
 def test_a_result_that_is_older_than_its_code_says_so():

@@ -39,8 +39,7 @@ BASE = {  # chapter -> flags of all its arms
     3: "--model models/smollm2 --dtype bfloat16 --data examples/stories.py:make --eval_data "
        "examples/stories.py:make --max_prompt 96 --max_tokens 64 --temperature 0.6 --steps 16 "
        "--eval_every 16 --eval_n 4"}
-SEEDS = {2: 5, 3: 3}  # chapter -> the least number of seeds
-MOST = 10  # seeds
+LEAST, MOST = {2: 5, 3: 3}, 10  # chapter -> the least number of seeds; the largest number
 BY_HAND = "<!-- by hand -->"  # of a page: reading and exercises
 EARLIER = ("The figures below are those of earlier runs, made before this rule. The standard "
            "deviations for the number of seeds are theirs.")
@@ -51,8 +50,8 @@ POWER = TTestPower()
 MEAN = {"mean@4": (at("eval/mean@4"), share)}
 BEFORE = {"mean@4 before": (at("eval/mean@4", 0), share)}
 GREEDY = {"greedy": (at("eval/accuracy"), share)}
-TOKENS = {"tokens": (at("eval/length"), number)}
 FLAT = {"groups without a gradient": (late("group/zero_std"), share)}
+TOKENS = {"tokens": (at("eval/length"), number)}
 SAMPLES = {"reward of the samples": "reward/mean", "tokens of a sample": "completion/length"}
 
 
@@ -97,7 +96,7 @@ class Finding:
 
     def __post_init__(self):
         needed = [seeds_needed(check, self.alpha()) for check in self.checks]
-        self.seeds = self.seeds or tuple(range(3, 3 + max(SEEDS[self.chapter], *needed)))
+        self.seeds = self.seeds or tuple(range(3, 3 + max(LEAST[self.chapter], *needed)))
 
     def alpha(self):
         """The error rate of each check."""
@@ -116,8 +115,7 @@ def found_from(sd, n, alpha):
 
 
 def judge(check, values, alpha):
-    """(verdict, mean, low, high, distance that was found with 80 %) of {arm: {title: [value of each
-    seed]}}."""
+    """(verdict, mean, low, high, what was found with 80 %) of {arm: {title: [of each seed]}}."""
     columns = [[weight * x for x in values[arm][title]] for arm, title, weight in check.weights]
     stats = DescrStatsW([sum(of_seed) for of_seed in zip(*columns, strict=True)])
     low, high = stats.tconfint_mean(alpha)
@@ -126,8 +124,8 @@ def judge(check, values, alpha):
         verdict = "agrees"
     elif high < check.low or check.high < low:
         verdict = "contradicts"
-    sd = math.sqrt(stats.var_ddof(1))
-    return verdict, stats.mean, low, high, found_from(sd, int(stats.nobs), alpha)
+    found = found_from(stats.var_ddof(1) ** 0.5, int(stats.nobs), alpha)
+    return verdict, stats.mean, low, high, found
 
 
 def words(finding):
@@ -154,11 +152,8 @@ def digest(finding):
 
 def fixed(name, result):
     """Whether rules.json had the digest of the rule at each commit of the runs."""
-    for commit in result["commits"]:
-        rules = stale.show(commit, RULES)
-        if not rules or json.loads(rules).get(name) != result["digest"]:
-            return False
-    return True
+    return all(json.loads(stale.show(commit, RULES) or "{}").get(name) == result["digest"]
+               for commit in result["commits"])
 
 
 def minutes(folder):
@@ -185,15 +180,12 @@ def run(finding, name, out=RUNS, results=RESULTS):
                   f"{len(everyone)} runs of {spent / len(everyone):.1f} minutes"
                   f"{' on one core' if jobs > 1 else ''}; {common.describe(abouts)}")
     result = {"digest": digest(finding), "commits": sorted({about["commit"] for about in abouts}),
-              "minutes": spent, "values": values, "conditions": conditions}
+              "values": values, "conditions": conditions}
     result["fixed"] = fixed(name, result)
     results.mkdir(exist_ok=True)
     (results / f"{name}.json").write_text(json.dumps(result, indent=1))
     seeds.draw(rows, finding.panels, results / f"{name}.png")
     write_page(finding, name, results)
-
-
-# --------------------------------------------------------------------------- pages and tables
 
 
 def stored(name, results=RESULTS):
