@@ -11,7 +11,7 @@ import pytest
 
 import nano_rlvr as nr
 from conftest import FAKE_RUN, ROOT, within
-from learn.lab import lab, r1
+from learn.lab import faulty_rewards, lab, r1
 from measure import stale
 
 FINDINGS = lab.findings()
@@ -99,6 +99,13 @@ def test_the_number_of_seeds_finds_the_named_difference_in_80_percent():
     found = lab.DescrStatsW(runs).tconfint_mean(alpha)[0] > 0
     less = lab.DescrStatsW(runs[1:]).tconfint_mean(alpha)[0] > 0
     assert less.mean() < 0.8 < found.mean() + 0.01
+
+
+def test_rewards_with_faults():
+    texts = ["<think></think><answer>6</answer>", "<think>3+4=7</think><answer>7</answer>", "=="]
+    assert faulty_rewards.leaky(texts, answer=["7"] * 3) == [1.0, 1.0, 0.0]
+    assert faulty_rewards.guess(texts) == [1.0, 0.0, 0.0]
+    assert faulty_rewards.one_equation(texts) == [0.0, 1.0, 0.0]
 
 
 def test_code_is_compared_without_comments_and_docstrings():
