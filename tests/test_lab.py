@@ -73,7 +73,7 @@ def test_a_finding_compares_its_arms_seed_by_seed(tmp_path, monkeypatch):
     text = (tmp_path / "finding.md").read_text()
     assert "| b | 80.0% (55.2% to 100.0%) |" in text
     assert "**agrees (the rule was not fixed before the runs)**" in text
-    assert "| +0.100 (+0.100 to +0.100) | 0.000 | agrees |" in text
+    assert "| +0.100 (+0.100 to +0.100) | 0.000 (0.1) | agrees |" in text
     finding.checks[0].high = 0.09
     lab.write_page(finding, "finding", tmp_path)
     assert "**not run since the rule changed**" in (tmp_path / "finding.md").read_text()

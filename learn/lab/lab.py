@@ -218,7 +218,8 @@ def check_rows(finding, result):
         if current(finding, result):
             word, mean, low, high, found = judge(check, result["values"], finding.alpha())
             row = [f"{mean:+.3f} ({low:+.3f} to {high:+.3f})", found, word]
-        rows.append([f"{check.text}: {check.region()}", row[0], f"{row[1]:.3f}", row[2]])
+        rows.append([f"{check.text}: {check.region()}", row[0],
+                     f"{row[1]:.3f} ({check.named:.3g})", row[2]])
     return rows
 
 
@@ -227,7 +228,7 @@ def write_page(finding, name, results=RESULTS):
     path, result = results / f"{name}.md", stored(name, results)
     old = path.read_text() if path.exists() else f"{BY_HAND}\n"
     head = ["the claim says", f"difference ({1 - finding.alpha():.1%} interval)",
-            "found with 80 %", "verdict"]
+            "found with 80 % (asked)", "verdict"]
     arms = "\n".join(f"- {label}: `{command}`" for label, command in finding.arms.items())
     page = [f"# {name}", f"Claim: {finding.claim} ({link(finding)})",
             common.table(head, check_rows(finding, result)),
@@ -277,7 +278,7 @@ def lab_table(chapter):
                 rows.append([*first, *row[:3], *last])
                 first, last = ["", ""], ["", ""]
     return common.table(["finding", "claim", "rule: the difference is", "difference (interval)",
-                         "found with 80 %", "verdict", "seeds × arms"], rows)
+                         "found with 80 % (asked)", "verdict", "seeds × arms"], rows)
 
 
 def examples_table(text):
