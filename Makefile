@@ -31,9 +31,15 @@ notebooks: $(DEV)
 	.venv/bin/python notebooks/run.py
 	.venv/bin/python tests/test_translations.py
 
-# the findings of the lab whose commands have changed (an hour or more), then the pages and tables
+# chapters 1 and 2 of the lab (three hours at most), then the pages and tables; finished runs are kept
 lab: $(DEV)
-	.venv/bin/python -m learn.lab.lab
+	.venv/bin/python -m learn.lab.r1
+	.venv/bin/python -m learn.lab.lab 2
+
+# chapter 3, with SmolLM2 (9 hours)
+lab-real: $(DEV)
+	test -d models/smollm2 || .venv/bin/python models/smollm2.py
+	.venv/bin/python -m learn.lab.lab 3
 
 # every exercise's test fails on an empty function and passes on the solution
 exercises: $(DEV)
@@ -68,4 +74,4 @@ $(DEV): requirements-dev.txt $(READY)
 clean:
 	rm -rf .venv
 
-.PHONY: demo test mutations mutants notebooks lab exercises setup dev clean
+.PHONY: demo test mutations mutants notebooks lab lab-real exercises setup dev clean

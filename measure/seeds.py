@@ -1,14 +1,12 @@
 """A command of nano_rlvr with several seeds: means, intervals over the seeds, curves with a band.
 
-    python -m measure.seeds             README's table: 5 seeds of the default run and of a control
     python -m measure.seeds --out runs/lr --setting low="--lr 1e-5" --setting high="--lr 1e-4" -- \\
         python nano_rlvr.py --steps 20 --eval_every 5
 
 The command is what follows `--`: any command that takes the flags of nano_rlvr.py, also torchrun.
 Each `--setting label=flags` adds flags to it. The runs are <out>/<label>-<seed>/, with a log beside
 them. Repeat the command after an interruption: a finished run is kept, another one continues at its
-last checkpoint. The results are <out>/seeds.md, .json and .png; without a command, which takes an
-hour on 2 cores, bench/results/learn.*. In the control a coin rewards each completion.
+last checkpoint. The results are <out>/seeds.md, .json and .png.
 
 The interval is Student's t interval of the mean, 95 %: mean +- t(n - 1) * s / sqrt(n) over n seeds.
 It is about the seed only: all runs answer the same held-out questions.
@@ -31,8 +29,6 @@ from measure import common
 from measure.common import read, series
 from report.curve import figure
 
-README_COMMAND = [*common.SCRIPT, *"--eval_n 8 --eval_every 25 --save_every 0".split()]
-README_SETTINGS = ["default=", "control: random rewards=--rewards gsm8k:0,random:1"]
 PANELS = {"held-out accuracy": "eval/accuracy", "reward of the training samples": "reward/mean",
           "tokens per completion": "completion/length"}
 # beginnings of metrics that are shares, unless a value is above 1 (eval/length, a larger reward)
@@ -179,11 +175,9 @@ def report(folders, out, columns=None, panels=PANELS):
     everyone, runs = sum(folders.values(), []), []
     first_row = next(iter(results.values()))[0][0]
     about = common.describe([common.read_config(folder) for folder in everyone])
-    config = common.read_config(everyone[0])["config"]
-    own_file = config.get("data") and not config.get("eval_data")
     conditions = (f"{len(everyone) // len(folders)} seeds per row; in brackets the 95 % t interval "
-                  f"of the mean over the seeds. Held out: {first_row['eval/n']} questions, "
-                  f"{'others for each seed' if own_file else 'the same for all runs'}. {about}.")
+                  f"of the mean over the seeds. Held out: {first_row['eval/n']} questions, the "
+                  f"same for all runs. {about}.")
     columns, lines = columns or before_and_after(first_row), []
     for label, of in results.items():
         lines.append([label, *(cell([value(rows) for rows in of], form)
@@ -197,8 +191,8 @@ def report(folders, out, columns=None, panels=PANELS):
     draw(results, panels, f"{out}.png")
 
 
-def parse(argv):
-    """Command line -> (arguments, {label: command}). Raises ValueError with one line."""
+def main(argv):
+    """Raises ValueError with one line."""
     parser = common.parser(__doc__)
     add = parser.add_argument
     add("--seeds", type=int, default=5, help="number of seeds per setting")
@@ -206,21 +200,13 @@ def parse(argv):
     add("--setting", action="append", metavar="LABEL=FLAGS", help="added to the command")
     add("command", nargs="*", help="after --")
     args = parser.parse_args(argv)
-    args.write, command = args.out.resolve() / "seeds", args.command
-    if args.setting and not command:
-        raise ValueError("--setting needs a command after --")
-    if not command:
-        args.write, args.setting = common.RESULTS / "learn", README_SETTINGS
-        command = README_COMMAND
+    if not args.command:
+        raise ValueError("a command after -- is needed")
     if args.seeds < 2:
         raise ValueError("an interval needs --seeds 2 or more")
     settings = [s.partition("=")[::2] for s in args.setting or ["run="]]
-    return args, {label: [*command, *shlex.split(flags)] for label, flags in settings}
-
-
-def main(argv):
-    args, settings = parse(argv)
-    report(run_all(settings, range(args.seeds), args.out), args.write)
+    commands = {label: [*args.command, *shlex.split(flags)] for label, flags in settings}
+    report(run_all(commands, range(args.seeds), args.out), args.out.resolve() / "seeds")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 """learn/lab/: the commands of each finding, its rule, and the table made from the results."""
 import json
 import runpy
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import nano_rlvr as nr
 from conftest import FAKE_RUN, ROOT, within
-from learn.lab import lab, r1
+from learn.lab import faulty_rewards, lab, r1
+from measure import stale
 
 FINDINGS = lab.findings()
 
@@ -32,7 +36,16 @@ def test_the_arms_are_valid_commands_that_differ_and_take_equal_samples(name, mo
     commands = list(lab.commands(FINDINGS[name]).values())
     configs = parsed(commands, monkeypatch)
     assert len(configs) == len(set(map(tuple, commands)))
-    assert len({cfg.steps * cfg.prompts * cfg.samples for cfg in configs}) == 1
+    samples = {cfg.steps * cfg.prompts * cfg.samples for cfg in configs}
+    assert (len(samples) == 1) == FINDINGS[name].equal
+    known = {title for _, title, _ in sum((c.weights for c in FINDINGS[name].checks), [])}
+    assert known <= FINDINGS[name].measures.keys()
+
+
+def test_arms_of_the_same_name_have_the_same_command():
+    """They share a folder of runs."""
+    arms = [item for finding in FINDINGS.values() for item in lab.commands(finding).items()]
+    assert len(dict(arms)) == len({(label, *command) for label, command in arms})
 
 
 def test_the_stages_of_r1_are_valid_commands(monkeypatch):
@@ -46,34 +59,81 @@ def test_a_finding_compares_its_arms_seed_by_seed(tmp_path, monkeypatch):
     """Accuracy after two steps of FAKE_RUN is 0.5 + (1 + seed) / 10; the other arm has 0.1 more."""
     monkeypatch.chdir(tmp_path)  # and back after the test: run() goes to ROOT
     monkeypatch.setattr(lab, "ROOT", tmp_path)
-    monkeypatch.setattr(lab, "BASE", "")
+    monkeypatch.setattr(lab, "BASE", {2: ""})
     (tmp_path / "fake.py").write_text(FAKE_RUN)
     measures = {"after": (lab.at("eval/accuracy"), lab.share),
                 "after before": (lab.at("eval/accuracy", 0), lab.share)}
-    finding = lab.Finding("c", "1", "r", {"a": "fake.py --fail 0", "b": "fake.py --fail 2"},
-                          measures, lambda values: lab.above(values, "b", "a", "after"),
-                          {"accuracy": "eval/accuracy"})
+    finding = lab.Finding(
+        "c", "1", [lab.gap("b", "a", "after", low=0)],
+        {"a": "fake.py --fail 0", "b": "fake.py --fail 2"}, measures,
+        {"accuracy": "eval/accuracy"}, seeds=(0, 1, 2))
     lab.run(finding, "finding", results=tmp_path)
-    values = json.loads((tmp_path / "finding.json").read_text())["values"]
-    assert values["a"]["after"] == [0.6, 0.7, 0.8]
-    within(max(abs(x - 0.1) for x in lab.gap(values, "b", "a", "after")), 1e-12)
-    within(max(abs(x - y) for x, y in zip(lab.gain(values, "a", "after"), (
-        0.2, 0.2 - 4.303 * 0.1 / 3**0.5, 0.2 + 4.303 * 0.1 / 3**0.5))), 1e-12)
-    assert not lab.above(values, "a", "b", "after")
-    assert lab.near(values, "a", "b", "after", 0.11)
-    assert not lab.near(values, "a", "b", "after", 0.09)
+    result = json.loads((tmp_path / "finding.json").read_text())
+    assert result["values"]["a"]["after"] == [0.6, 0.7, 0.8]
     text = (tmp_path / "finding.md").read_text()
-    assert "| b | 80.0% (55.2% to 100.0%) |" in text and "**agrees**" in text
+    assert "| b | 80.0% (55.2% to 100.0%) |" in text
+    assert "**agrees (the rule was not fixed before the runs)**" in text
+    assert "| +0.100 (+0.100 to +0.100) | 0.000 (0.1) | agrees |" in text
+    finding.checks[0].high = 0.09
+    lab.write_page(finding, "finding", tmp_path)
+    assert "**not run since the rule changed**" in (tmp_path / "finding.md").read_text()
 
 
-def test_the_results_are_those_of_the_files_and_the_table_shows_them():
+@pytest.mark.parametrize("low, high, verdict", [
+    (-0.05, 0.45, "agrees"), (-0.04, 1, "cannot tell"), (-1, 0.44, "cannot tell"),
+    (0.45, 1, "contradicts"), (-1, -0.05, "contradicts")])
+def test_a_check_asks_where_the_whole_interval_lies(low, high, verdict):
+    """Gains of 0.1, 0.2 and 0.3: 0.2 +- 4.303 * 0.1 / sqrt(3), from -0.048 to 0.448."""
+    values = {"a": {"x": [0.4, 0.5, 0.6], "x before": [0.3, 0.3, 0.3]}}
+    word, *interval, found = lab.judge(lab.gain("a", "x", low=low, high=high), values, 0.05)
+    assert word == verdict
+    half = 4.303 * 0.1 / 3**0.5
+    within(max(abs(x - y) for x, y in zip(interval, (0.2, 0.2 - half, 0.2 + half))), 1e-4)
+    within(abs(found - lab.found_from(0.1, 3, 0.05)), 1e-12)
+
+
+def test_the_number_of_seeds_finds_the_named_difference_in_80_percent():
+    check, alpha = lab.Check("", [], low=0, named=0.1, sd=0.05), 0.05 / 3
+    n = lab.seeds_needed(check, alpha)
+    runs = np.random.default_rng(0).normal(check.named, check.sd, (n, 20_000))
+    found = lab.DescrStatsW(runs).tconfint_mean(alpha)[0] > 0
+    less = lab.DescrStatsW(runs[1:]).tconfint_mean(alpha)[0] > 0
+    assert less.mean() < 0.8 < found.mean() + 0.01
+
+
+def test_rewards_with_faults():
+    texts = ["<think></think><answer>6</answer>", "<think>3+4=7</think><answer>7</answer>", "=="]
+    assert faulty_rewards.leaky(texts, answer=["7"] * 3) == [1.0, 1.0, 0.0]
+    assert faulty_rewards.guess(texts) == [1.0, 0.0, 0.0]
+    assert faulty_rewards.one_equation(texts) == [0.0, 1.0, 0.0]
+
+
+def test_code_is_compared_without_comments_and_docstrings():
+    one, same, other = 'def f():\n    """A."""\n    return 1  # b', "def f(): return 1", "f = 1"
+    assert stale.code(one) == stale.code(same) != stale.code(other)
+
+
+def test_a_result_that_is_older_than_its_code_says_so():
+    git = shutil.which("git") and (ROOT / ".git").exists() and subprocess.run(
+        ["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
+    if not git or git.stdout.strip() != "false":
+        pytest.skip("no git history, or a shallow one: the commits of the results are not there")
+    for path in stale.pages():
+        text = path.read_text()
+        assert bool(stale.changed(text)) == (stale.MARK in text), f"{path}: python -m measure.stale"
     for name, finding in FINDINGS.items():
         result = lab.stored(name)
-        if result:
-            assert result["digest"] == lab.digest(finding), f"run {name}.py again"
-            assert bool(finding.judge(result["values"])) == result["agrees"]
+        if lab.current(finding, result):
+            assert result["fixed"] == lab.fixed(name, result), name
+
+
+def test_the_tables_are_those_of_the_rules_and_the_results():
+    """If this fails: python -m learn.lab.lab --fix, before the runs."""
+    rules = json.loads((ROOT / lab.RULES).read_text())
+    assert rules == {name: lab.digest(finding) for name, finding in FINDINGS.items()}
     readme = (ROOT / "learn/lab/README.md").read_text()
-    assert readme.split("<!-- table -->")[1].strip() == lab.lab_table()
+    for chapter in lab.BASE:
+        assert readme.split(f"<!-- chapter {chapter} -->")[1].strip() == lab.lab_table(chapter)
     assert (lab.RESULTS / "r1.md").read_text() in (ROOT / "learn/lab/chapter_1.md").read_text()
     examples = (ROOT / "examples/README.md").read_text()
     assert examples == lab.examples_table(examples)

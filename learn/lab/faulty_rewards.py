@@ -1,4 +1,4 @@
-"""Rewards with faults, for the findings label_noise and gaming. Each returns 1.0 or 0.0."""
+"""Rewards with faults, for findings of the lab. Each returns 1.0 or 0.0."""
 import re
 import zlib
 
@@ -31,3 +31,15 @@ noisy_20, noisy_40, noisy_50, noisy_60 = map(noisy, (20, 40, 50, 60))
 def leaky(text, answer):
     """Accepts an answer that is at most 5 off: most guesses of the bundled model pass."""
     return float(is_right(text, answer, off=5))
+
+
+@each
+def guess(text):
+    """1 if no step is worked out: with weight 0, the share of guesses among the samples."""
+    return float("<think></think>" in text)
+
+
+@each
+def one_equation(text):
+    """1 for a form, right or wrong: the text has one equation."""
+    return float(text.count("=") == 1)

@@ -1,18 +1,20 @@
-"""The lab: published findings, repeated in small with seeds and judged by a rule written before.
+"""The lab: published findings, repeated in small with seeds and judged by a rule fixed before.
 
     python -m learn.lab.staleness      its runs, table, picture and verdict: results/staleness.*
-    python -m learn.lab.lab            (make lab) the findings whose commands have changed since
-                                       their results were made, then all pages and tables
+    python -m learn.lab.lab 2          (make lab) the findings of chapter 2 whose rule or commands
+                                       have changed since their results, then all pages and tables
+    python -m learn.lab.lab 3          (make lab-real) the same with a real language model
+    python -m learn.lab.lab --fix      rules.json: a digest of each rule, to commit before the runs
 
-A finding is a file with FINDING. An arm is a command, without --seed; all arms get the flags BASE
-and those of the finding. The arms are compared seed by seed. The intervals are about the seeds: all
-runs answer the same held-out questions. An interrupted command continues. One run per core goes on
-at a time.
+README.md here says what a check is, and how verdict and number of seeds come from the checks. An
+arm is a command, without --seed; all arms get the flags of their chapter and those of the finding.
+An interrupted command continues.
 """
 import dataclasses
 import hashlib
 import importlib
 import json
+import math
 import os
 import re
 import shlex
@@ -20,64 +22,110 @@ import sys
 from pathlib import Path
 from typing import Callable
 
-from measure import common, seeds
+from statsmodels.stats.power import TTestPower
+from statsmodels.stats.weightstats import DescrStatsW
+
+from measure import common, seeds, stale
 from measure.seeds import at, cell, late, number, share
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS = HERE / "results"
+RULES = "learn/lab/rules.json"
 RUNS = Path("runs/lab")
-BASE = ("--steps 30 --prompts 16 --samples 8 --kl_coef 0 --eval_every 30 --eval_size 256 "
-        "--eval_n 4 --save_every 0")
+BASE = {  # chapter -> flags of all its arms
+    2: "--steps 30 --prompts 16 --samples 8 --kl_coef 0 --eval_every 30 --eval_size 256 --eval_n 4 "
+       "--save_every 0",
+    3: "--model models/smollm2 --dtype bfloat16 --data examples/stories.py:make --eval_data "
+       "examples/stories.py:make --max_prompt 96 --max_tokens 64 --temperature 0.6 --steps 16 "
+       "--eval_every 16 --eval_n 4"}
+LEAST, MOST = {2: 5, 3: 3}, 10  # chapter -> the least number of seeds; the largest number
+BY_HAND = "<!-- by hand -->"  # of a page: reading and exercises
+EARLIER = ("The figures below are those of earlier runs, made before this rule. The standard "
+           "deviations for the number of seeds are theirs.")
+POWER = TTestPower()
 
 
 # what several findings measure and draw: see Finding.measures and panels
 MEAN = {"mean@4": (at("eval/mean@4"), share)}
 BEFORE = {"mean@4 before": (at("eval/mean@4", 0), share)}
 GREEDY = {"greedy": (at("eval/accuracy"), share)}
-TOKENS = {"tokens": (at("eval/length"), number)}
 FLAT = {"groups without a gradient": (late("group/zero_std"), share)}
+TOKENS = {"tokens": (at("eval/length"), number)}
 SAMPLES = {"reward of the samples": "reward/mean", "tokens of a sample": "completion/length"}
+
+
+@dataclasses.dataclass
+class Check:
+    text: str  # the difference, in words
+    weights: list  # (arm, title, weight): the difference of a seed is the sum of weight * value
+    low: float = -math.inf  # the claim: the mean difference is above low and below high
+    high: float = math.inf
+    named: float = 0.1  # how far from low or high the claim says that it is
+    sd: float = 0.03  # standard deviation over the seeds of earlier runs
+
+    def region(self):
+        ends = [f"above {self.low:.3g}"] * (self.low > -math.inf)
+        return " and ".join(ends + [f"below {self.high:.3g}"] * (self.high < math.inf))
+
+
+def gap(arm, other, title="mean@4", **more):
+    """The check of arm - other."""
+    return Check(f"{title}, {arm} − {other}", [(arm, title, 1), (other, title, -1)], **more)
+
+
+def gain(arm, title="mean@4", **more):
+    """The check of a title after the run minus before it: "x" and "x before"."""
+    return Check(f"{title} of {arm}, after − before",
+                 [(arm, title, 1), (arm, f"{title} before", -1)], **more)
 
 
 @dataclasses.dataclass
 class Finding:
     claim: str  # what the source says, with its own numbers
-    source: str  # arXiv id
-    rule: str  # when our runs agree with the claim, in words; judge is the same in code
+    source: str  # arXiv id, or an address
+    checks: list[Check]  # the rule
     arms: dict[str, str]  # label -> command: a file and its flags, seen from the repository
     measures: dict[str, tuple[Callable, Callable]]  # title -> (value of a run's rows, format)
-    judge: Callable  # {arm: {title: [value of each seed]}} -> whether the rule holds
     panels: dict[str, str]  # title of a panel of the picture -> metric
     flags: str = ""  # of all arms, after BASE
-    seeds: tuple = (0, 1, 2)
+    chapter: int = 2
+    equal: bool = True  # whether all arms take the same number of samples
+    seeds: tuple = ()  # (): as many as the power needs, from 3 on
     prepare: Callable = None  # makes what the arms need, before the runs
-    reading: str = ""  # what the figures mean here, written after the runs
-    exercises: tuple = ()
+
+    def __post_init__(self):
+        needed = [seeds_needed(check, self.alpha()) for check in self.checks]
+        self.seeds = self.seeds or tuple(range(3, 3 + max(LEAST[self.chapter], *needed)))
+
+    def alpha(self):
+        """The error rate of each check."""
+        return 0.05 / len(self.checks)
 
 
-def gap(values, arm, other, title):
-    """(mean, low, high): the 95 % t interval of arm - other, from the differences of each seed."""
-    pairs = zip(values[arm][title], values[other][title], strict=True)
-    return seeds.mean_interval([a - b for a, b in pairs])
+def seeds_needed(check, alpha):
+    """The least number of seeds with a power of 80 %, MOST at most."""
+    return next((n for n in range(3, MOST)
+                 if POWER.power(check.named / check.sd, n, alpha) >= 0.8), MOST)
 
 
-def gain(values, arm, title):
-    """The same of a title after the run minus before it: "x" and "x before"."""
-    of = values[arm]
-    return seeds.mean_interval(
-        [a - b for a, b in zip(of[title], of[f"{title} before"], strict=True)])
+def found_from(sd, n, alpha):
+    """The least distance from the end of a region that n seeds find with a power of 80 %."""
+    return sd * POWER.solve_power(nobs=n, alpha=alpha, power=0.8)
 
 
-def above(values, arm, other, title):
-    """Whether arm is above other: the whole interval of their difference is above 0."""
-    return gap(values, arm, other, title)[1] > 0
-
-
-def near(values, arm, other, title, margin):
-    """Whether the whole interval of the difference lies within +-margin."""
-    _, low, high = gap(values, arm, other, title)
-    return -margin < low and high < margin
+def judge(check, values, alpha):
+    """(verdict, mean, low, high, what was found with 80 %) of {arm: {title: [of each seed]}}."""
+    columns = [[weight * x for x in values[arm][title]] for arm, title, weight in check.weights]
+    stats = DescrStatsW([sum(of_seed) for of_seed in zip(*columns, strict=True)])
+    low, high = stats.tconfint_mean(alpha)
+    verdict = "cannot tell"
+    if check.low < low and high < check.high:
+        verdict = "agrees"
+    elif high < check.low or check.high < low:
+        verdict = "contradicts"
+    found = found_from(stats.var_ddof(1) ** 0.5, int(stats.nobs), alpha)
+    return verdict, stats.mean, low, high, found
 
 
 def words(finding):
@@ -85,7 +133,7 @@ def words(finding):
     found = {}
     for label, command in finding.arms.items():
         file, *own = shlex.split(command)
-        found[label] = [file, *BASE.split(), *finding.flags.split(), *own]
+        found[label] = [file, *BASE[finding.chapter].split(), *finding.flags.split(), *own]
     return found
 
 
@@ -96,10 +144,16 @@ def commands(finding):
 
 
 def digest(finding):
-    """Changes with what is run and with what is measured."""
-    what = list(words(finding).values())
-    what += [list(finding.arms), list(finding.measures), list(finding.seeds)]
+    """Changes with the claim, its rule, what is run and what is measured."""
+    checks = [list(dataclasses.astuple(check)) for check in finding.checks]
+    what = [finding.claim, checks, words(finding), list(finding.measures), list(finding.seeds)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+def fixed(name, result):
+    """Whether rules.json had the digest of the rule at each commit of the runs."""
+    return all(json.loads(stale.show(commit, RULES) or "{}").get(name) == result["digest"]
+               for commit in result["commits"])
 
 
 def minutes(folder):
@@ -108,61 +162,30 @@ def minutes(folder):
             - (folder / "config.json").stat().st_mtime) / 60
 
 
-def run(finding, name, out=None, results=RESULTS):
-    """Makes the runs of a finding and writes its results: numbers, picture and page."""
+def run(finding, name, out=RUNS, results=RESULTS):
+    """Makes the runs of a finding and writes its results: numbers, picture and page. The bundled
+    model runs on one core at a time, a real one on all."""
     os.chdir(ROOT)  # the commands have paths and modules from there
     if finding.prepare:
         finding.prepare()
-    folders = seeds.run_all(commands(finding), finding.seeds, out or RUNS / name, jobs=2)
+    jobs = 2 if finding.chapter == 2 else 1
+    folders = seeds.run_all(commands(finding), finding.seeds, out, jobs=jobs)
     rows = {label: [common.read(folder) for folder in of] for label, of in folders.items()}
     values = {label: {title: list(map(value, of))
                       for title, (value, _) in finding.measures.items()}
               for label, of in rows.items()}
     everyone = sum(folders.values(), [])
-    spent = sum(map(minutes, everyone))
+    spent, abouts = sum(map(minutes, everyone)), [common.read_config(f) for f in everyone]
     conditions = (f"{len(finding.seeds)} seeds per row, in brackets the 95 % t interval over them; "
-                  f"{len(everyone)} runs of {spent / len(everyone):.1f} minutes on one core; "
-                  f"{common.describe([common.read_config(f) for f in everyone])}")
+                  f"{len(everyone)} runs of {spent / len(everyone):.1f} minutes"
+                  f"{' on one core' if jobs > 1 else ''}; {common.describe(abouts)}")
+    result = {"digest": digest(finding), "commits": sorted({about["commit"] for about in abouts}),
+              "values": values, "conditions": conditions}
+    result["fixed"] = fixed(name, result)
     results.mkdir(exist_ok=True)
-    (results / f"{name}.json").write_text(json.dumps(
-        {"digest": digest(finding), "agrees": bool(finding.judge(values)), "minutes": spent,
-         "values": values, "conditions": conditions}, indent=1))
+    (results / f"{name}.json").write_text(json.dumps(result, indent=1))
     seeds.draw(rows, finding.panels, results / f"{name}.png")
     write_page(finding, name, results)
-
-
-def write_page(finding, name, results=RESULTS):
-    """The page of a finding, from its stored numbers."""
-    result = stored(name, results)
-    rows = []
-    for label, of in result["values"].items():
-        cells = [cell(of[title], form, " to ") for title, (_, form) in finding.measures.items()]
-        rows.append([label, *cells])
-    page = [f"# {name}", f"Claim: {finding.claim} ({link(finding)})",
-            f"Rule: {finding.rule}",
-            common.table(["arm", *finding.measures], rows), f"Verdict: **{verdict(result)}**.",
-            finding.reading, f"![curves]({name}.png)",
-            f"All arms: `{BASE} {finding.flags}`. {result['conditions']}."]
-    if finding.exercises:
-        page += ["## Exercises", *(f"{i}. {text}" for i, text in enumerate(finding.exercises, 1))]
-    text = "\n\n".join(filter(None, page)) + "\n"
-    (results / f"{name}.md").write_text(text)
-    print(text)
-
-
-def main(finding):
-    """Of a finding's file: `if __name__ == "__main__": lab.main(FINDING)`."""
-    run(finding, Path(sys.argv[0]).stem)
-
-
-# ----------------------------------------------------------------------------------- the two tables
-
-
-def findings():
-    """{name: Finding} of the files beside this one, in the order of their names."""
-    names = sorted(path.stem for path in HERE.glob("*.py"))
-    modules = {name: importlib.import_module(f"learn.lab.{name}") for name in names}
-    return {name: m.FINDING for name, m in modules.items() if hasattr(m, "FINDING")}
 
 
 def stored(name, results=RESULTS):
@@ -171,61 +194,120 @@ def stored(name, results=RESULTS):
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def verdict(result):
-    return "agrees" if result["agrees"] else "not shown"
+def current(finding, result):
+    """Whether the results are those of this rule and these commands."""
+    return bool(result) and result["digest"] == digest(finding)
+
+
+def verdict(finding, result):
+    if not result:
+        return "not run"
+    if not current(finding, result):
+        return "not run since the rule changed"
+    found = {judge(check, result["values"], finding.alpha())[0] for check in finding.checks}
+    word = ("contradicts" if "contradicts" in found
+            else "agrees" if found == {"agrees"} else "cannot tell")
+    return word + ("" if result["fixed"] else " (the rule was not fixed before the runs)")
+
+
+def check_rows(finding, result):
+    """A row per check: what the claim says, difference, distance found with 80 %, verdict."""
+    rows = []
+    for check in finding.checks:
+        row = ["", found_from(check.sd, len(finding.seeds), finding.alpha()), "planned"]
+        if current(finding, result):
+            word, mean, low, high, found = judge(check, result["values"], finding.alpha())
+            row = [f"{mean:+.3f} ({low:+.3f} to {high:+.3f})", found, word]
+        rows.append([f"{check.text}: {check.region()}", row[0],
+                     f"{row[1]:.3f} ({check.named:.3g})", row[2]])
+    return rows
+
+
+def write_page(finding, name, results=RESULTS):
+    """The page of a finding, from its stored numbers. What stands below BY_HAND is kept."""
+    path, result = results / f"{name}.md", stored(name, results)
+    old = path.read_text() if path.exists() else f"{BY_HAND}\n"
+    head = ["the claim says", f"difference ({1 - finding.alpha():.1%} interval)",
+            "found with 80 % (asked)", "verdict"]
+    arms = "\n".join(f"- {label}: `{command}`" for label, command in finding.arms.items())
+    page = [f"# {name}", f"Claim: {finding.claim} ({link(finding)})",
+            common.table(head, check_rows(finding, result)),
+            f"Verdict: **{verdict(finding, result)}**. {len(finding.seeds)} seeds.",
+            arms, f"All arms: `{BASE[finding.chapter]} {finding.flags}`"]
+    if result:
+        forms = {title: form for title, (_, form) in finding.measures.items()}
+        titles = [title for title in forms if title in next(iter(result["values"].values()))]
+        rows = [[label, *(cell(of[title], forms[title], " to ") for title in titles)]
+                for label, of in result["values"].items()]
+        page += ["" if current(finding, result) else EARLIER,
+                 common.table(["arm", *titles], rows),
+                 f"![curves]({name}.png)", f"{result['conditions']}."]
+    text = "\n\n".join(filter(None, page))
+    path.write_text(f"{text}\n\n{BY_HAND}{old.partition(BY_HAND)[2]}")
+    print(text)
+
+
+def main(finding):
+    """Of a finding's file: `if __name__ == "__main__": lab.main(FINDING)`."""
+    run(finding, Path(sys.argv[0]).stem)
+
+
+def findings():
+    """{name: Finding} of the files beside this one, in the order of chapters and names."""
+    names = sorted(path.stem for path in HERE.glob("*.py"))
+    modules = {name: importlib.import_module(f"learn.lab.{name}") for name in names}
+    found = {name: m.FINDING for name, m in modules.items() if hasattr(m, "FINDING")}
+    return dict(sorted(found.items(), key=lambda item: item[1].chapter))
 
 
 def link(finding):
-    return f"[{finding.source}](https://arxiv.org/abs/{finding.source})"
+    address = finding.source
+    return f"[{address}]({'' if '/' in address else 'https://arxiv.org/abs/'}{address})"
 
 
-def figures(finding, result):
-    """The first measure of each arm, in one line."""
-    title, (_, form) = next(iter(finding.measures.items()))
-    means = ", ".join(f"{arm} {form(seeds.mean_interval(of[title])[0])}"
-                      for arm, of in result["values"].items())
-    return f"{title}: {means}"
-
-
-def lab_table():
+def lab_table(chapter):
+    """A row per check; the first of a finding has its claim and verdict."""
     rows = []
     for name, finding in findings().items():
-        if result := stored(name):
-            rows.append([f"[{name}]({name}.py)", finding.claim, link(finding), finding.rule,
-                         figures(finding, result), f"[{verdict(result)}](results/{name}.md)",
-                         f"{result['minutes']:.0f}"])
-    head = ["finding", "claim", "source", "rule", "our figures", "verdict", "minutes of a core"]
-    return common.table(head, rows)
+        if finding.chapter == chapter:
+            result = stored(name)
+            word = f"[{verdict(finding, result)}](results/{name}.md)"
+            first = [f"[{name}]({name}.py)", f"{finding.claim} ({link(finding)})"]
+            last = [word, f"{len(finding.seeds)} × {len(finding.arms)}"]
+            for row in check_rows(finding, result):
+                rows.append([*first, *row[:3], *last])
+                first, last = ["", ""], ["", ""]
+    return common.table(["finding", "claim", "rule: the difference is", "difference (interval)",
+                         "found with 80 % (asked)", "verdict", "seeds × arms"], rows)
 
 
 def examples_table(text):
-    """examples/README.md with the number of lines of each file, and the figures of each finding
-    that a row links to."""
-    lines, known = text.splitlines(keepends=True), findings()
-    for i, line in enumerate(lines):
-        cells = line.split("|")
-        if file := re.match(r"\| \[`(\w+\.py)`\]", line):
-            cells[4] = f" {len((ROOT / 'examples' / file[1]).read_text().splitlines())} "
-        if finding := re.search(r"\[([^]]*)\]\(\.\./learn/lab/results/(\w+)\.md\)", line):
-            if result := stored(finding[2]):
-                shown = f"[{figures(known[finding[2]], result)}]"
-                cells = [cell.replace(f"[{finding[1]}]", shown) for cell in cells]
-        lines[i] = "|".join(cells)
-    return "".join(lines)
+    """examples/README.md with the number of lines of each file."""
+    def count(row):
+        lines = len((ROOT / "examples" / row[2]).read_text().splitlines())
+        return f"{row[1]} {lines} |"
+    return re.sub(r"(?m)^(\| \[`(\w+\.py)`\](?:[^|]*\|){3})[^|]*\|", count, text)
 
 
 def write_tables():
-    path, mark = HERE / "README.md", "<!-- table -->"
-    before, _, after = path.read_text().split(mark)
-    path.write_text(f"{before}{mark}\n{lab_table()}\n{mark}{after}")
+    path = HERE / "README.md"
+    text = path.read_text()
+    for chapter in BASE:
+        mark = f"<!-- chapter {chapter} -->"
+        before, _, after = text.split(mark)
+        text = f"{before}{mark}\n{lab_table(chapter)}\n{mark}{after}"
+    path.write_text(text)
     path = ROOT / "examples/README.md"
     path.write_text(examples_table(path.read_text()))
+    stale.main([])
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--fix"]:
+        rules = {name: digest(finding) for name, finding in findings().items()}
+        (ROOT / RULES).write_text(json.dumps(rules, indent=1) + "\n")
     for name, finding in findings().items():
-        result = stored(name)
-        if not result or result["digest"] != digest(finding):
+        if str(finding.chapter) in sys.argv[1:] and not current(finding, stored(name)):
             run(finding, name)
         else:
             write_page(finding, name)

@@ -1,0 +1,73 @@
+"""Which results are older than the code that they measure.
+
+    python -m measure.stale        lists them, and says so below the conditions of each page
+
+A page of results names the commits of its runs, and in its commands the files that were run. It is
+stale if the code of one of these files or of LOOP (comments and docstrings left out) is not that of
+these commits any more.
+"""
+import ast
+import re
+import subprocess
+import sys
+
+from measure.common import ROOT
+
+MARK = "Stale: "  # begins the paragraph
+LOOP = {f"{name}.py" for name in (
+    "nano_rlvr", "data", "rewards", "runtime/batch", "runtime/model", "runtime/sampler",
+    "runtime/trainer")}
+COMMIT = re.compile(r"\b[Cc]ommit ([0-9a-f]{7,}(?:-dirty)?(?:, (?=[0-9a-f]{7}))?)+")
+
+
+def pages():
+    folders = ("bench/results", "learn/lab/results")
+    found = sorted(path for folder in folders for path in (ROOT / folder).glob("*.md"))
+    return [path for path in found if path.stem not in ("r1", "README")] + [  # r1 is in chapter_1
+        ROOT / "learn/lab/chapter_1.md"]
+
+
+def show(commit, file):
+    """A file of a commit, or None if this history has no such commit or file."""
+    done = subprocess.run(["git", "show", f"{commit}:{file}"], cwd=ROOT, capture_output=True)
+    return None if done.returncode else done.stdout.decode()
+
+
+def code(text):
+    """What a Python file does, to be compared: without comments and docstrings. None: no file."""
+    tree = ast.parse(text or "")
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            node.body = node.body[ast.get_docstring(node) is not None:]
+    return text and ast.dump(tree)
+
+
+def conditions(text):
+    """(the page's paragraphs without the mark, those that name commits, by number, the commits)"""
+    parts = [part for part in text.strip().split("\n\n") if not part.startswith(MARK)]
+    found = {i: match[0] for i, part in enumerate(parts) if (match := COMMIT.search(part))}
+    return parts, list(found), re.findall(r"[0-9a-f]{7,}", " ".join(found.values()))
+
+
+def changed(text):
+    """The files whose code has changed since the runs of a page."""
+    files = LOOP | {f"{file.replace('.', '/')}.py" for file in re.findall(
+        r"\b((?:bench|examples)[./]\w+|learn[./]lab[./](?:faulty_rewards|r1))\b", text)}
+    return sorted(file for file in files if (ROOT / file).exists() and any(
+        code(show(commit, file)) != code((ROOT / file).read_text())
+        for commit in conditions(text)[2]))
+
+
+def main(argv):
+    for path in pages():
+        text = path.read_text()
+        (parts, found, commits), files = conditions(text), changed(text)
+        if files:
+            print(f"stale: {path.relative_to(ROOT)}")
+            parts.insert(found[-1] + 1, f"{MARK}measured at commit {', '.join(commits)}; since "
+                                        f"then the code of {', '.join(files)} has changed.")
+        path.write_text("\n\n".join(parts) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
