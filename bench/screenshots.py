@@ -1,7 +1,7 @@
 """The pictures of docs/report.md and of README.md: the report of a run in headless Chromium.
 
-    python nano_rlvr.py --steps 12 --eval_every 4 --eval_n 4 --name demo
-    python -m bench.screenshots runs/demo
+    python nano_rlvr.py --model models/smollm2 --name products
+    python -m bench.screenshots runs/products
 
 Writes docs/images/report.png, report_rollouts.png, report_phone.png (dark), report_tokens.png (144
 dpi), and the report itself as docs/example_report.html.

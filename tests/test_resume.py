@@ -229,7 +229,7 @@ def test_each_flag_is_free_or_only_rounds_or_is_refused(saved):
     free = set("name out resume resume_force config save_every keep timeout wandb data "
                "eval_data".split())
     rounds = set("zero_stage pack_tokens gradient_checkpointing offload gpu_memory_utilization "
-                 "memory_gb".split())
+                 "memory_gb compile".split())
     cfg = make_config(out=str(saved.parent), name="run")
     for name, value in vars(cfg).items():
         changed = dataclasses.replace(cfg, **{name: "x" if isinstance(value, str) else value + 1})

@@ -280,7 +280,7 @@ def test_a_rank_gets_the_completions_of_its_own_prompts():
     llm = tensor_parallel.SharedEngine.__new__(tensor_parallel.SharedEngine)
     llm._group = SimpleNamespace(rank=lambda: 1)
     llm.gather = lambda item: [[(1, greedy), (2, greedy)], item, [(3, greedy)]]
-    llm._llm = SimpleNamespace(generate=generate)
+    llm._llm, llm.lean = SimpleNamespace(generate=generate), None
     own = [SamplingParams(seed=1), SamplingParams(seed=2)]
     assert llm.generate([7, 8], own) == ["7", "8"] and llm.generate([], []) == []
     assert asked == [([1, 2, 7, 8, 3], [None, None, 1, 2, None]), ([1, 2, 3], [None] * 3)]

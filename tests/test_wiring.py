@@ -219,6 +219,8 @@ WIRES = {
               lambda cfg: {loaded(cfg).args[0], llm_args(cfg)["model"]}, ({TINY}, {SAME_MODEL})),
     "trust_remote_code": ((False, True), lambda cfg: {
         x["trust_remote_code"] for x in (loaded(cfg).kwargs, llm_args(cfg))}, ({False}, {True})),
+    "compile": (("off", "on"), lambda cfg: getattr(nr.load_model(cfg), "is_compiled", False),
+                (False, True)),
     "task": (("arithmetic", "countdown"),
              lambda cfg: [{"terms", "target"} & part[0].keys() for part in splits(cfg)],
              ([{"terms"}] * 2, [{"target"}] * 2), dict(max_prompt=400, eval_size=4)),
