@@ -536,7 +536,7 @@ class Run:
                 with timed(self.metrics, "evaluate"):
                     found, self.answers = evaluate(self.llm, self.eval_set, self.verifier, cfg)
                 self.metrics |= found
-            if is_last or cfg.save_every and step % cfg.save_every == 0:
+            if is_last or (cfg.save_every and step % cfg.save_every == 0):
                 self.checkpoints.save(final=is_last)
             if not is_last:
                 yield step
