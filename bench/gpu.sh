@@ -88,12 +88,12 @@ report() {  # limit: the table of all runs so far
 
 for name in ${ONLY:-$STAGES}; do
     case $name in
-        tiny) stage tiny 150 $PYTHON nano_rlvr.py $SMALL --steps 6 --eval_every 6 --eval_size 64 \
+        tiny) stage tiny 120 $PYTHON nano_rlvr.py $SMALL --steps 6 --eval_every 6 --eval_size 64 \
                   --save_every 0 --out "$WORK/runs" --name tiny ;;
-        model) stage model 60 $PYTHON -m bench.random_model "$MODEL" "$SHAPE" --mean $MEAN ;;
-        rates) stage rates 60 $PYTHON -m bench.roofline --measure &&
+        model) stage model 50 $PYTHON -m bench.random_model "$MODEL" "$SHAPE" --mean $MEAN ;;
+        rates) stage rates 120 $PYTHON -m bench.roofline --measure &&
                    tail -1 "$WORK/rates.log" > "$WORK/rates.json" ;;
-        whole) run whole 240 ;;
+        whole) run whole 220 ;;
         check) report 30 ;;
         eager) run eager 240 --compile off ;;
         no-kl) run no-kl 200 --kl_coef 0 ;;
