@@ -233,9 +233,9 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
 
 TEMPLATES = {"chat": "",  # the prompt comes from the tokenizer's own chat template
              "none": "{question}"}  # "{question}" is replaced by the question
-for _name in ("r1",  # DeepSeek-R1, arXiv:2501.12948, table 1
-              "qwen_math"):  # Qwen2.5-Math's own prompt (its model card)
-    TEMPLATES[_name] = Path(EXAMPLES, f"{_name}.txt").read_text().removesuffix("\n")
+TEMPLATES |= {name: Path(EXAMPLES, f"{name}.txt").read_text().removesuffix("\n") for name in (
+    "r1",  # DeepSeek-R1, arXiv:2501.12948, table 1
+    "qwen_math")}  # Qwen2.5-Math's own prompt (its model card)
 # for a chat template that writes today's date: --resume must not see other prompts. Llama 3.1's
 TODAY = datetime.datetime(2024, 7, 26)
 

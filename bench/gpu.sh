@@ -104,7 +104,8 @@ for name in ${ONLY:-$STAGES}; do
                    --micro "${name#trl-}" --steps 3 --out "$WORK/$name"
                [ ! -f "$WORK/$name.md" ] || cat "$WORK/$name.md" >> "$NOTES" ;;
         segments) PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False run segments 240 ;;
-        resume) path resume --save_every 1 && path resume-again --resume resume --steps 3 ;;
+        resume) path resume --save_every 1 --lr_end 1 &&
+                    path resume --save_every 1 --lr_end 1 --resume --steps 3 ;;
         offload) path offload --lora_rank 8 --offload optimizer ;;
         zero3) path zero3 --zero_stage 3 --epochs 2 --minibatches 2 ;;
         fp32) path fp32 --dtype float32 ;;

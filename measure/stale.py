@@ -7,6 +7,7 @@ stale if the code of one of these files or of LOOP (comments and docstrings left
 these commits any more.
 """
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -27,12 +28,14 @@ def pages():
         ROOT / "learn/lab/chapter_1.md"]
 
 
+@functools.cache
 def show(commit, file):
     """A file of a commit, or None if this history has no such commit or file."""
     done = subprocess.run(["git", "show", f"{commit}:{file}"], cwd=ROOT, capture_output=True)
     return None if done.returncode else done.stdout.decode()
 
 
+@functools.cache
 def code(text):
     """What a Python file does, to be compared: without comments and docstrings. None: no file."""
     tree = ast.parse(text or "")

@@ -218,8 +218,8 @@ class Log:
         start = time.perf_counter()
         if "eval/accuracy" in metrics or start >= self.page_due:
             page.write([self.folder], self.folder / "report.html", live=self.page_every)
-            # at most 5 % of the time
-            self.page_every = max(10, round(20 * (time.perf_counter() - start)))
+            # at most 1 % of the time
+            self.page_every = max(10, round(100 * (time.perf_counter() - start)))
             self.page_due = start + self.page_every
         if "lr" in metrics:  # the last line has only an evaluation
             shown = [text.format(metrics[name]) for name, text in SHOWN.items()

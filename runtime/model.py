@@ -230,10 +230,10 @@ class HeadLogps(torch.autograd.Function):
 
         logp[i] = log_softmax(hidden[i] @ weight.T / temperature)[targets[i]]
 
-    At most two fp32 arrays of (R, chunk) exist at a time. compiles: with torch.compile and larger
-    chunks. The forward pass combines log sum
-    exp(logits) and entropy of the chunks at the end. The backward pass computes the logits again,
-    and from them, in place, with p = softmax(logits),
+    At most two fp32 arrays of (R, chunk) exist at a time. compiles: torch.compile fuses the passes
+    over a chunk, which is larger then. The forward pass combines log sum exp(logits) and entropy of
+    the chunks at the end. The backward pass computes the logits again, and from them, in place,
+    with p = softmax(logits),
     grad_logits = grad_logp * (onehot(target) - p) - grad_entropy * p * (log p + entropy)."""
 
     @staticmethod

@@ -43,21 +43,21 @@ class Sampler:
                            kv_cache_memory_bytes=memory.kv_cache_bytes(cfg))) | args)
         self.lean = lean_engine(self._llm)
 
-    def generate(self, prompts, params=None, **args):
+    def generate(self, prompts, sampling_params=None, **args):
         """vLLM's generate. Faster, with equal results, if all requests are as rollout() asks: a
-        list of params with logprobs=0 and flat_logprobs=True (then without ranks of tokens)."""
-        asked = params if isinstance(params, list) else []
+        list of parameters with logprobs=0 and flat_logprobs=True (then without ranks of tokens)."""
+        asked = sampling_params if isinstance(sampling_params, list) else []
         if self.lean and asked and all(p.logprobs == 0 and p.flat_logprobs for p in asked):
             self.lean.steps = []
             try:
-                requests = self._llm.generate(prompts, params, **args)
+                requests = self._llm.generate(prompts, sampling_params, **args)
                 if self.lean.fill(requests):
                     return requests
             finally:
                 self.lean.steps = None
             print_each_once("note: vLLM computed tokens twice (too little KV cache for all running "
                             "sequences?): the rollout is repeated with its own log-probs")
-        return self._llm.generate(prompts, params, **args)
+        return self._llm.generate(prompts, sampling_params, **args)
 
     def __getattr__(self, name):
         return getattr(self._llm, name)
@@ -150,7 +150,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
 
 class LeanEngine:
     """Does less Python per token in vLLM's engine, which handles a decode step while the device
-    waits: 0.6 of the time (bench/roofline.py --engine). It replaces two private methods.
+    waits: half of the time (bench/roofline.py --engine). It replaces two private methods.
 
     1. vLLM cuts the log-probs of a decode step into a list for each request. Here they stay arrays
        until all requests are finished.

@@ -44,7 +44,7 @@ def generated(llm, lean, **changes):
     owner = llm if lean else llm._llm
     with mock.patch.object(llm.lean.manager, "allocate_slots",
                            llm.lean.allocate_slots if lean else llm.lean.allocate):
-        requests = owner.generate(prompts, params, use_tqdm=False)
+        requests = owner.generate(prompts, sampling_params=params, use_tqdm=False)
     return [(list(x.token_ids), list(x.logprobs.logprobs), [list(at) for at in x.logprobs])
             for request in requests for x in request.outputs]
 
