@@ -1,5 +1,6 @@
 """Which process this is, and sums and lists over all processes: a world of size 1 or more."""
 import datetime
+import functools
 import os
 
 import torch
@@ -79,3 +80,6 @@ def print_once(text, file=None):
     """Prints plain(text) on rank 0 only."""
     if rank() == 0:
         print(plain(text), file=file)
+
+
+print_each_once = functools.cache(print_once)

@@ -92,8 +92,10 @@ def step_bytes(cfg, shape, gpu):
 
     # activations per token of a pack: 5 hidden, 8 attention (14 with query and key norms), 4 MLP
     tokens = max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
-    attention = shape.attention * (14 if shape.qk_norms else 8)
-    layer = tokens * size * (5 * shape.hidden + attention + 4 * shape.mlp)
+    attention, mlp = shape.attention * (14 if shape.qk_norms else 8), 4 * shape.mlp
+    if cfg.compile == "on":  # what is cheap is computed again
+        attention, mlp = 3 * (shape.attention + shape.kv_cache // shape.layers), 3 * shape.mlp
+    layer = tokens * size * (5 * shape.hidden + attention + mlp)
     inputs = tokens * size * (shape.layers + 4) * shape.hidden  # the rest is computed again
     kept = inputs if cfg.gradient_checkpointing == "on" else shape.layers * layer
 

@@ -2,6 +2,7 @@
 import contextlib
 import functools
 import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -106,16 +107,20 @@ def compile_layers(model, **options):
     functions: norms, rotary embeddings, SiLU * up become one or two passes. Matrix products and
     attention stay PyTorch's own. Equal layers share what is compiled, for any lengths. options:
     of torch.compile, for the layers."""
+    from torch._inductor import config
     from transformers import AttentionInterface
     from transformers.modeling_layers import GradientCheckpointingLayer
+    config.compile_threads = dist.CORES  # vLLM's import sets 1
+    warnings.filterwarnings("ignore", "\nOnline softmax")
     # the layers are compiled up to the attention, and from there on
     AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):  # a decoder layer
             module.compile(dynamic=True, **options)
     model.is_compiled = True
-    dist.print_once("layers and LM head are compiled at their first call, for a minute or two; "
-                    "with --compile off a run starts at once, and a step takes longer")
+    dist.print_each_once(
+        "layers and LM head are compiled at their first call, for a minute or two; with "
+        "--compile off a run starts at once, and a step takes longer")
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 Log-probs do not show a missed sync at a small learning rate, which changes them by less than bf16
 noise. So the checksums of all weights that vLLM shows are compared after every sync.
 """
-import functools
 import inspect
 import itertools
 import logging
@@ -21,7 +20,6 @@ from runtime.hub import first_line
 CHUNK = 2**21  # elements that checksum() hashes at a time: three temporaries of 16 MB
 FACTORS = (0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd; of Knuth's MMIX generator and xorshift64*
 EXPERTS = ".experts."  # vLLM stores mixtures of experts in the layout of a kernel; there are many
-print_each_once = functools.cache(dist.print_once)
 logging.getLogger("vllm").setLevel("ERROR")  # vLLM warns before it reads VLLM_LOGGING_LEVEL
 
 
@@ -55,8 +53,9 @@ class Sampler:
                     return requests
             finally:
                 self.lean.steps = None
-            print_each_once("note: vLLM computed tokens twice (too little KV cache for all running "
-                            "sequences?): the rollout is repeated with its own log-probs")
+            dist.print_each_once(
+                "note: vLLM computed tokens twice (too little KV cache for all running sequences?): "
+                "the rollout is repeated with its own log-probs")
         return self._llm.generate(prompts, sampling_params, **args)
 
     def __getattr__(self, name):
@@ -331,6 +330,7 @@ def compare(own, sent):
     compared = sum(sent[name].elements for name in visible)
     if hidden := sum(x.elements for name, x in sent.items()
                      if name in seen - visible or EXPERTS in name):
-        print_each_once(f"note: checksums see {compared:,} of {compared + hidden:,} weights of "
-                        "vLLM on this device, log-probs check the others (normal on a CPU)")
+        dist.print_each_once(
+            f"note: checksums see {compared:,} of {compared + hidden:,} weights of vLLM on this "
+            "device, log-probs check the others (normal on a CPU)")
     return ""

@@ -12,7 +12,7 @@ import nano_rlvr as nr
 import sync_worker
 from conftest import ENV, ROOT, TORCHRUN, make_config, save_untied, within
 from examples import tensor_parallel
-from runtime import model, sampler
+from runtime import dist, model, sampler
 from runtime.dist import RunError
 from runtime.sampler import CHUNK, SentWeights, checksum
 
@@ -63,7 +63,7 @@ def test_tokens_that_vllm_computes_twice_are_noticed_and_the_plain_path_is_taken
         llm.lean.steps.insert(1, llm.lean.steps[0])
         return fill(requests)
 
-    sampler.print_each_once.cache_clear()
+    dist.print_each_once.cache_clear()
     with mock.patch.object(llm.lean, "fill", with_a_step_twice):
         found = generated(llm, True)
     assert found == generated(llm, False)
@@ -190,7 +190,7 @@ def test_fused_padded_and_tied_weights_are_compared_under_the_checkpoint_s_names
     for name, parameter in list(fused.named_parameters()):
         if name.endswith("proj.weight"):
             fused.add(name, torch.empty(0))  # vLLM has repacked it
-    sampler.print_each_once.cache_clear()
+    dist.print_each_once.cache_clear()
     assert check(fused, weights) == check(fused, weights) == ""
     assert capsys.readouterr().out.count("checksums see 35,840 of 822,272 weights of vLLM") == 1
 
