@@ -88,29 +88,29 @@ report() {  # limit: the table of all runs so far
 
 for name in ${ONLY:-$STAGES}; do
     case $name in
-        tiny) stage tiny 120 $PYTHON nano_rlvr.py $SMALL --steps 6 --eval_every 6 --eval_size 64 \
-                  --save_every 0 --out "$WORK/runs" --name tiny ;;
+        tiny) stage tiny 180 $PYTHON nano_rlvr.py $SMALL --compile off --steps 6 --eval_every 6 \
+                  --eval_size 64 --save_every 0 --out "$WORK/runs" --name tiny ;;
         model) stage model 50 $PYTHON -m bench.random_model "$MODEL" "$SHAPE" --mean $MEAN ;;
         rates) stage rates 120 $PYTHON -m bench.roofline --measure &&
                    tail -1 "$WORK/rates.log" > "$WORK/rates.json" ;;
-        whole) run whole 220 ;;
+        whole) run whole 400 ;;
         check) report 30 ;;
-        eager) run eager 240 --compile off ;;
-        no-kl) run no-kl 200 --kl_coef 0 ;;
+        eager) run eager 320 --compile off ;;
+        no-kl) run no-kl 320 --kl_coef 0 ;;
         engine) stage engine 120 $PYTHON -m bench.roofline --engine
                 tail -4 "$WORK/engine.log" >> "$NOTES" ;;
-        24-lora) run 24-lora 300 --memory_gb 24 --lora_rank 32 ;;
-        trl-*) stage "$name" 400 $PYTHON -m bench.vs_trl --random_model "$SHAPE" $MEAN $SIZE \
+        24-lora) run 24-lora 400 --memory_gb 24 --lora_rank 32 ;;
+        trl-*) stage "$name" 900 $PYTHON -m bench.vs_trl --random_model "$SHAPE" $MEAN $SIZE \
                    --micro "${name#trl-}" --steps 3 --out "$WORK/$name"
                [ ! -f "$WORK/$name.md" ] || cat "$WORK/$name.md" >> "$NOTES" ;;
-        segments) PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False run segments 240 ;;
+        segments) PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False run segments 320 ;;
         resume) path resume --save_every 1 --lr_end 1 &&
                     path resume --save_every 1 --lr_end 1 --resume --steps 3 ;;
         offload) path offload --lora_rank 8 --offload optimizer ;;
         zero3) path zero3 --zero_stage 3 --epochs 2 --minibatches 2 ;;
         fp32) path fp32 --dtype float32 ;;
         dapo) path dapo --algo dapo --top_p 0.9 --correction none ;;
-        *) run "$name" 300 --memory_gb "$name" ;;
+        *) run "$name" 500 --memory_gb "$name" ;;
     esac
 done
 rm -f "$REPORT"

@@ -34,6 +34,7 @@ SHAPES = {  # of Qwen's config.json files
 def plan(model, gib, host=64, gpus=1, tp=1, **flags):
     """Prints the plan for GPUs of `gib` GiB in a machine with `host` GiB of memory."""
     os.environ.update(WORLD_SIZE=str(gpus), LOCAL_WORLD_SIZE=str(gpus))
+    flags = {"compile": "on" if flags.get("zero_stage") != 3 else "off"} | flags  # auto, on a GPU
     cfg = dataclasses.replace(nr.Config(), model=model, dtype="bfloat16", **flags)
     gib, host = gib * memory.GIB, host * memory.GIB
     with mock.patch.object(memory, "step_bytes", memory.step_bytes):  # restored afterwards

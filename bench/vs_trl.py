@@ -108,7 +108,8 @@ def grpo_options(cfg, micro, vllm):
         num_generations=cfg.samples, max_completion_length=cfg.max_tokens,
         temperature=cfg.temperature, num_iterations=1, loss_type="grpo", scale_rewards="group",
         beta=cfg.kl_coef, use_bias_correction_kl=False, epsilon=cfg.clip_low,
-        epsilon_high=cfg.clip_high, gradient_checkpointing=cfg.gradient_checkpointing == "on",
+        epsilon_high=cfg.clip_high,
+        gradient_checkpointing=CUDA or cfg.gradient_checkpointing == "on",  # TRL's default is True
         bf16=cfg.dtype == "bfloat16", use_cpu=not CUDA, model_init_kwargs={"dtype": "float32"},
         shuffle_dataset=False, seed=cfg.seed, report_to="none", save_strategy="no",
         logging_strategy="no", disable_tqdm=True)

@@ -54,8 +54,8 @@ class Sampler:
             finally:
                 self.lean.steps = None
             dist.print_each_once(
-                "note: vLLM computed tokens twice (too little KV cache for all running sequences?): "
-                "the rollout is repeated with its own log-probs")
+                "note: vLLM computed tokens twice (too little KV cache for all running "
+                "sequences?): the rollout is repeated with its own log-probs")
         return self._llm.generate(prompts, sampling_params, **args)
 
     def __getattr__(self, name):
