@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The first run on a CUDA GPU: what only a GPU can tell, the most valuable first.
 #
-#     bash bench/gpu.sh         writes bench/results/gpu-<device>.md; 30 minutes (estimated)
+#     bash bench/gpu.sh         writes bench/results/gpu-<device>.md; 75 minutes (estimated)
 #     bash bench/gpu.sh tiny    a test of this script, also without a GPU; writes to $WORK
 #
 # Each stage is a process of its own with a limit of time. One that fails or hangs is noted with its
 # reason, and the next one starts. A line with its result follows each. The first five stages need
-# at most nine minutes: does it run, the seconds of each stage of a step beside their bound, the
+# ten minutes on an H100: does it run, the seconds of each stage of a step beside their bound, the
 # peak of memory beside the plan. Rows of runs have 3 steps of 64 prompts x 8 completions (mean 700
 # tokens, at most 3,000) of random weights in the shape of Qwen2.5-1.5B: nothing is downloaded.
 #
