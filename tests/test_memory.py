@@ -59,6 +59,34 @@ def test_planned_activations_are_at_least_those_of_the_code_and_at_most_three_te
     assert measured < planned < 1.3 * measured, (planned / GIB, measured / GIB)
 
 
+def test_planned_activations_of_compiled_layers_are_those_that_autograd_keeps(name="Qwen3"):
+    """What is kept and what is computed again does not depend on the code that is generated."""
+    rollouts = [nr.Rollout([i] * 4, [0] * 12, "", True, [0.0] * 12) for i in range(4)]
+    batch, kept = nr.collate(rollouts), []
+    for layers in (1, 2):
+        size = SIZES[name] | {"num_hidden_layers": layers, "vocab_size": 256}
+        model, found = make(size, torch.bfloat16).train(), {}
+        runtime.model.compile_layers(model, backend="aot_eager_decomp_partition")
+        model.is_compiled = False  # the head
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def note(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                found[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            logp, _ = nr.TokenLogps(model)(batch)
+        kept.append(sum(found.values()))
+    shape = shape_of(name)
+    cfg = nr.Config(dtype="bfloat16", pack_tokens=64, max_prompt=4, max_tokens=12,
+                    gradient_checkpointing="off", compile="on")
+    planned = memory.step_bytes(cfg, shape, gpu=False)["activations"][1]
+    measured = shape.layers * (kept[1] - kept[0])
+    assert measured < planned < 1.3 * measured, planned / measured
+
+
 def test_planned_state_is_what_two_ranks_hold_before_the_step(monkeypatch):
     """Measured by bench/ranks.py. The plan of stage 1 has the gradients of bf16 with fp32, too."""
     monkeypatch.setenv("WORLD_SIZE", "2")
