@@ -44,13 +44,14 @@ def init_process_group(timeout=10.0):
     if "RANK" not in os.environ:  # DeepSpeed and vLLM read these; gloo's network is the machine
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1",
                           MASTER_PORT="0", GLOO_SOCKET_IFNAME="lo")
+    backend = "gloo"
     if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device())
     timeout = datetime.timedelta(minutes=timeout)
     c10d = torch.distributed.distributed_c10d  # else DeepSpeed's and vLLM's groups wait 30 minutes
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout
     if not torch.distributed.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         # one process needs no store that others reach: torch's listens on all networks
         store = torch.distributed.HashStore() if world_size() == 1 else None
         torch.distributed.init_process_group(

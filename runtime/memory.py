@@ -60,11 +60,15 @@ def most_sequences(cfg):
 
 
 def kv_cache_bytes(cfg):
-    """Bytes of vLLM's KV cache: what its share of the GPU leaves. None on a CPU."""
+    """Bytes of vLLM's KV cache: what its share of the GPU leaves, but at most what all running
+    sequences can fill, because each step maps the cache anew. None on a CPU."""
     if not torch.cuda.is_available():
         return None
-    weights = ModelShape.of(cfg.model).parameters * getattr(torch, cfg.dtype).itemsize
-    return int(cfg.gpu_memory_utilization * torch.cuda.mem_get_info()[1] - weights - VLLM_AWAKE)
+    shape, size = ModelShape.of(cfg.model), getattr(torch, cfg.dtype).itemsize
+    left = cfg.gpu_memory_utilization * torch.cuda.mem_get_info()[1] - VLLM_AWAKE
+    # vLLM stores 16 tokens together: the last block of a sequence is not full
+    sequence = shape.kv_cache * size * (cfg.max_prompt + cfg.max_tokens + 16)
+    return int(min(left - shape.parameters * size, most_sequences(cfg) * sequence))
 
 
 def step_bytes(cfg, shape, gpu):

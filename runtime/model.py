@@ -2,7 +2,6 @@
 import contextlib
 import functools
 import os
-import warnings
 from pathlib import Path
 
 import torch
@@ -109,7 +108,6 @@ def compile_layers(model, **options):
     of torch.compile, for the layers."""
     from transformers import AttentionInterface
     from transformers.modeling_layers import GradientCheckpointingLayer
-    warnings.filterwarnings("ignore", "\nOnline softmax")
     # the layers are compiled up to the attention, and from there on
     AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
     for module in model.modules():

@@ -105,7 +105,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
     cuda_args: arguments that only a GPU has. process: the number after which shared memory is
     named, by default that of this process. Raises torch.OutOfMemoryError if vLLM says that the
     device has too little memory, and RunError with vLLM's words if it refuses model or argument."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm|torch")  # harmless
+    warnings.filterwarnings("ignore", module="vllm|torch")  # deprecations, what Inductor decided
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ |= {
         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
