@@ -5,10 +5,10 @@
 #     bash bench/gpu.sh tiny    a test of this script, also without a GPU; writes to $WORK
 #
 # Each stage is a process of its own with a limit of time. One that fails or hangs is noted with its
-# reason, and the next one starts. A line with its result follows each. The first five stages need
-# ten minutes on an H100: does it run, the seconds of each stage of a step beside their bound, the
-# peak of memory beside the plan. Rows of runs have 3 steps of 64 prompts x 8 completions (mean 700
-# tokens, at most 3,000) of random weights in the shape of Qwen2.5-1.5B: nothing is downloaded.
+# reason, and the next one starts. A line with its result follows each. The first five stages should
+# need ten minutes on an H100: does it run, the seconds of each stage of a step beside their bound,
+# the peak of memory beside the plan. Rows of runs have 3 steps of 64 prompts x 8 completions (mean
+# 700 tokens, at most 3,000) of random weights in the shape of Qwen2.5-1.5B: nothing is downloaded.
 #
 #     tiny         the bundled model learns for 6 steps
 #     model        makes the random weights
