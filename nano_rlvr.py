@@ -13,12 +13,12 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     4. pack        sequences lie end to end, without padding; a pack stores each prompt once
     5. log-probs   log pi(token) of each completion token, without storing logits
     6. loss        clipped policy gradient per token + kl_coef * k3 (KL to the starting model).
-                   With the defaults a step has one update: the ratio is 1, nothing is clipped
+                   With the defaults a step has one update: pi / pi_old is 1, nothing is clipped
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
-    8. sync        the new weights go into vLLM in place; checksums of those it shows must agree
+    8. sync        the new weights go into vLLM in place; checksums of all still readable must agree
 
 A textbook PPO has a critic, GAE, padding and means per micro-batch. Here the loss is a sum over
-tokens, each with a weight: for GRPO 1 / (S * length of its sequence), where S counts the sequences
+tokens, each with a weight: for GRPO 1 / (S * tokens of its completion), where S counts sequences
 of all ranks and packs of the optimizer step. So the gradient is the same for any packing and any
 number of ranks, up to rounding. A rank is a process. "Collective": all ranks must make the call.
 
@@ -54,11 +54,11 @@ class Config(flags.RunFlags):
 
     # rollout
     rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
-    steps: int = 200  # rollout batches; each gives epochs * minibatches optimizer steps
+    steps: int = 200  # each samples anew, for epochs * minibatches optimizer steps
     prompts: int = 64  # P: prompts per step, over all ranks
     samples: int = 8  # G: completions per prompt, the group size
     temperature: float = 1.0  # of sampling; the trainer's log-probs use the same temperature
-    top_p: float = 1.0  # nucleus sampling in training; needs --correction none --temperature 1
+    top_p: float = 1.0  # nucleus sampling, vLLM's only: needs --correction none --temperature 1
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm: advantage = (reward - baseline) / scale
@@ -80,12 +80,12 @@ class Config(flags.RunFlags):
     resample: int = 0  # draw further prompts, up to this many times, until P groups are left
     mask_truncated: bool = False  # truncated completions count in the group but get no gradient
     overlong_buffer: float = 0.0  # penalty 0 to -1 over this last share of max_tokens; 0 = none
-    epochs: int = 1  # passes over a rollout batch; 1 epoch of 1 minibatch: the ratio is 1, no clip
+    epochs: int = 1  # passes over the rollouts; 1 epoch of 1 minibatch: the ratio is 1, no clip
     minibatches: int = 1  # optimizer steps per pass
     # optimizer
     lr: float = 1e-6  # AdamW's learning rate
     lr_end: float = 1.0  # linear decay to this share of lr, reached after the last step
-    warmup: int = 0  # rollout batches of linear warm-up
+    warmup: int = 0  # steps of linear warm-up
     beta2: float = 0.999  # AdamW's second beta (the first is 0.9)
     weight_decay: float = 0.0  # AdamW's weight decay
     max_grad_norm: float = 1.0  # the norm of the gradient is clipped to this; 0 = no clipping
@@ -212,8 +212,8 @@ def sample_until_enough(run, step):
     """DAPO's dynamic sampling: leaves out groups whose rewards are all the same. Collective.
 
     Draws new prompts, up to `resample` times, until all ranks together have P groups. Keeps the
-    first P in data order. -> (kept groups, None for another rank's, which deal drops; all groups
-    that this rank sampled)"""
+    first P in data order. -> (kept groups, with None in place of other ranks', which deal
+    drops; all groups that this rank sampled)"""
     cfg = run.cfg
     sampled = []
     trainable = {}  # number of the prompt in this step -> its group
@@ -238,8 +238,8 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
 
     baseline: subtract the mean of the group, of the others in the group (leave_one_out), of the
     batch, the number `running`, or nothing. scale: divide by the standard deviation of the group,
-    of the batch, or of what the baseline left in the batch (centred), by the group's mean (MaxRL;
-    gives 0 where that is <= 0), each plus eps, or by 1.
+    of the batch, or of the batch's rewards minus baseline (centred); by the group's mean (MaxRL;
+    gives 0 where that is <= 0), each plus eps; or by 1.
 
     The deviation is the population's, sqrt(1/G sum (r - mean)^2); the paper does not say which. TRL
     and verl divide by G - 1: their advantages are ours times sqrt((G-1)/G), 6.5 % less at G = 8.
@@ -328,7 +328,7 @@ def assign_token_weights(rollouts, cfg):
 
 def make_batches(groups, dummy, cfg, loss=None):
     """A batch per pack. Ranks with fewer add the rollout `dummy`, weight 0: backward is collective.
-    loss: the loss function. With policy_loss, sequences without gradient are left out."""
+    loss: a loss of yours may train advantages of 0, so then no sequence is left out."""
     trained = assign_token_weights(flatten(groups), cfg)
     if loss is policy_loss:
         trained = skip_zero_advantages(trained, cfg)
@@ -359,7 +359,7 @@ class TokenLogps(torch.nn.Module):
         head = self.model.get_output_embeddings().weight  # (V, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, and its entropy, in chunks of V
         return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk,
-                               getattr(self.model, "is_compiled", False))  # (R,), (R,)
+                               getattr(self.model, "is_compiled", False))  # --compile; (R,), (R,)
 
 
 @torch.no_grad()
@@ -381,7 +381,7 @@ def k3(logp, ref):
     """Schulman's third estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
 
     (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref),
-    but as a loss its mean gradient is that of KL(ref || pi): this one falls.
+    but as a loss its mean gradient is that of KL(ref || pi): it minimizes that.
     """
     d = ref - logp  # (R,)
     return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away
@@ -399,7 +399,7 @@ def importance(mismatch, batch, cfg):
     if cfg.correction == "token_truncate":
         return weight.clamp(max=cap)  # (R,)
     if cfg.correction == "token_mask":
-        return torch.where(weight <= cap, weight, 0.0)  # (R,) where: 0 * inf is NaN
+        return torch.where(weight <= cap, weight, 0.0)  # (R,) multiplied, 0 * inf is NaN
     mean = sequence_mean(mismatch, batch).exp()  # (R,) sequence_mask
     inside = (mean <= cap) & (mean >= 1 / cap)  # (R,)
     return inside.to(mismatch)  # (R,)
@@ -496,8 +496,8 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 # ----------------------------------------------------------------------------------------- 8. sync
 
 def sync_weights(policy, llm):
-    """Wakes vLLM with the policy's weights. RunError if those it shows differ. Collective."""
-    trainer.sleep(policy)  # acts only if LoRA and offload are on
+    """Wakes vLLM with the policy's weights. RunError if their checksums differ. Collective."""
+    trainer.sleep(policy)  # LoRA with offload: the frozen weights leave the GPU
     llm.load(trainer.named_weights(policy))
 
 
@@ -516,11 +516,11 @@ class Run:
     policy: Any  # DeepSpeed's engine around TokenLogps
     ref: Any  # the frozen model of the KL, or None
     metrics: dict[str, float] = field(default_factory=dict)  # of the current step
-    answers: Any = None  # a list of dicts, of its evaluation if there is one
+    answers: Any = None  # dicts of the current step's evaluation; [] without one
     dummy: Any = None  # a rank's shortest rollout; ranks with fewer packs add it, weight 0
 
     def steps(self):
-        """Yields the number of each step to take. Before a step: signals, evaluation, checkpoint.
+        """Yields each step's number. Before a step: stop signals, evaluation, checkpoint.
         At the end, the final weights are evaluated and saved."""
         cfg = self.cfg
         log = self.log
@@ -545,7 +545,7 @@ class Run:
 
 
 def evaluate(llm, examples, verifier, cfg):
-    """-> (metrics, a dict per greedy text). Right: first reward function is 1. Collective."""
+    """-> (metrics, a dict per greedy text). Right: the first reward gives 1. Collective."""
     metrics = {}
     samples = []
     sample = rollout_function(cfg.rollout)
@@ -576,11 +576,11 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         metrics = run.metrics
         split, sampled = collect_rollouts(run, step)  # 1. 2. split: groups of each minibatch
         groups = flatten(split)
-        run.dummy = min(flatten(sampled), key=len)  # the shortest, with its prompt
+        run.dummy = min(flatten(sampled), key=len)  # the shortest, prompt included
         with timed(metrics, "sync"):
             llm.sleep()  # frees GPU memory for the trainer; sync_weights wakes vLLM
-            trainer.wake(policy)  # acts only if LoRA and offload are on
-        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # for the report
+            trainer.wake(policy)  # LoRA with offload: they come back
+        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # log-probs
             with timed(metrics, "update"):
                 # 3. fills r.advantages; the mean that it returns is for --baseline running
                 progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)
@@ -607,7 +607,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
 def main(argv=None, train=train, sampler=Sampler):
     """Runs the command line. train: your loop, which gets a Run. sampler: your Sampler class."""
     with stop.on_signals():
-        with stop.with_one_line(ValueError, OSError, RuntimeError):  # instead of a traceback
+        with stop.with_one_line(ValueError, OSError, RuntimeError):  # also RunError: no traceback
             cfg = parse_config(argv)
             rollout_function(cfg.rollout)  # a user's file is imported before anything expensive
             dist.init_process_group(cfg.timeout)

@@ -83,7 +83,7 @@ def skip_zero_advantages(rollouts, cfg):
 
     Sets the weight of those to 0, and returns the others. The weights of the others stay: they come
     from the counts of all sequences. If none is left, the shortest stays, because AdamW moves the
-    weights also when the gradient is 0."""
+    model also when the gradient is 0."""
     if cfg.kl_coef or cfg.surrogate == "kimi":  # its penalty has a gradient without an advantage
         return rollouts
     kept = [r for r in rollouts if any(r.advantages)] or sorted(rollouts, key=len)[:1]
@@ -102,7 +102,7 @@ def pack(rollouts, budget):
     """First-fit bin packing: lists of rollouts of at most `budget` tokens. A longer one goes alone.
 
     The rollouts of a prompt are placed one after the other, the longest first: most of them share a
-    pack, which runs their prompt once. The budget counts the prompt of each of them."""
+    pack, which runs their prompt once. For the budget it counts once per rollout."""
     packs, free = [], []  # free[i]: tokens left in packs[i]
     for group in sorted(by_prompt(rollouts), key=lambda group: sum(map(len, group)), reverse=True):
         for r in sorted(group, key=len, reverse=True):
@@ -112,15 +112,15 @@ def pack(rollouts, budget):
                 free.append(budget)
             packs[i].append(r)
             free[i] -= len(r)
-    # neighbours of one length share a call of attend_in_groups
+    # neighbours of one length may share a call of attend_in_groups
     return [sorted(members, key=len, reverse=True) for members in packs]
 
 
 def divide(parts, cost):
     """Rollouts of each rank -> rollouts of each rank, so that their costs are nearly equal.
 
-    cost: list of rollouts -> FLOPs; a prompt that several of them share counts once. The groups of
-    a prompt, the most expensive first, each go to the cheapest rank so far (Graham 1969). One that
+    cost: list of rollouts -> FLOPs; a prompt that several of them share counts once. The rollouts
+    of a prompt, the most expensive first, go to the cheapest rank so far (Graham 1969). One that
     would bring this rank above TOLERANCE times the mean is halved first, down to single rollouts.
     If the most expensive rank gains nothing, all stays as it is."""
     rollouts = flatten(parts)
@@ -137,12 +137,12 @@ def divide(parts, cost):
             divided[lowest] += unit
             costs[lowest] += cost(unit)
     best = min(parts, divided, key=lambda parts: max(map(cost, parts)))
-    return [sorted(part, key=lambda r: r.prompt) for part in best]  # by prompt
+    return [sorted(part, key=lambda r: r.prompt) for part in best]  # for by_prompt
 
 
 def balance(rollouts, model):
     """The rollouts that this rank trains, as divide() chose by FLOPs. Collective: every rank
-    receives all rollouts, with their weights, 30 bytes per token or less."""
+    receives all rollouts and their weights, at most 30 bytes per token."""
     if dist.world_size() == 1:
         return rollouts
     return divide(dist.all_gather([rollouts]), ModelShape.of(model).forward_flops)[dist.rank()]
@@ -164,7 +164,7 @@ def collate(rollouts, device="cpu"):
     A prompt X with completions a and b becomes the row X a b. Attention runs per sequence: queries
     X a with keys X a, then queries b with keys X b. The causal mask is aligned to the end: b sees
     all of X. Sequence i has the queries cu_seqlens_q[i]:cu_seqlens_q[i+1] of the row and the keys
-    kv_index[cu_seqlens_k[i]:cu_seqlens_k[i+1]]; kv_index holds positions in the row. predictors
+    kv_index[cu_seqlens_k[i]:cu_seqlens_k[i+1]]; kv_index (K,) has positions in the row. predictors
     (R,) are the positions whose output predicts the R sampled tokens; other completion tokens (a
     tool's output) are only read, like a prompt. old and ref are left to store_fixed_logps.
 
@@ -253,7 +253,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
 
 
 def flash_attention(q, k, v, batch, scaling):
-    """One kernel for all sequences; the last query of each sees its last key.
+    """One kernel for all sequences, causal by window_size: each last query sees its last key.
     q (T, heads, d), k and v (K, kv heads, d) -> (T, heads, d)."""
     from torch.nn.attention.varlen import varlen_attn  # late: the import takes a second
     return varlen_attn(

