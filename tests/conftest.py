@@ -170,7 +170,7 @@ flags = dict(zip(words[::2], words[1::2]))
 sys.exit(3) if flags["--fail"] == "1" else None
 folder = pathlib.Path(flags["--out"], flags["--name"])
 folder.mkdir()
-about = {"command": " ".join(sys.argv), "config": {"steps": 2}, "commit": "c", "device": "d"}
+about = {"command": " ".join(sys.argv), "config": {"steps": 2}, "commit": "c-dirty", "device": "d"}
 (folder / "config.json").write_text(json.dumps(about | {"versions": {}}))
 for step in range(3):
     accuracy = 0.5 + 0.1 * (flags["--fail"] == "2") + step * (1 + int(flags["--seed"])) / 20

@@ -156,6 +156,15 @@ def fixed(name, result):
                for commit in result["commits"])
 
 
+def commits_of(finding, abouts):
+    """The commits of runs. "-dirty" goes if the code that ran is the commit's: then only results of
+    other findings, which the same command wrote before, lie on top of it."""
+    found = {about["commit"] for about in abouts}
+    if not stale.changed(f"commit {', '.join(sorted(found))}: {words(finding)}"):
+        found = {commit.removesuffix("-dirty") for commit in found}
+    return sorted(found)
+
+
 def minutes(folder):
     """How long a run took after its start, which takes about half a minute more."""
     return ((folder / "metrics.jsonl").stat().st_mtime
@@ -176,11 +185,13 @@ def run(finding, name, out=RUNS, results=RESULTS):
               for label, of in rows.items()}
     everyone = sum(folders.values(), [])
     spent, abouts = sum(map(minutes, everyone)), [common.read_config(f) for f in everyone]
+    commits = commits_of(finding, abouts)
+    about = common.describe([abouts[0] | {"commit": commit} for commit in commits])
     conditions = (f"{len(finding.seeds)} seeds per row, in brackets the 95 % t interval over them; "
                   f"{len(everyone)} runs of {spent / len(everyone):.1f} minutes"
-                  f"{' on one core' if jobs > 1 else ''}; {common.describe(abouts)}")
-    result = {"digest": digest(finding), "commits": sorted({about["commit"] for about in abouts}),
-              "values": values, "conditions": conditions}
+                  f"{' on one core' if jobs > 1 else ''}; {about}")
+    result = {"digest": digest(finding), "commits": commits, "values": values,
+              "conditions": conditions}
     result["fixed"] = fixed(name, result)
     results.mkdir(exist_ok=True)
     (results / f"{name}.json").write_text(json.dumps(result, indent=1))
