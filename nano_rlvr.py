@@ -15,7 +15,7 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     6. loss        clipped policy gradient per token + kl_coef * k3 (KL to the starting model).
                    With the defaults a step has one update: pi / pi_old is 1, nothing is clipped
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
-    8. sync        the new weights go into vLLM in place; checksums of all still readable must agree
+    8. sync        the new weights go into vLLM in place; checksums of all that it shows must agree
 
 A textbook PPO has a critic, GAE, padding and means per micro-batch. Here the loss is a sum over
 tokens, each with a weight: for GRPO 1 / (S * tokens of its completion), where S counts sequences
@@ -58,7 +58,7 @@ class Config(flags.RunFlags):
     prompts: int = 64  # P: prompts per step, over all ranks
     samples: int = 8  # G: completions per prompt, the group size
     temperature: float = 1.0  # of sampling; the trainer's log-probs use the same temperature
-    top_p: float = 1.0  # nucleus sampling, vLLM's only: needs --correction none --temperature 1
+    top_p: float = 1.0  # nucleus sampling, in vLLM only: needs --correction none --temperature 1
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm: advantage = (reward - baseline) / scale
@@ -328,7 +328,7 @@ def assign_token_weights(rollouts, cfg):
 
 def make_batches(groups, dummy, cfg, loss=None):
     """A batch per pack. Ranks with fewer add the rollout `dummy`, weight 0: backward is collective.
-    loss: a loss of yours may train advantages of 0, so then no sequence is left out."""
+    loss: with one of your own, no sequence is left out: it may train advantages of 0."""
     trained = assign_token_weights(flatten(groups), cfg)
     if loss is policy_loss:
         trained = skip_zero_advantages(trained, cfg)
@@ -399,7 +399,7 @@ def importance(mismatch, batch, cfg):
     if cfg.correction == "token_truncate":
         return weight.clamp(max=cap)  # (R,)
     if cfg.correction == "token_mask":
-        return torch.where(weight <= cap, weight, 0.0)  # (R,) multiplied, 0 * inf is NaN
+        return torch.where(weight <= cap, weight, 0.0)  # (R,) not a product: 0 * inf is NaN
     mean = sequence_mean(mismatch, batch).exp()  # (R,) sequence_mask
     inside = (mean <= cap) & (mean >= 1 / cap)  # (R,)
     return inside.to(mismatch)  # (R,)
@@ -516,7 +516,7 @@ class Run:
     policy: Any  # DeepSpeed's engine around TokenLogps
     ref: Any  # the frozen model of the KL, or None
     metrics: dict[str, float] = field(default_factory=dict)  # of the current step
-    answers: Any = None  # dicts of the current step's evaluation; [] without one
+    answers: Any = None  # dicts of this step's evaluation; empty if there was none
     dummy: Any = None  # a rank's shortest rollout; ranks with fewer packs add it, weight 0
 
     def steps(self):
@@ -579,8 +579,8 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         run.dummy = min(flatten(sampled), key=len)  # the shortest, prompt included
         with timed(metrics, "sync"):
             llm.sleep()  # frees GPU memory for the trainer; sync_weights wakes vLLM
-            trainer.wake(policy)  # LoRA with offload: they come back
-        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # log-probs
+            trainer.wake(policy)  # LoRA with offload: the frozen weights come back
+        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # report
             with timed(metrics, "update"):
                 # 3. fills r.advantages; the mean that it returns is for --baseline running
                 progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)

@@ -10,7 +10,7 @@
 # the peak of memory beside the plan. Rows of runs have 3 steps of 64 prompts x 8 completions (mean
 # 700 tokens, at most 3,000) of random weights in the shape of Qwen2.5-1.5B: nothing is downloaded.
 #
-#     tiny         the bundled model learns for 6 steps
+#     tiny         the bundled model learns for 6 steps, not compiled
 #     model        makes the random weights
 #     rates        products, memory, link, vLLM's Python per token (bench/roofline.py)
 #     whole        all of the memory, with a reference
@@ -106,7 +106,7 @@ for name in ${ONLY:-$STAGES}; do
         segments) PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False run segments 320 ;;
         resume) path resume --save_every 1 --lr_end 1 &&
                     path resume --save_every 1 --lr_end 1 --resume --steps 3 ;;
-        offload) path offload --lora_rank 8 --offload optimizer ;;
+        offload) path offload --lora_rank 8 --offload optimizer --compile off ;;
         zero3) path zero3 --zero_stage 3 --epochs 2 --minibatches 2 ;;
         fp32) path fp32 --dtype float32 ;;
         dapo) path dapo --algo dapo --top_p 0.9 --correction none ;;

@@ -76,7 +76,7 @@ def plan(cfg):
     device, size, place = None, cfg.memory_gb * GIB, "this machine"
     if size > (torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 0):
         device, place = memory.Device(True, size, size), "a GPU that is not here"
-        if "--compile" not in sys.argv:  # what auto means there
+        if "--compile" not in " ".join(sys.argv):  # what auto means there
             cfg = dataclasses.replace(cfg, compile="on" if cfg.zero_stage < 3 else "off")
     with contextlib.redirect_stdout(io.StringIO()) as text:
         memory.plan(cfg, device, model)

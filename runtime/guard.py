@@ -122,14 +122,14 @@ def largest_pack(cfg):
 
 def rehearse(policy, ref, cfg):
     """check_packing, then two steps at learning rate 0: too little memory shows before step 0. The
-    first is on two tokens and creates AdamW's moments, the other on the largest pack. Weights and
-    optimizer are then as before. Raises RunError: see check_packing. Collective."""
+    first, on two sampled tokens, creates AdamW's moments; the other is on the largest pack. Weights
+    and optimizer are then as before. Raises RunError: see check_packing. Collective."""
     check_packing(policy, cfg)
     vocab = ModelShape.of(cfg.model).vocab
     smallest, largest = (collate([
         Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0)  # its own prompt
         for i, (prompt, n) in enumerate(lengths)], dist.device())
-        for lengths in ([(1, 2)], largest_pack(cfg)))  # 1 token would be compiled on its own
+        for lengths in ([(1, 2)], largest_pack(cfg)))  # a size of 1 is compiled apart
     set_lr(policy, 0, dataclasses.replace(cfg, lr=0.0))
     if ref is not None:
         with torch.no_grad(), on_device(ref):

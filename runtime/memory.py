@@ -66,7 +66,7 @@ def kv_cache_bytes(cfg):
         return None
     shape, size = ModelShape.of(cfg.model), getattr(torch, cfg.dtype).itemsize
     left = cfg.gpu_memory_utilization * torch.cuda.mem_get_info()[1] - VLLM_AWAKE
-    # vLLM stores 16 tokens together: the last block of a sequence is not full
+    # vLLM usually stores 16 tokens together: the last block of a sequence is not full
     sequence = shape.kv_cache * size * (cfg.max_prompt + cfg.max_tokens + 16)
     return int(min(left - shape.parameters * size, most_sequences(cfg) * sequence))
 

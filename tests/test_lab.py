@@ -69,7 +69,7 @@ def test_a_finding_compares_its_arms_seed_by_seed(tmp_path, monkeypatch):
         {"accuracy": "eval/accuracy"}, seeds=(0, 1, 2))
     lab.run(finding, "finding", results=tmp_path)
     result = json.loads((tmp_path / "finding.json").read_text())
-    assert result["values"]["a"]["after"] == [0.6, 0.7, 0.8] and result["commits"] == ["c"]
+    assert result["values"]["a"]["after"] == [0.6, 0.7, 0.8] and result["commits"] == ["c-dirty"]
     text = (tmp_path / "finding.md").read_text()
     assert "| b | 80.0% (55.2% to 100.0%) |" in text
     assert "**agrees (the rule was not fixed before the runs)**" in text

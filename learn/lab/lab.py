@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Callable
@@ -156,13 +157,16 @@ def fixed(name, result):
                for commit in result["commits"])
 
 
-def commits_of(finding, abouts):
-    """The commits of runs. "-dirty" goes if the code that ran is the commit's: then only results of
-    other findings, which the same command wrote before, lie on top of it."""
-    found = {about["commit"] for about in abouts}
-    if not stale.changed(f"commit {', '.join(sorted(found))}: {words(finding)}"):
-        found = {commit.removesuffix("-dirty") for commit in found}
-    return sorted(found)
+def commits_of(abouts):
+    """The commits of runs. "-dirty" goes if now only pages and results differ from the commit: the
+    findings that the same command ran before have written them."""
+    def named(commit):
+        base = commit.removesuffix("-dirty")
+        changed = subprocess.run(["git", "diff", "--quiet", base, "--", ".", ":!*.md",
+                                  ":!learn/lab/results"], cwd=ROOT, capture_output=True).returncode
+        return commit if changed else base
+
+    return sorted({named(about["commit"]) for about in abouts})
 
 
 def minutes(folder):
@@ -185,7 +189,7 @@ def run(finding, name, out=RUNS, results=RESULTS):
               for label, of in rows.items()}
     everyone = sum(folders.values(), [])
     spent, abouts = sum(map(minutes, everyone)), [common.read_config(f) for f in everyone]
-    commits = commits_of(finding, abouts)
+    commits = commits_of(abouts)
     about = common.describe([abouts[0] | {"commit": commit} for commit in commits])
     conditions = (f"{len(finding.seeds)} seeds per row, in brackets the 95 % t interval over them; "
                   f"{len(everyone)} runs of {spent / len(everyone):.1f} minutes"
