@@ -369,7 +369,7 @@ def test_a_completion_that_stops_with_its_last_allowed_token_is_not_truncated(ll
 
 def test_an_engine_has_the_sequences_and_the_cache_of_its_ranks():
     """By hand: 4 ranks share 8 * 16 samples; a rank of a shared engine has half of the weights."""
-    cfg = make_config(prompts=8, samples=16, gpu_memory_utilization=0.5)
+    cfg = make_config(prompts=8, samples=16, gpu_memory_utilization=0.5, max_tokens=10**6)
     kv_cache = 40 * 2**30 - 4 * 822_272 - 3 * 2**30
     with patched(*as_rank(0, 4)):
         args = llm_args(cfg, gpu=True)
