@@ -59,10 +59,10 @@ def test_planned_activations_are_at_least_those_of_the_code_and_at_most_three_te
     assert measured < planned < 1.3 * measured, (planned / GIB, measured / GIB)
 
 
-def test_planned_activations_of_compiled_layers_are_those_that_autograd_keeps(name="Qwen3"):
+def test_planned_activations_of_compiled_layers_are_those_that_autograd_keeps():
     batch, kept = nr.collate([nr.Rollout([1] * 4, [0] * 60, "", True, [0.0] * 60)]), []
     for layers in (1, 2):
-        size = SIZES[name] | {"num_hidden_layers": layers, "vocab_size": 256}
+        size = SIZES["Qwen3"] | {"num_hidden_layers": layers, "vocab_size": 256}
         model, found = make(size, torch.bfloat16).train(), {}
         runtime.model.compile_layers(model, backend="aot_eager_decomp_partition")
         model.is_compiled = False  # the head
@@ -76,8 +76,8 @@ def test_planned_activations_of_compiled_layers_are_those_that_autograd_keeps(na
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         kept.append(sum(size for storage, size in found.items() if storage not in weights))
     cfg = nr.Config(dtype="bfloat16", max_prompt=4, max_tokens=60, compile="on")
-    planned = memory.step_bytes(cfg, shape_of(name), gpu=False)["activations"][1]
-    measured = SIZES[name]["num_hidden_layers"] * (kept[1] - kept[0])
+    planned = memory.step_bytes(cfg, shape_of("Qwen3"), gpu=False)["activations"][1]
+    measured = SIZES["Qwen3"]["num_hidden_layers"] * (kept[1] - kept[0])
     assert measured < planned < 1.3 * measured, planned / measured
 
 

@@ -166,7 +166,7 @@ def commits_of(abouts):
                                   ":!learn/lab/results"], cwd=ROOT, capture_output=True).returncode
         return commit if changed else base
 
-    return sorted({named(about["commit"]) for about in abouts})
+    return sorted(map(named, {about["commit"] for about in abouts}))  # git once per commit
 
 
 def minutes(folder):
