@@ -50,6 +50,7 @@ FILES = (".jsonl", ".json", ".csv", ".parquet")
 LOST_BACKSLASH = re.compile(
     r"[\a\b\f\v](?=[a-z])|[\t\r](?:heta|imes|frac|ext\w*(?=\{)|ight|ho)(?![a-z])")
 TAKEN = {"eval_set": "the trainer uses this name",  # columns that a row may not have
+         "eval_of": "the trainer uses this name",
          "reward": "rows cannot name rewards, see docs/data_and_rewards.md"}
 with_bar = functools.partial(tqdm, delay=5, mininterval=5, leave=False,  # after 5 s, on rank 0
                              disable=os.environ.get("RANK", "0") != "0")
@@ -321,7 +322,8 @@ def load_eval_sets(cfg, **keys):
     """The examples of --eval_data or else of --task, --eval_size of each set. keys: as in load.
 
     With several sets an example has its set in `eval_set`: a task's name, or a file's without its
-    ending. Raises ValueError if two sets have the same name."""
+    ending. `eval_of` is the number of examples of the whole set; a function makes --eval_size.
+    Raises ValueError if two sets have the same name."""
     examples, sources = [], [x.strip() for x in (cfg.eval_data or cfg.task).split(",")]
     names = [path.stem if path.suffix.lower() in FILES else path.name
              for path in map(Path, sources)]
@@ -329,8 +331,12 @@ def load_eval_sets(cfg, **keys):
     if len(set(names)) < len(names) or "" in names:
         raise ValueError(f"--eval_data {cfg.eval_data}: two sets have one name, or a set has none")
     for source, name in zip(sources, names):
-        own = {} if len(sources) == 1 else {"eval_set": name}
-        examples += [example | own for example in load(source, "test", cfg.eval_size, **keys)]
+        is_made = ".py:" in TASKS.get(source, [source])[0]  # by a function, which may have no end
+        rows = load(source, "test", cfg.eval_size if is_made else 0, **keys)
+        own = {"eval_of": len(rows)}
+        if len(sources) > 1:
+            own["eval_set"] = name
+        examples += [row | own for row in rows[:cfg.eval_size or None]]
     return examples
 
 

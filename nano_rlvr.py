@@ -28,7 +28,7 @@ of one optimizer step. H hidden size, V vocabulary.
 Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import runtime  # noqa: F401  before torch: it sets environment variables that torch reads
@@ -154,9 +154,9 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     return rollouts
 
 
-def rollout_function(name):
-    """The function that samples: rollout, or that of --rollout my_file.py:my_rollout."""
-    return guard.load_rollout(name) if name else rollout
+def rollout_function(name, examples):
+    """The function that samples for prompts of these examples: rollout, or that of --rollout."""
+    return guard.load_rollout(name, examples) if name else rollout
 
 
 # --------------------------------------------------------------------------------------- 2. reward
@@ -186,7 +186,7 @@ def sample_groups(run, step, draw=0):
     first = dist.rank() * len(prompts)  # number of this rank's first prompt in the batch
     seeds = [data.request_seed(cfg.seed, step, draw, first + i) for i in range(len(prompts))]
     with timed(run.metrics, "rollout"):
-        sample = rollout_function(cfg.rollout)
+        sample = rollout_function(cfg.rollout, examples)
         rollouts = sample(run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
                           top_p=cfg.top_p)
     with timed(run.metrics, "reward"):
@@ -515,7 +515,7 @@ class Run:
     llm: Sampler
     policy: Any  # DeepSpeed's engine around TokenLogps
     ref: Any  # the frozen model of the KL, or None
-    metrics: dict[str, float] = field(default_factory=dict)  # of the current step
+    metrics: Any = None  # {name: number} of the current step
     answers: Any = None  # dicts of this step's evaluation; empty if there was none
     dummy: Any = None  # a rank's shortest rollout; ranks with fewer packs add it, weight 0
 
@@ -548,9 +548,9 @@ def evaluate(llm, examples, verifier, cfg):
     """-> (metrics, a dict per greedy text). Right: the first reward gives 1. Collective."""
     metrics = {}
     samples = []
-    sample = rollout_function(cfg.rollout)
     indices = range(dist.rank(), len(examples), dist.world_size())  # of this rank
     own = [examples[i] for i in indices]
+    sample = rollout_function(cfg.rollout, own)
     prompts = [example["prompt_ids"] for example in own]
     greedy = sample(llm, prompts, 1, 0.0, cfg.max_tokens)
     stats.add_counts(metrics, score(greedy, own, verifier), "eval")
@@ -609,7 +609,7 @@ def main(argv=None, train=train, sampler=Sampler):
     with stop.on_signals():
         with stop.with_one_line(ValueError, OSError, RuntimeError):  # also RunError: no traceback
             cfg = parse_config(argv)
-            rollout_function(cfg.rollout)  # a user's file is imported before anything expensive
+            rollout_function(cfg.rollout, [])  # a user's file is imported before anything expensive
             dist.init_process_group(cfg.timeout)
             tokenizer = load_tokenizer(cfg)
             train_set, eval_set = data.load_splits(

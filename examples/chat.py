@@ -32,10 +32,11 @@ def parse(argv):
 
 def ask(llm, question, cfg):
     """Rollouts: the greedy completion of a question, then --eval_n samples."""
-    prompt = data.encode({"question": question}, llm.get_tokenizer(), cfg.template)
+    example = {"question": question}
+    prompt = data.encode(example, llm.get_tokenizer(), cfg.template)
     if len(prompt) > cfg.max_prompt:
         raise RunError(f"{len(prompt)} tokens, longer than --max_prompt {cfg.max_prompt}")
-    sample = nr.rollout_function(cfg.rollout)
+    sample = nr.rollout_function(cfg.rollout, [example])
     found = sample(llm, [prompt], 1, 0.0, cfg.max_tokens)
     if cfg.eval_n:
         found += sample(llm, [prompt], cfg.eval_n, cfg.eval_temperature, cfg.max_tokens,

@@ -30,6 +30,7 @@ class Rollout:
     truncated: bool  # the completion was cut off at max_tokens
     vllm_logps: list[float]  # log-prob of each completion token, as vLLM sampled it
     loss_mask: list[bool] | None = None  # per completion token: False in a tool's output
+    extra: dict[str, list[float]] = field(default_factory=dict)  # of yours, per completion token
     # filled by 2, score
     reward: float | None = None  # weighted sum of the parts; None = no reward
     parts: dict[str, float | None] = field(default_factory=dict)  # value of each reward function
@@ -166,7 +167,8 @@ def collate(rollouts, device="cpu"):
     all of X. Sequence i has the queries cu_seqlens_q[i]:cu_seqlens_q[i+1] of the row and the keys
     kv_index[cu_seqlens_k[i]:cu_seqlens_k[i+1]]; kv_index (K,) has positions in the row. predictors
     (R,) are the positions whose output predicts the R sampled tokens; other completion tokens (a
-    tool's output) are only read, like a prompt. old and ref are left to store_fixed_logps.
+    tool's output) are only read, like a prompt. old and ref are left to store_fixed_logps. extra
+    has a tensor (R,) per name in the extra of the rollouts, which all have the same names.
 
     >>> a, b = (Rollout([5, 6], c, "", False, [0.0] * len(c)) for c in ([7, 8], [9]))
     >>> batch = collate([a, b])
@@ -176,7 +178,6 @@ def collate(rollouts, device="cpu"):
     ([0, 4, 5], [0, 1, 2, 3, 0, 1, 4], [1, 2, 1])
     """
     input_ids, position_ids, kv_index, predictors = [], [], [], []
-    targets, vllm_logps, advantages = [], [], []
     cu_seqlens_q, cu_seqlens_k = [0], [0]
     prompt_at = {}  # prompt -> its positions in the row
     for r in rollouts:
@@ -193,15 +194,17 @@ def collate(rollouts, device="cpu"):
         cu_seqlens_q.append(len(input_ids))
         cu_seqlens_k.append(len(kv_index))
         before = own[len(r.prompt) - 1:-1]  # the position before each completion token
-        for column, values in ((predictors, before), (targets, r.completion),
-                               (vllm_logps, r.vllm_logps), (advantages, r.advantages)):
-            column += itertools.compress(values, r.loss_mask)  # extends the list in place
+        predictors += itertools.compress(before, r.loss_mask)
     sequence_ids = [i for i, r in enumerate(rollouts) for _ in range(r.length)]
     weights = [rollouts[i].weight for i in sequence_ids]
 
     def tensor(values, dtype=None):  # NumPy reads a list faster than torch.tensor
         values = np.fromiter(values, np.int64 if dtype else np.float64)
         return torch.from_numpy(values).to(device, dtype or torch.get_default_dtype())
+
+    def sampled(name, dtype=None):  # that list of all rollouts, without tokens of a tool
+        lists = [itertools.compress((vars(r) | r.extra)[name], r.loss_mask) for r in rollouts]
+        return tensor(flatten(lists), dtype)  # (R,)
 
     return SimpleNamespace(
         input_ids=tensor(input_ids, torch.int64)[None],  # (1, T)
@@ -210,8 +213,9 @@ def collate(rollouts, device="cpu"):
         cu_seqlens_q=tensor(cu_seqlens_q, torch.int32),  # (B+1,)
         cu_seqlens_k=tensor(cu_seqlens_k, torch.int32),  # (B+1,)
         predictors=tensor(predictors, torch.int64),  # (R,)
-        targets=tensor(targets, torch.int64),  # (R,)
-        vllm_logps=tensor(vllm_logps), advantage=tensor(advantages),  # (R,), (R,)
+        targets=sampled("completion", torch.int64),  # (R,)
+        vllm_logps=sampled("vllm_logps"), advantage=sampled("advantages"),  # (R,), (R,)
+        extra={name: sampled(name) for name in rollouts[0].extra},  # (R,) each
         weight=tensor(weights), sequence_ids=tensor(sequence_ids, torch.int64),  # (R,), (R,)
         lengths=tensor([r.length for r in rollouts], torch.int64),  # (B,) sampled tokens
         old=None, ref=None, max_seqlen=max(map(len, rollouts)))

@@ -30,7 +30,7 @@ def sample_values(group):
 
 def set_metrics(values):
     """Metrics of a set from those of its examples, dicts {metric: value}: means, the number n, and
-    low and high, the 95 % interval of the accuracy."""
+    low and high, the 95 % interval of the accuracy. `of` is the number with those left out."""
     n = len(values)
     low, high = wilson_interval(sum(v["accuracy"] for v in values), n)
     return mean_of(values) | {"low": low, "high": high, "n": n}
@@ -43,7 +43,8 @@ def summary(examples, indices, greedy, samples, cfg):
     --eval_n of each, scored, or []. With several sets there are also eval/<set>/..., and eval/...
     has the means of the sets."""
     values = [{"accuracy": is_right(r), "unscored": first_part(r) is None, "length": r.length,
-               "truncated": r.truncated} for r in greedy]  # per example; no reward is wrong
+               "truncated": r.truncated, "of": e.get("eval_of", 0)}
+              for e, r in zip(examples, greedy)]  # per example; no reward is wrong
     for value, group in zip(values, in_groups(samples, cfg.eval_n or 1)):
         value |= sample_values(group)
     answers = [{"set": e.get("eval_set", cfg.eval_data or cfg.data or cfg.task),

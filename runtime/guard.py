@@ -1,5 +1,6 @@
 """Checks of a run: rehearsal before step 0, rewards, optimizer steps, a user's rollouts."""
 import dataclasses
+import functools
 import gc
 import inspect
 import json
@@ -145,12 +146,14 @@ def rehearse(policy, ref, cfg):
     gc.freeze()  # what exists now stays: vLLM's collections, thrice a step, pass over it
 
 
-def load_rollout(spec):
+def load_rollout(spec, examples):
     """The function of --rollout, my_file.py:my_rollout. It raises RunError, with the user's line,
     for an exception in it and for a Rollout that does not fit. ValueError, now, for other arguments
-    or if it cannot be loaded."""
+    or if it cannot be loaded. examples: the rows of its prompts, for one with this parameter."""
     rollout = load(spec, kind="rollout")
     try:
+        if "examples" in inspect.signature(rollout).parameters:
+            rollout = functools.partial(rollout, examples=examples)
         for positional in (5, 6):  # the greedy evaluation gives no seeds
             inspect.signature(rollout).bind(*range(positional), top_p=1.0)
     except TypeError as e:
@@ -180,12 +183,12 @@ def misfit(r, prompt, vocabulary, max_tokens):
     """What is wrong with a user's Rollout for a prompt (token ids), in words; "" if nothing."""
     if not isinstance(r, Rollout) or r.prompt != prompt or not isinstance(r.text, str):
         return "it is no Rollout, or without text, or not in the order of the prompts"
-    lists = r.completion, r.vllm_logps, r.loss_mask
+    lists = r.completion, r.vllm_logps, r.loss_mask, *r.extra.values()
     if ({*map(type, lists)} != {list} or len({*map(len, lists)}) > 1 or True not in r.loss_mask
             or len(r.loss_mask) > max_tokens):
-        return ("completion, vllm_logps, loss_mask: not lists of one length up to --max_tokens, or "
-                "no token is sampled")
-    for token, logp, sampled in zip(*lists):
+        return ("completion, vllm_logps, loss_mask and those in extra: not lists of one length up "
+                "to --max_tokens, or no token is sampled")
+    for token, logp, sampled in zip(*lists[:3]):
         is_token = type(token) is int and 0 <= token < vocabulary
         is_logp = isinstance(logp, (int, float)) and -math.inf < logp <= 1e-3  # rounded
         if not (is_token and is_logp and isinstance(sampled, bool)):

@@ -20,6 +20,7 @@ import torch
 
 import data
 from report import curve, page, tokens
+from report.text import evaluation_text
 from runtime import __version__, dist, plain, records
 from runtime.dist import RunError
 from runtime.flags import ROUNDING
@@ -295,19 +296,3 @@ class Log:
             "base": f"\nbase_model: {cfg.model}" * (not Path(cfg.model).is_dir()),
             "data": cfg.data or cfg.task, "first": found[0], "last": found[-1], "prompt": prompt,
             "versions": ", ".join(map(" ".join, about["versions"].items()))}))
-
-
-def evaluation_text(metrics):
-    """An evaluation as text: a line per set, and with several sets a last line with their mean."""
-    prefixes = [name.removesuffix("accuracy") for name in metrics
-                if name.startswith("eval/") and name.endswith("/accuracy")]  # eval/<set>/ and eval/
-    overall = "mean" if len(prefixes) > 1 else "held-out"
-    lines = []
-    for prefix in prefixes:
-        m = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
-        shares = [name for name in m if re.match(r"\w+@", name) or name == "unscored" and m[name]]
-        interval = f"95 % interval {m['low']:.1%} to {m['high']:.1%}, " if "low" in m else ""
-        line = (f"{prefix[5:-1] or overall}: accuracy {m['accuracy']:.1%} ({interval}n = {m['n']})"
-                f", mean length {m['length']:.1f}")
-        lines.append(line + "".join(f", {name} {m[name]:.1%}" for name in shares))
-    return "\n".join(lines)

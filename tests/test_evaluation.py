@@ -1,5 +1,6 @@
 """The evaluation: several sets, templates, examples/test_time.py."""
 import json
+import re
 
 import pytest
 
@@ -10,7 +11,8 @@ import runtime.flags
 from conftest import close, make_config, write_rows
 from examples import test_time as example
 from examples.process_rewards import steps_reward
-from runtime import evaluation, log, stats
+from report.text import evaluation_text
+from runtime import evaluation, stats
 
 ROWS = [{"question": "3+4+5", "answer": "12"}, {"question": "3+4-5", "answer": "2"}]
 
@@ -18,11 +20,11 @@ ROWS = [{"question": "3+4+5", "answer": "12"}, {"question": "3+4-5", "answer": "
 # ---- sets
 
 def test_each_set_keeps_its_name_and_a_column_that_names_rewards_is_refused(tmp_path, tokenizer):
-    own = write_rows(tmp_path / "own.jsonl", ROWS)
+    own = write_rows(tmp_path / "own.jsonl", ROWS * 600)
     cfg = make_config(eval_data=f"arithmetic, countdown,{own}", eval_size=8, max_prompt=400)
     _, examples = data.load_splits(cfg, tokenizer, notify=pytest.fail)
-    assert [e["eval_set"] for e in examples] == (
-        ["arithmetic"] * 8 + ["countdown"] * 8 + ["own"] * 2)
+    assert [(e["eval_set"], e["eval_of"]) for e in examples] == (  # functions make 8
+        [("arithmetic", 8)] * 8 + [("countdown", 8)] * 8 + [("own", 1200)] * 8)
     file = write_rows(tmp_path / "reward.jsonl", [row | {"reward": "math"} for row in ROWS])
     with pytest.raises(ValueError, match=r"reward.jsonl:1: .* column 'reward': rows cannot name"):
         data.load(file)
@@ -53,13 +55,14 @@ def test_the_mean_over_sets_counts_each_set_once_and_has_no_interval():
     one = evaluation.set_metrics([{"accuracy": i < 3, "length": 2 * i} for i in range(10)])
     assert (one["accuracy"], one["n"], one["length"]) == (0.3, 10, 9)
     assert (one["low"], one["high"]) == stats.wilson_interval(3, 10)
-    examples = [{"question": "q", "eval_set": name} for name in "aab"]
+    examples = [{"question": "q", "eval_set": name, "eval_of": 1200} for name in "aab"]
     greedy = [nr.Rollout([0], [0], "", False, [0.0], parts={"x": x}) for x in (1.0, 1.0, 0.0)]
     metrics, _ = evaluation.summary(examples, [0, 1, 2], greedy, [], make_config())
     assert (metrics["eval/a/accuracy"], metrics["eval/accuracy"], metrics["eval/n"]) == (1, 0.5, 3)
     assert "eval/a/low" in metrics and "eval/low" not in metrics
-    text = log.evaluation_text(metrics)
-    assert "a: accuracy 100.0% (95 % interval" in text and "mean: accuracy 50.0% (n = 3)" in text
+    a, _, mean = evaluation_text(metrics).splitlines()
+    assert re.match(r"a: accuracy 100.0% \(95 % interval .*, over the first 2 of 1,200\)", a)
+    assert mean.startswith("mean: accuracy 50.0% (n = 3)")
 
 
 # ---- templates

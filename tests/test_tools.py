@@ -6,13 +6,15 @@ ends there."""
 import sys
 from collections import Counter
 from itertools import groupby
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 import data
 import nano_rlvr as nr
-from conftest import close, fixed_rollouts, make_config, naive_logps
+from conftest import close, fixed_rollouts, judged, make_config, naive_logps
 from examples import python_tool, tool_model
 from runtime.dist import RunError
 from runtime.model import load_model
@@ -135,7 +137,7 @@ def user(llm, prompts, tmp_path):
         file.write_text("from runtime.dist import RunError\nfrom nano_rlvr import rollout\n"
                         "def mine(llm, prompts, n, temperature, max_tokens, seeds=None, **more):\n"
                         f"    {body}\n")
-        mine = nr.rollout_function(f"{file}:mine")
+        mine = nr.rollout_function(f"{file}:mine", [])
         return mine(llm, prompts[:2], 2, 1.0, 8, SEEDS[:2], top_p=1.0)
     return call
 
@@ -178,7 +180,7 @@ def test_a_failed_sync_and_a_full_device_are_not_blamed_on_the_user(user):
 def test_a_function_with_other_arguments_is_refused_before_a_model_is_loaded(tmp_path, arguments):
     (tmp_path / "mine.py").write_text(f"def mine(llm, prompts, n, {arguments}): ...")
     with pytest.raises(ValueError, match=r"^--rollout .*mine\.py:mine: .*argument"):
-        nr.rollout_function(f"{tmp_path}/mine.py:mine")
+        nr.rollout_function(f"{tmp_path}/mine.py:mine", [])
 
 
 def test_the_example_model_learns_its_calls_but_not_the_output(tmp_path, monkeypatch):
@@ -205,9 +207,11 @@ def test_the_gradient_is_that_of_the_sampled_tokens_one_sequence_at_a_time(in_fl
         n = len(r.completion)
         runs = torch.rand(n // 4 + 1, generator=noise).gt(0.33).repeat_interleave(4)[:n].tolist()
         r.loss_mask = [True, *runs[1:]]
+        r.extra = {"mine": r.completion}
     cfg = make_config(correction="none", kl_coef=0.0)
     ours, naive = nr.TokenLogps(load_model(cfg)), load_model(cfg)
     batch = nr.collate(nr.assign_token_weights(rollouts, cfg))
+    assert batch.extra["mine"].tolist() == batch.targets.tolist()
     nr.policy_loss(ours(batch)[0], None, None, batch, cfg)[0].backward()
     naive.set_attn_implementation("eager")
     for r in rollouts:
@@ -215,3 +219,19 @@ def test_the_gradient_is_that_of_the_sampled_tokens_one_sequence_at_a_time(in_fl
         (-r.advantages[0] * logp[torch.tensor(r.loss_mask)].mean() / len(rollouts)).backward()
     for p, q in zip(ours.model.parameters(), naive.parameters(), strict=True):
         close(p.grad, q.grad)
+
+
+def test_a_function_with_the_parameter_examples_gets_the_rows_of_its_prompts(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from nano_rlvr import Rollout\n"
+        "def mine(llm, prompts, n, temperature, max_tokens, seeds=None, examples=None, **more):\n"
+        "    return [Rollout(p, [65], e['answer'], False, [0.0]) for p, e in zip(prompts, examples)"
+        " for _ in range(n)]\n")
+    llm = MagicMock(**{"llm_engine.model_config.get_vocab_size.return_value": 99})
+    rows = [{"question": f"{i}", "answer": f"{i + 1}", "prompt_ids": [i]} for i in range(3)]
+    cfg = make_config(rollout=f"{tmp_path}/mine.py:mine", prompts=3, samples=2, eval_n=2)
+    texts = judged(lambda texts, columns: [float(x == y) for x, y in zip(texts, columns["answer"])])
+    metrics, _ = nr.evaluate(llm, rows, texts, cfg)
+    assert (metrics["eval/accuracy"], metrics["eval/mean@2"]) == (1.0, 1.0)
+    run = SimpleNamespace(cfg=cfg, llm=llm, train_set=rows, verifier=texts, metrics={})
+    assert {r.reward for group in nr.sample_groups(run, 0) for r in group} == {1.0}
