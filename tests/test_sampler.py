@@ -106,6 +106,12 @@ def test_vllm_draws_its_tokens_in_this_way(llm):
     assert draw.call_count and draw.side_effect is sampler.sample_by_inversion
 
 
+def test_samples_share_the_whole_blocks_of_their_prompt(llm):
+    prompt = {"prompt_token_ids": [*range(5, 75)]}  # 70 tokens: two blocks of 32, or four of 16
+    first, second = llm.generate([prompt] * 2, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert second.num_cached_tokens == 64
+
+
 # ---- a model as vLLM keeps it
 
 class Fused(torch.nn.Module):
