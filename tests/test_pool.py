@@ -274,7 +274,7 @@ verify = rewards.Verifier({f"{my}:misbehaves"!r}, workers=2, timeout=60)
 threading.Thread(target=lambda: verify(["hang", {text!r}, "hang"]), daemon=True).start()
 hang = lambda: sum(w.task is not None and b"hang" in w.task.payload for w in verify.pool.workers)
 while hang() < 2: time.sleep(0.1)
-print("pids", verify.pool.fork_server.pid, *[w.pid for w in verify.pool.workers], flush=True)
+print("\\npids", verify.pool.fork_server.pid, *[w.pid for w in verify.pool.workers], flush=True)
 if {number}: time.sleep(600)"""
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True, start_new_session=True)
