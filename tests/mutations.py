@@ -38,7 +38,7 @@ PRODUCT = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/*.py", "report/*", 
 DRAWN = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/batch.py", "runtime/evaluation.py",
          "runtime/guard.py", "runtime/model.py", "runtime/shape.py", "runtime/stats.py")
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "wandb", "exercises",
-                                  "smollm2")  # 269 MB
+                                  "smollm2")  # a model of 269 MB
 
 
 def planted():
