@@ -9,7 +9,9 @@ them. Repeat the command after an interruption: a finished run is kept, another 
 last checkpoint. The results are <out>/seeds.md, .json and .png.
 
 The interval is Student's t interval of the mean, 95 %: mean +- t(n - 1) * s / sqrt(n) over n seeds.
-It is about the seed only: all runs answer the same held-out questions.
+It is about the seed only: all runs answer the same held-out questions. The last column compares a
+setting with the first one, seed by seed: an interval without 0 is a difference that these seeds
+show, even where the intervals of the two means overlap.
 """
 import math
 import os
@@ -137,6 +139,17 @@ def before_and_after(first_row):
             for key in [*keys, "eval/length"] for when, step in (("before", 0), ("after", -1))}
 
 
+def against_the_first(results):
+    """A cell per setting: by how many percent points its last greedy accuracy is above that of the
+    first setting with the same seed, the mean over the seeds and its interval."""
+    lasts = [[at("eval/accuracy")(rows) for rows in of] for of in results.values()]
+    cells = [""]
+    for last in lasts[1:]:
+        points = [100 * (x - first) for x, first in zip(last, lasts[0], strict=True)]
+        cells.append(cell(points, "{:+.1f}".format, " to "))
+    return cells
+
+
 def draw(results, panels, path):
     """One panel per metric: the mean over the seeds with its interval as a band, which ends where
     no value can be: below 0, or above 1 of a share. A dot is an evaluation.
@@ -178,7 +191,8 @@ def report(folders, out, columns=None, panels=PANELS):
     conditions = (f"{len(everyone) // len(folders)} seeds per row; in brackets the 95 % t interval "
                   f"of the mean over the seeds. Held out: {first_row['eval/n']} questions, the "
                   f"same for all runs. {about}.")
-    columns, lines = columns or before_and_after(first_row), []
+    standard, lines = before_and_after(first_row), []
+    columns = columns or standard
     for label, of in results.items():
         lines.append([label, *(cell([value(rows) for rows in of], form)
                                for value, form in columns.values())])
@@ -186,7 +200,11 @@ def report(folders, out, columns=None, panels=PANELS):
             curves = {title: list(series(rows, key).items()) for title, key in panels.items()}
             runs.append({"setting": label, "series": curves,
                          "evaluations": [row for row in rows if "eval/n" in row]})
-    table = common.table(["run", *columns], lines)
+    head = ["run", *columns]
+    if columns is standard and len(results) > 1:
+        head.append(f"points above {next(iter(results))}")
+        lines = [[*line, cell] for line, cell in zip(lines, against_the_first(results))]
+    table = common.table(head, lines)
     common.write(out, f"{table}\n\n{conditions}", {"conditions": conditions, "runs": runs})
     draw(results, panels, f"{out}.png")
 

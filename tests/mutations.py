@@ -9,10 +9,12 @@
 The planted faults are in faults.txt: kinds of mistakes that were made or are easily made. A mutant
 changes an operator, a number, a comparison or a condition. A copy of the repository with the change
 is tested in a forked child (torch, TRL and vLLM are imported once, here). It runs the tests that
-reach the changed lines, the quickest files first, up to --seconds of them: see .pytest_cache.
+reach the changed lines, the quickest files first, up to --seconds of them: see .pytest_cache. If
+none of them fails, a second child runs the others.
 Prints a line per change and the diff of those that no test noticed: a gap, or the same program (say
 why). Exits with 1 if a planted fault is not noticed, or if a test fails without a change."""
 import argparse
+import bisect
 import contextlib
 import difflib
 import importlib
@@ -29,6 +31,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -37,6 +40,8 @@ PRODUCT = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/*.py", "report/*", 
            "examples/*.py")  # where faults are planted
 DRAWN = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/batch.py", "runtime/evaluation.py",
          "runtime/guard.py", "runtime/model.py", "runtime/shape.py", "runtime/stats.py")
+JUDGES = ("rewards.py", "examples/math_reward.py", "examples/code_reward.py",
+          "verify/*.py")  # they also run in worker processes, where coverage does not see them
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "wandb", "exercises",
                                   "smollm2")  # a model of 269 MB
 
@@ -105,22 +110,27 @@ class Coverage:
             if test in there and not len(case):  # it has no failure, error or skipped inside
                 self.seconds[test] = float(case.get("time"))
 
-    def tests(self, file, lines, most):
-        """Tests that reach one of the lines, by file, the quickest file first: `most` seconds."""
+    def tests(self, file, lines):
+        """Tests that reach one of the lines, by file, the quickest file first."""
         by_line = {line: {context.split("|")[0] for context in found} & self.seconds.keys()
                    for line, found in self.data.contexts_by_lineno(str(ROOT / file)).items()}
         found = set().union(*(by_line.get(line, ()) for line in lines))
         if not found:  # it runs at import: the next line of a test
             later = (by_line[line] for line in sorted(by_line) if line > min(lines))
             found = next(filter(None, later), found)
+        if any(fnmatch(file, pattern) for pattern in JUDGES):
+            found = found | {test for test in self.seconds if "tests/test_rewards.py" in test}
         of_files = Counter()  # file -> seconds of its tests
         for test in found:
             of_files[test.split("::")[0]] += self.seconds[test]
-        ordered = sorted((test for test in self.seconds if test in found),
-                         key=lambda test: of_files[test.split("::")[0]])
-        totals = itertools.accumulate(map(self.seconds.get, ordered))
-        return [test for test, total in zip(ordered, totals)
-                if test == ordered[0] or total <= most]
+        return sorted((test for test in self.seconds if test in found),
+                      key=lambda test: of_files[test.split("::")[0]])
+
+    def split(self, tests, most):
+        """The first tests, about `most` seconds of them, and the others."""
+        totals = list(itertools.accumulate(map(self.seconds.get, tests)))
+        first = max(1, bisect.bisect_right(totals, most))
+        return tests[:first], tests[first:]
 
 
 def copy(folder, shown=()):
@@ -190,24 +200,29 @@ def main():
 
     def run(file, changed, tests):
         """The first test that fails with this change, "" if none."""
+        if not tests:
+            return ""
         core = free.pop()
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             copy(folder)
             (folder / file).write_text(changed)
-            name = first_failure(folder, tests, core, limit=120 + 5 * args.seconds)
+            limit = 120 + 5 * sum(map(coverage.seconds.get, tests))
+            name = first_failure(folder, tests, core, limit)
         free.append(core)
         return name
 
-    chosen = [coverage.tests(file, difference(file, changed)[1], args.seconds)
-              for _, file, changed in changes]
-    every = [test for test in coverage.seconds if any(test in tests for tests in chosen)]
-    if not args.words and (name := run("data.py", (ROOT / "data.py").read_text(), every)):
-        sys.exit(f"without any change: {name}")
+    def noticed(change, tests):
+        first, others = coverage.split(tests, args.seconds)
+        return run(*change[1:], first) or run(*change[1:], others)
+
+    chosen = [coverage.tests(file, difference(file, changed)[1]) for _, file, changed in changes]
+    firsts = {test for tests in chosen for test in coverage.split(tests, args.seconds)[0]}
+    every = [test for test in coverage.seconds if test in firsts]
     missed = []
     with ThreadPoolExecutor(len(free)) as threads:
-        names = threads.map(lambda change, tests: run(*change[1:], tests) if tests else "",
-                            changes, chosen)
+        same = threads.submit(run, "data.py", (ROOT / "data.py").read_text(), every)
+        names = threads.map(noticed, changes, chosen)
         print("| change | caught by |\n|---|---|")
         for (what, *change), tests, name in zip(changes, chosen, names):
             by = f"`{name}`" if name else f"**nothing** of {len(tests)}"
@@ -215,6 +230,8 @@ def main():
             if not name:
                 missed.append("\n".join([what, *difference(*change)[0]]))
     print("", *missed, sep="\n\n")
+    if same.result():
+        sys.exit(f"without any change: {same.result()}")
     print(f"\n{len(changes) - len(missed)} of {len(changes)} caught, {time.time() - begin:.0f} s")
     sys.exit(bool(missed) and not args.random)
 

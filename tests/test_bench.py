@@ -71,6 +71,12 @@ def test_runs_are_made_once_and_reported_with_their_interval(tmp_path):
     seeds.main(argv)  # starts none: mkdir() would fail
     wanted = "| a | 50.0% | 70.0% (45.2%–94.8%) | 10.0 | 10.0 |"  # 4.303 * 0.1 / sqrt(3)
     assert wanted in (tmp_path / "seeds.md").read_text()
+    folders = {"a": [tmp_path / f"a-{seed}" for seed in (0, 1)],
+               "b": [tmp_path / f"a-{seed}" for seed in (2, 1)]}
+    seeds.report(folders, tmp_path / "two")
+    [head, _, a, b, *_] = (tmp_path / "two.md").read_text().split("\n")
+    assert [line.split(" | ")[-1] for line in (head, a, b)] == [
+        "points above a |", " |", "+10.0 (-117.1 to +137.1) |"]  # 12.706 * 14.1 / sqrt(2)
     with pytest.raises(ValueError, match="choose another --out"):
         seeds.main([*argv, "--lr", "1"])
     argv[5] = "b=--fail 1"
