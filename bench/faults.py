@@ -3,6 +3,7 @@
     python -m bench.faults kill       kill -9 at 50 random moments; each run is continued (an hour)
     python -m bench.faults ranks      the same with two ranks, 10 times
     python -m bench.faults async      the same with examples/async_rl.py: its trainer or its sampler
+    python -m bench.faults renames    kill -9 just before and just after each rename of a file
     python -m bench.faults damage     checkpoints cut, changed, incomplete; a full disk
     python -m bench.faults soak       2,000 steps: memory, open files, processes, size of the folder
 
@@ -10,6 +11,7 @@ Each writes bench/results/faults_<name>.md. Every run is the real script with vL
 "Equal" means: the same bits in all weights, AdamW moments, metrics (except seconds and memory, and
 what is computed from them) and rollouts as in a run without the fault.
 """
+import itertools
 import os
 import random
 import shutil
@@ -89,13 +91,11 @@ def metrics_lines(folder):
 
 def random_moment(process, folder, rng):
     """Waits until a run has written a random number of lines of metrics, then at most half a
-    second; one time in three until it writes a checkpoint. Returns what the folder shows then."""
+    second. Returns what the folder shows then."""
     wanted = rng.randrange(int(FLAGS[1]))
     wait_until(process, lambda: metrics_lines(folder) >= wanted)
     end = time.time() + rng.uniform(0, 0.5)
     wait_until(process, lambda: time.time() > end)
-    if rng.random() < 1 / 3:
-        wait_until(process, lambda: any(folder.glob("*.part/step-*")))
     writing = ", a checkpoint is being written" * any(folder.glob("*.part/step-*"))
     if process.poll() is not None:
         return "ended"
@@ -131,6 +131,35 @@ def kill(out, command=ONE, times=50):
                 victim.kill()
             process.wait()
         yield "; ".join(moments), outcome(whole, folder, command=command)
+
+
+# runs the script until its rename number n / 2: the process ends before it, or after it if n is odd
+RENAMES = """
+import os, pathlib, runpy, signal, sys
+moments, rename, n = [], pathlib.Path.replace, int(sys.argv.pop())
+def moment(name):
+    if len(moments) == n:
+        print("killed", name, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    moments.append(name)
+def replace(path, target):
+    moment(f"before {target}")
+    rename(path, target)
+    moment(f"after {target}")
+pathlib.Path.replace = replace
+runpy.run_path("nano_rlvr.py", run_name="__main__")
+"""
+
+
+def renames(out):
+    """kill -9 at each rename of a run, before it and after it; then the run is continued."""
+    whole = whole_run(out)
+    for n in itertools.count():
+        folder = out / f"killed-{n}"
+        if not start(folder, str(n), command=[sys.executable, "-c", RENAMES]).wait():
+            return  # it had no rename n / 2
+        name = Path(f"{folder}.log").read_text().rpartition("killed ")[2].split("\n")[0]
+        yield name.replace(str(folder), "run"), outcome(whole, folder)
 
 
 HARMS = {"cut": lambda data: data[:len(data) // 2], "empty": lambda data: b"",
@@ -210,7 +239,8 @@ def soak(out, steps=2000):
 
 
 BENCHES = {"kill": kill, "ranks": lambda out: kill(out, TWO, times=10),
-           "async": lambda out: kill(out, ASYNC, times=24), "damage": damage, "soak": soak}
+           "async": lambda out: kill(out, ASYNC, times=24), "renames": renames,
+           "damage": damage, "soak": soak}
 
 
 def main(name):

@@ -88,7 +88,8 @@ def test_the_program_and_its_tests_stay_small():
 
 
 def code_tokens(path):
-    """Lists of the code's tokens per line: no comments, no docstrings, no line ends and indents."""
+    """Lists of the code's tokens per line: no comments, no docstrings, no line ends and indents.
+    An f-string is one token, also for Python 3.12 and later, which split it."""
     text = path.read_text()
     docstrings = set()  # the lines where they begin
     for node in ast.walk(ast.parse(text)):
@@ -97,11 +98,13 @@ def code_tokens(path):
                 docstrings.add(node.body[0].lineno)
     layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
               tokenize.ENDMARKER)
-    lines = {}
+    lines, open_strings = {}, 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
-        if token.type not in layout and not is_docstring:
+        kind = tokenize.tok_name[token.type]
+        is_docstring = kind == "STRING" and token.start[0] in docstrings
+        if token.type not in layout and not is_docstring and not open_strings:
             lines.setdefault(token.start[0], []).append(token.string)
+        open_strings += (kind == "FSTRING_START") - (kind == "FSTRING_END")
     return list(lines.values())
 
 
