@@ -10,21 +10,21 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     1. rollout     vLLM samples G completions for each of P prompts, with log-probs of the tokens
     2. reward      verifiers (rewards.py) turn texts into numbers; None is "no reward", not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): no critic is needed
-    4. pack        sequences lie end to end, without padding; a pack stores each prompt once
+    4. pack        a weight per token; sequences end to end, a pack stores each prompt once
     5. log-probs   log pi(token) of each completion token, without storing logits
-    6. loss        clipped policy gradient per token + kl_coef * k3 (KL to the starting model).
+    6. loss        clipped policy gradient * min(pi / pi_vllm, 2) + kl_coef * k3 (KL to the start).
                    With the defaults a step has one update: pi / pi_old is 1, nothing is clipped
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
-    8. sync        the new weights go into vLLM in place; checksums of all that it shows must agree
+    8. sync        the new weights go into vLLM in place; checksums of all readable ones must agree
 
 A textbook PPO has a critic, GAE, padding and means per micro-batch. Here the loss is a sum over
 tokens, each with a weight: for GRPO 1 / (S * tokens of its completion), where S counts sequences
-of all ranks and packs of the optimizer step. So the gradient is the same for any packing and any
+of the optimizer step, over packs and ranks. So the gradient is the same for any packing and any
 number of ranks, up to rounding. A rank is a process. "Collective": all ranks must make the call.
 
-Shapes: P prompts, G completions of each (the group size). A pack is a row of T tokens with B
-sequences and R sampled tokens; as tensors it is a `batch`. A minibatch is several batches: those
-of one optimizer step. H hidden size, V vocabulary.
+Shapes: P prompts, G completions of each (a group). A pack is a row of T tokens with B sequences
+and R sampled tokens; as tensors it is a `batch`. A minibatch: the packs of one optimizer step.
+`--baseline batch` means all P * G completions. H hidden size, V vocabulary.
 Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import math
@@ -108,7 +108,7 @@ ALGOS = {
     "cispo": dict(  # 2506.13585
         surrogate="cispo", clip_high=4.0, aggregate="token", kl_coef=0.0),
     "sapo": dict(surrogate="sapo", kl_coef=0.0),  # 2511.20347
-    "rft": dict(baseline="none", scale="none", kl_coef=0.0),  # weight = reward, 2308.01825
+    "rft": dict(baseline="none", scale="none", kl_coef=0.0),  # A = reward, 2308.01825
     "maxrl": dict(scale="group_mean", aggregate="constant", kl_coef=0.0),  # 2602.02710
     "kimi": dict(  # 2501.12599
         scale="none", ratio="product", surrogate="kimi", tau=0.1, kl_coef=0.0),
@@ -134,7 +134,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     turn_end = tokenizer.get_vocab().get("<|im_end|>")  # ends a ChatML turn; EOS may differ
     settings = dict(
         n=n, temperature=temperature, max_tokens=max_tokens,
-        logprobs=0, flat_logprobs=True,  # of the sampled token, without alternatives
+        logprobs=0, flat_logprobs=True,  # of the sampled token only, as flat lists
         detokenize=False,  # all texts are decoded at once below, which is faster
         stop_token_ids=[] if turn_end is None else [turn_end])
     settings |= sampling
@@ -173,17 +173,17 @@ def score(rollouts, examples, verifier, step=0):
 
 
 def sample_groups(run, step, draw=0):
-    """Stages 1 and 2: samples and scores this rank's part of a batch of prompts -> its groups.
+    """Stages 1 and 2: samples and scores this rank's part of P prompts -> its groups.
 
-    Step s owns the batches s * (1 + resample) to s * (1 + resample) + resample, drawn or not: so a
-    resumed run sees the same data without knowing how often earlier steps drew.
+    The data's batches are numbered. Step s owns 1 + resample numbers, drawn or not: so a resumed
+    run sees the same data without knowing how often earlier steps drew.
     """
     cfg = run.cfg
     number = step * (1 + cfg.resample) + draw
     examples = data.batch_at(run.train_set, number, cfg.prompts, cfg.seed,
                              dist.rank(), dist.world_size())
     prompts = [example["prompt_ids"] for example in examples]
-    first = dist.rank() * len(prompts)  # number of this rank's first prompt in the batch
+    first = dist.rank() * len(prompts)  # number of this rank's first prompt of the P
     seeds = [data.request_seed(cfg.seed, step, draw, first + i) for i in range(len(prompts))]
     with timed(run.metrics, "rollout"):
         sample = rollout_function(cfg.rollout, examples)
@@ -197,7 +197,7 @@ def sample_groups(run, step, draw=0):
 
 
 def collect_rollouts(run, step):
-    """-> (groups to train on: a list per minibatch; all groups sampled). Stages 1, 2 of a rank"""
+    """Stages 1, 2 of a rank -> (groups to train on, per minibatch; all groups sampled)."""
     cfg = run.cfg
     if cfg.filter_groups:
         groups, sampled = sample_until_enough(run, step)
@@ -212,8 +212,8 @@ def sample_until_enough(run, step):
     """DAPO's dynamic sampling: leaves out groups whose rewards are all the same. Collective.
 
     Draws new prompts, up to `resample` times, until all ranks together have P groups. Keeps the
-    first P in data order. -> (kept groups, with None in place of other ranks', which deal
-    drops; all groups that this rank sampled)"""
+    first P in data order. -> (kept groups, None for those of other ranks, so that all
+    ranks deal alike; all that this rank sampled)"""
     cfg = run.cfg
     sampled = []
     trainable = {}  # number of the prompt in this step -> its group
@@ -236,10 +236,10 @@ def sample_until_enough(run, step):
 def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, running=0.0):
     """(P, G) rewards -> (P, G) advantages. NaN is "no reward": in no mean, and its advantage is 0.
 
-    baseline: subtract the mean of the group, of the others in the group (leave_one_out), of the
-    batch, the number `running`, or nothing. scale: divide by the standard deviation of the group,
-    of the batch, or of the batch's rewards minus baseline (centred); by the group's mean (MaxRL;
-    gives 0 where that is <= 0), each plus eps; or by 1.
+    baseline, subtracted: the mean of the group, of the others in it (leave_one_out), of all P * G
+    (batch), the number `running`, or nothing. scale, the divisor: the standard deviation of the
+    group, of all rewards (batch), of all rewards minus baseline (centred), or the group's mean
+    (MaxRL; 0 where that is <= 0), each plus eps; or 1.
 
     The deviation is the population's, sqrt(1/G sum (r - mean)^2); the paper does not say which. TRL
     and verl divide by G - 1: their advantages are ours times sqrt((G-1)/G), 6.5 % less at G = 8.
@@ -286,7 +286,7 @@ def assign_advantages(groups, cfg, running_mean):
 # ----------------------------------------------------------------------------------------- 4. pack
 
 def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
-    """Lengths of completions -> token weight of each; sum(weight * token loss) is a mean.
+    """Lengths of completions -> token weights; the loss is sum(weight * token loss).
 
     `sequences` and `tokens` are counts over all ranks (default: of `lengths`). A sequence left
     out by --mask_truncated has length 0: it counts as a sequence, but its tokens get weight 0.
@@ -328,7 +328,7 @@ def assign_token_weights(rollouts, cfg):
 
 def make_batches(groups, dummy, cfg, loss=None):
     """A batch per pack. Ranks with fewer add the rollout `dummy`, weight 0: backward is collective.
-    loss: with one of your own, no sequence is left out: it may train advantages of 0."""
+    Without KL, advantages of 0 are left out, unless `loss`, your own, may train them."""
     trained = assign_token_weights(flatten(groups), cfg)
     if loss is policy_loss:
         trained = skip_zero_advantages(trained, cfg)
@@ -357,9 +357,9 @@ class TokenLogps(torch.nn.Module):
             batch=batch)  # reaches packed_attention in runtime/batch.py
         hidden = output.last_hidden_state[0, batch.predictors]  # (R, H) one position before targets
         head = self.model.get_output_embeddings().weight  # (V, H)
-        # log_softmax(hidden @ head.T / temperature) at the targets, and its entropy, in chunks of V
+        # log_softmax(hidden @ head.T / temperature) at the targets; each row's entropy; chunks of V
         return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk,
-                               getattr(self.model, "is_compiled", False))  # --compile; (R,), (R,)
+                               getattr(self.model, "is_compiled", False))  # compiled; -> (R,), (R,)
 
 
 @torch.no_grad()
@@ -381,7 +381,7 @@ def k3(logp, ref):
     """Schulman's third estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
 
     (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref),
-    but as a loss its mean gradient is that of KL(ref || pi): it minimizes that.
+    but the mean of its gradient is that of KL(ref || pi): this is minimized.
     """
     d = ref - logp  # (R,)
     return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away
@@ -457,7 +457,7 @@ def policy_loss(logp, old, ref, batch, cfg):
 
 def make_policy(cfg):
     """DeepSpeed's engine around TokenLogps: see trainer.start_deepspeed."""
-    torch.manual_seed(cfg.seed)
+    torch.manual_seed(cfg.seed)  # of LoRA's adapters
     module = TokenLogps(load_model(cfg).train(), cfg.temperature)
     return trainer.start_deepspeed(module, cfg)
 
@@ -571,7 +571,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
     llm = run.llm
     policy = run.policy
     progress = run.checkpoints.progress
-    sync_weights(policy, llm)  # wakes vLLM, which has the starting weights even after --resume
+    sync_weights(policy, llm)  # wakes vLLM; after --resume it gets the checkpoint's weights
     for step in run.steps():  # evaluates and saves before a step
         metrics = run.metrics
         split, sampled = collect_rollouts(run, step)  # 1. 2. split: groups of each minibatch
@@ -580,7 +580,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         with timed(metrics, "sync"):
             llm.sleep()  # frees GPU memory for the trainer; sync_weights wakes vLLM
             trainer.wake(policy)  # LoRA with offload: the frozen weights come back
-        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # report
+        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # report only
             with timed(metrics, "update"):
                 # 3. fills r.advantages; the mean that it returns is for --baseline running
                 progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)
@@ -591,7 +591,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
                 history = []
                 for _ in range(cfg.epochs):
                     for batches in minibatches:
-                        if batches:  # something to train
+                        if batches:  # equal on all ranks
                             history.append(update(policy, batches, cfg, policy_loss))  # 5. 6. 7.
                 metrics |= stats.step_means(history)
                 progress.skipped = guard.check_skipped(
@@ -615,7 +615,7 @@ def main(argv=None, train=train, sampler=Sampler):
             train_set, eval_set = data.load_splits(
                 cfg, tokenizer, dist.world_size(), notify=dist.print_once)
             verifier = rewards.start_verifier(cfg, train_set, eval_set, dist.print_once)
-            cfg, plan = memory.plan(cfg)
+            cfg, plan = memory.plan(cfg)  # fills pack_tokens and others that are 0 or auto
             cfg = claim_folder(cfg, train_set + eval_set)
             log = Log(cfg, tokenizer, plan)
             checkpoints = Checkpoints(cfg, log)

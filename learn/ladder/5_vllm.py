@@ -1,13 +1,13 @@
-"""Step 5, the whole loop: step 4, but vLLM samples. Start reading at train().
+"""Step 5 of the ladder: the whole loop, with vLLM. Start reading at train().
 
     python -m learn.ladder.5_vllm [seed]
 
-vLLM has its own copy of the weights. It gets the trainer's weights after each update. If they did
-not arrive, vLLM would sample from old weights, without an error. So two checks can stop the run:
-checksums of the weights that vLLM lets us read (on a CPU 4 % of this model), and the gap between
+vLLM has its own copy of the weights and gets the trainer's after each update. If they did not
+arrive, vLLM would sample from old weights, without an error. So two checks can stop the run:
+checksums of the weights that vLLM did not repack (on a CPU 4 % of this model), and the gap between
 the log-probs that vLLM and the trainer compute for the sampled tokens.
 
-Shapes: of a pack, T tokens, R of them in completions. N completions, V vocabulary.
+Shapes: a pack has T tokens, R of them in completions. N completions, V vocabulary.
 """
 import sys
 
@@ -31,8 +31,8 @@ LR = 1e-4
 
 
 def sample(llm, tokenizer, examples, greedy=False):
-    """A completion to each of N questions. -> (N triples: prompt, completion, log-probs; texts)."""
-    from vllm import SamplingParams  # only after start_vllm. logprobs=0: of the sampled token only
+    """A completion to each of N questions. -> N triples (prompt, completion, log-probs); texts."""
+    from vllm import SamplingParams  # late: start_vllm sets it up. logprobs=0: the sampled token
     params = SamplingParams(temperature=0.0 if greedy else 1.0, max_tokens=MAX_TOKENS, logprobs=0)
     prompts = [{"prompt_token_ids": example["prompt_ids"]} for example in examples]
     sequences = []
@@ -44,7 +44,7 @@ def sample(llm, tokenizer, examples, greedy=False):
 
 
 def sync(model, llm):
-    """Copies the weights into vLLM. Raises an error if a weight that vLLM shows is another."""
+    """Copies the weights into vLLM. Raises an error if one that can be read there differs."""
     # named_parameters() would leave out a head that shares its weights with the embedding.
     weights = SentWeights(model.state_dict().items())  # keeps a checksum of each tensor
     # Without an iterator, vLLM silently loads the weights of the start again.
@@ -62,13 +62,13 @@ def advantages(reward):
 
 
 def collate(sequences, weight):
-    """Sequences -> a pack: one row of T tokens."""
+    """Sequences -> a pack: one row of T tokens. weight: of each token."""
     ids, positions, owner, predictors, advantage, sampled = [], [], [], [], [], []
     for i, (prompt, completion, logps, a) in enumerate(sequences):
         start = len(ids) + len(prompt)
         ids += prompt + completion
         predictors += range(start - 1, len(ids) - 1)  # a position predicts the next token
-        positions += range(len(prompt + completion))  # prompts begin at 0
+        positions += range(len(prompt + completion))  # each begins at 0
         owner += [i] * len(prompt + completion)
         advantage += [a] * len(completion)
         sampled += logps
@@ -90,7 +90,7 @@ def make_packs(sequences):
 def log_probs(model, pack):
     """log p of each token of the completions: (R,)."""
     logits = model(pack["ids"], attention_mask=pack["attention"], position_ids=pack["positions"],
-                   logits_to_keep=pack["predictors"]).logits[0]  # (R, V)
+                   logits_to_keep=pack["predictors"]).logits[0]  # (R, V) only at these positions
     return logits.log_softmax(-1).gather(1, pack["targets"][:, None])[:, 0]  # (R,)
 
 
