@@ -85,12 +85,13 @@ def mutants(seed):
 
 
 def difference(file, changed):
-    """Lines of a diff, numbers of the lines that differ or after which some are new."""
+    """Lines of a diff, numbers of the lines that differ or that have new ones beside them."""
     before = (ROOT / file).read_text().splitlines()
     diff = list(difflib.unified_diff(before, changed.splitlines(), lineterm="", n=0))[2:]
     numbers = set()
     for start, count in re.findall(r"^@@ -(\d+),?(\d*)", "\n".join(diff), re.M):
-        numbers |= {*range(int(start), int(start) + max(1, int(count or 1)))}
+        length = int(count or 1) or 2  # 0: new lines only, between two old ones
+        numbers |= {*range(int(start), int(start) + length)}
     return diff, numbers
 
 
