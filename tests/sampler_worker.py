@@ -36,21 +36,19 @@ from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
 buffer_utils.is_uva_available = lambda: False  # memory that CPU and GPU share
 gpu_sampler.apply_top_k_top_p = apply_top_k_top_p_pytorch  # the interpreter cannot run that kernel
-V, H, SLOTS, LENGTH = 1500, 16, 64, 1024  # V: two blocks of the kernels
+V, H, LENGTH = 1500, 16, 1024  # V: two blocks of the kernels
 
 
-def draw(mode, logits, params, positions, first_slot=0):
+def draw(mode, logits, params):
     """-> the token of each row of logits (N, V) and its log-prob: (N,), (N,)."""
-    states = RequestState(SLOTS, LENGTH, LENGTH, 0, logits.shape[1], logits.device)
-    config = SimpleNamespace(reasoning_config=None, speculative_config=None)
-    sampler = gpu_sampler.Sampler(config, SLOTS, logits.shape[1], logits.device, states,
-                                  logprobs_mode=mode)
     n = len(params)
-    slots = torch.arange(first_slot, first_slot + n, dtype=torch.int32)  # (N,)
-    for slot, p in zip(slots.tolist(), params):
+    states = RequestState(n, LENGTH, LENGTH, 0, V, logits.device)
+    config = SimpleNamespace(reasoning_config=None, speculative_config=None)
+    sampler = gpu_sampler.Sampler(config, n, V, logits.device, states, logprobs_mode=mode)
+    for slot, p in enumerate(params):
         sampler.add_request(slot, p)
     sampler.apply_staged_writes()
-    positions = torch.as_tensor(positions)  # (N,)
+    slots, positions = torch.arange(n, dtype=torch.int32), torch.arange(n)  # (N,), (N,)
     ends = torch.arange(n + 1, dtype=torch.int32)  # (N+1,)
     out = sampler(logits, SimpleNamespace(
         num_reqs=n, idx_mapping=slots, expanded_idx_mapping=slots, idx_mapping_np=slots.numpy(),
@@ -61,30 +59,17 @@ def draw(mode, logits, params, positions, first_slot=0):
     return out.sampled_token_ids[:, 0], out.logprobs_tensors.logprobs[:, 0]
 
 
-def params(temperature, seed, **options):
-    return SamplingParams(temperature=temperature, seed=seed, logprobs=0, **options)
-
-
 def main(file):
     torch.manual_seed(0)
     hidden, head = 2 * torch.randn(12, H), torch.randn(V, H)
     logits = hidden @ head.T  # (12, V)
-    temperatures = [0.0] * 4 + [0.6] * 4 + [1.5] * 4
-    rows = [params(t, seed) for seed, t in enumerate(temperatures)]
-    tokens, logps = draw("processed_logprobs", logits.clone(), rows, range(12))
-    found = {temperatures[i]: (hidden[i:i + 4], head, tokens[i:i + 4], logps[i:i + 4])
+    rows = [SamplingParams(temperature=t, seed=0, logprobs=0) for t in (0.0, 0.6, 1.5)
+            for _ in range(4)]
+    tokens, logps = draw("processed_logprobs", logits.clone(), rows)
+    found = {rows[i].temperature: (hidden[i:i + 4], head, tokens[i:i + 4], logps[i:i + 4])
              for i in (0, 4, 8)}
-    rows = [params(1.0, seed, top_p=0.5) for seed in range(4)]
-    found["top_p"] = (hidden[:4], head, *draw("raw_logprobs", logits[:4].clone(), rows, range(4)))
-
-    # rows 11 to 4 again, beside row 0, in other slots
-    order = [0, *range(11, 3, -1)]
-    divided = logits[order] / torch.tensor([temperatures[i] or 1.0 for i in order])[:, None]
-    rows = [params(1.0, seed) for seed in order]
-    found["divided"] = draw("processed_logprobs", divided, rows, order, first_slot=40)[0][1:]
-
-    rows = [params(1.0, 5)] * 11 + [params(1.0, 6)]
-    found["flat"], _ = draw("processed_logprobs", torch.zeros(12, V), rows, [*range(11), 0])
+    rows = [SamplingParams(top_p=0.5, seed=0, logprobs=0)] * 4
+    found["top_p"] = (hidden[:4], head, *draw("raw_logprobs", logits[:4].clone(), rows))
     torch.save(found, file)
 
 

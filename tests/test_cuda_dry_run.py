@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib import metadata
 from unittest import mock
+from unittest.mock import call
 
 import pytest
 import torch
@@ -29,24 +30,20 @@ from shapes import SIZES, make
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs this code itself")
 
 
-class Engine:
-    """In the place of vLLM's LLM: a model on the card, and the calls that it got."""
+def make_engine(cfg):
+    """In the place of vLLM's LLM: a model on the card, in a Mock that keeps the calls it gets."""
+    model = runtime.model.load_model(dataclasses.replace(cfg, lora_rank=0)).to(dist.device())
+    parameters = dict(model.named_parameters())
 
-    def __init__(self, cfg):
-        model = runtime.model.load_model(dataclasses.replace(cfg, lora_rank=0))
-        self.model, self.calls = model.to(dist.device()), []
-        self.apply_model = lambda function: [function(self.model)]
-        self.reset_prefix_cache = lambda: self.calls.append("reset")
-        self.sleep = lambda level: self.calls.append(f"sleep {level}")
-        self.wake_up = lambda tags: self.calls.extend(tags)
-
-    def collective_rpc(self, name, kwargs):
-        self.calls.append(name)
-        parameters = dict(self.model.named_parameters())
+    def reload(name, kwargs):
         for name, w in kwargs["weights_iterator"]:
             assert (w.device, w.dtype) == (dist.device(), torch.bfloat16)
             if name in parameters:  # a tied head is not
                 parameters[name].data.copy_(w)
+
+    engine = mock.Mock(apply_model=lambda function: [function(model)])
+    engine.collective_rpc.side_effect = reload
+    return engine
 
 
 @pytest.fixture
@@ -87,8 +84,8 @@ def train(monkeypatch, tokenizer, stays=False, **changes):
     monkeypatch.setattr(Log, "close", lambda self: None)
     monkeypatch.setattr(stats, "peak_flops", lambda dtype: 1e12)
     llm = nr.Sampler.__new__(nr.Sampler)
-    llm._llm, llm._threads = Engine(cfg), torch.get_num_threads()
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: llm.calls.append("free"))
+    llm._llm, llm._threads = make_engine(cfg), torch.get_num_threads()
+    monkeypatch.setattr(torch.cuda, "empty_cache", llm._llm.free)
     llm.sleep()
     policy = nr.make_policy(cfg)
     ref = nr.make_reference(cfg, policy, stays)
@@ -120,8 +117,11 @@ def test_the_loop_runs_on_a_card_without_a_mix_of_devices_or_dtypes(
     if name == "plain":
         names = ("loss", "kl", "entropy", "ratio", "mismatch/mean_abs", "grad_norm")
         close([row[name] for name in names], [on_cpu[name] for name in names], 10 * EPS)
-    assert llm.calls == 2 * [  # what PyTorch has cached, and the sync left, makes room for vLLM
-        "sleep 2", "free", "weights", "reload_weights", "free", "kv_cache"]
+    assert llm._llm.mock_calls == 2 * [
+        # what PyTorch has cached, and the sync left, makes room for vLLM
+        call.sleep(level=2), call.free(), call.wake_up(tags=["weights"]),
+        call.collective_rpc("reload_weights", kwargs=mock.ANY), call.free(),
+        call.wake_up(tags=["kv_cache"])]
 
     offload, stays = cfg.offload == "optimizer", changes.get("stays", False)
     start = runtime.model.load_model(cfg).state_dict()
@@ -150,21 +150,12 @@ def test_the_loop_runs_on_a_card_without_a_mix_of_devices_or_dtypes(
     nr.sync_weights(again, llm)
 
 
-# ---- the arguments that reach vLLM
-
-
-class Recorded(Exception):
-    """What vLLM's LLM made of its arguments."""
-
-
 @pytest.fixture
 def plan_and_start(group, monkeypatch, tmp_path):
     """A function: flags -> (planned Config, what was decided, EngineArgs of the installed vLLM), on
     a card of `gib`. vLLM's own code takes the arguments; its engine is not started."""
-    def record(*, engine_args, **_):
-        raise Recorded(engine_args)
-
-    monkeypatch.setattr("vllm.entrypoints.llm.LLMEngine.from_engine_args", record)
+    reached = mock.Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("vllm.entrypoints.llm.LLMEngine.from_engine_args", reached)
     with torch.device("meta"):
         make(SIZES["1.5B"]).config.save_pretrained(folder := tmp_path / "1.5B")
     for file in (ROOT / "models/tiny").glob("tokenizer*"):
@@ -178,9 +169,9 @@ def plan_and_start(group, monkeypatch, tmp_path):
         monkeypatch.setattr(dist, "all_gather", lambda items, group=None: [*items] * ranks)
         given = [] if "--resume" in flags else ["--model", str(folder)]
         cfg, decided = memory.plan(nr.parse_config([*given, "--out", str(tmp_path), *flags]))
-        with pytest.raises(Recorded) as e:
+        with pytest.raises(KeyboardInterrupt):
             nr.Sampler(cfg)
-        return cfg, decided, e.value.args[0]
+        return cfg, decided, reached.call_args.kwargs["engine_args"]
 
     return start
 
@@ -214,12 +205,8 @@ def test_a_resumed_run_starts_vllm_with_the_plan_of_the_card_it_is_on(plan_and_s
     assert plan_and_start(40, *resume)[1:] == plan_and_start(40)[1:]
 
 
-# ---- vLLM's sampler for GPUs: its own code, with its Triton kernels interpreted on the CPU
-
-
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """What sampler_worker.py saves."""
     file = tmp_path_factory.mktemp("sampler") / "drawn.pt"
     command = [sys.executable, ROOT / "tests/sampler_worker.py", file]
     done = subprocess.run(command, capture_output=True, text=True, env=ENV)
@@ -231,6 +218,7 @@ def drawn(tmp_path_factory):
     (0.0, 1.0),  # greedy: log-probs without a temperature
     (0.6, 0.6), (1.5, 1.5), ("top_p", 1.0)])
 def test_log_probs_of_the_gpu_sampler_are_those_of_the_trainer(drawn, name, temperature):
+    """vLLM's own code, with its Triton kernels interpreted on the CPU."""
     hidden, head, tokens, logps = drawn[name]  # (4, H), (V, H), (4,), (4,)
     ours, _ = runtime.model.HeadLogps.apply(hidden, head, tokens, temperature, 2048)
     logits = hidden @ head.T / temperature  # (4, V)
