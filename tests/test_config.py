@@ -154,6 +154,7 @@ def test_help_has_every_flag_with_its_comment_and_the_values_of_the_preset(capsy
 
 def test_defaults_follow_the_preset_the_model_and_the_dtype_and_a_flag_overrides_them():
     for argv, name, value in (
+            ("--algo dapo", "overlong_buffer", 0.2),
             ("--algo=dr_grpo", "kl_coef", 0), ("--algo dr_grpo --kl_coef 0.5", "kl_coef", 0.5),
             (f"--model {ROOT}/models/tiny", "task", "arithmetic"),
             ("--model Qwen2.5-Math-1.5B", "task", "gsm8k"),

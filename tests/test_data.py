@@ -124,7 +124,7 @@ def test_prompts_that_are_too_long_are_left_out_and_too_few_are_refused(tokenize
     cfg, notes = make_config(max_prompt=22, eval_size=64), []
     kept = data.load_splits(cfg, tokenizer, notify=notes.append)
     for examples, size, name, note in zip(kept, (256, 64), ("training", "evaluation"), notes):
-        assert all(len(e["prompt_ids"]) <= 22 for e in examples)
+        assert max(len(e["prompt_ids"]) for e in examples) == 22
         left = f"{size - len(examples)} of {size} {name}"
         assert note == f"{left} prompts left out: longer than --max_prompt 22"
     with pytest.raises(ValueError, match="64 evaluation prompts are left, 65 needed: "):

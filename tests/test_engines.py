@@ -95,7 +95,7 @@ def test_every_engine_takes_the_step_of_plain_adamw_also_after_a_rehearsal(
     offload = "offload" in engine_flags
     eps, bound = (1e-5, 10_000 * EPS) if offload else (1e-8, EXACT)
     with contextlib.nullcontext() if offload else float64():
-        cfg = make_config(lr=1e-3, weight_decay=0.1, **OFF_POLICY, **engine_flags)
+        cfg = make_config(lr=1e-3, weight_decay=0.1, beta2=0.95, **OFF_POLICY, **engine_flags)
         rollouts, engine = fixed_rollouts(tokenizer), nr.make_policy(cfg)
         start = weights_of(engine)
         guard.rehearse(engine, None, dataclasses.replace(cfg, pack_tokens=500))
@@ -108,7 +108,7 @@ def test_every_engine_takes_the_step_of_plain_adamw_also_after_a_rehearsal(
 
         plain, batch = nr.TokenLogps(load_model(cfg)), nr.collate(rollouts)
         adam = torch.optim.AdamW(
-            plain.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.1, eps=eps)
+            plain.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, eps=eps)
         for _ in range(2):
             nr.policy_loss(plain(batch)[0], None, None, batch, cfg)[0].backward()
             norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), cfg.max_grad_norm)

@@ -6,8 +6,6 @@ arrive at one place differ, so that two swapped flags show."""
 import contextlib
 import dataclasses
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,14 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import data
 import nano_rlvr as nr
 import rewards
-from conftest import ROOT, close, fixed_rollouts, judged, make_config, write_rows
+from conftest import ROOT, judged, make_config, write_rows
 from examples import tensor_parallel
-from runtime import dist, log, memory, model, sampler
-from runtime.checkpoint import Checkpoints
-from shapes import shape_of
+from runtime import dist, memory, model, sampler
 
 TINY = str(ROOT / "models/tiny")
-SAME_MODEL = str(ROOT / "tests/../models/tiny")  # another text for the same folder
 
 
 @contextlib.contextmanager
@@ -79,23 +74,12 @@ LLM = SimpleNamespace(get_tokenizer=lambda: None)
 EXAMPLES = [{"question": str(i), "answer": str(i), "prompt_ids": [i]} for i in range(1000)]
 
 
-def run_of(cfg):
-    """A Run for collect_rollouts."""
-    return SimpleNamespace(cfg=cfg, llm=LLM, train_set=EXAMPLES, verifier=all_right, metrics={})
-
-
-def as_rank(rank, world):
-    """Patches: this process is one of several ranks, which have the same values."""
-    return ((dist, "rank", lambda: rank), (dist, "world_size", lambda: world),
-            (dist, "all_sum", lambda *values: list(map(float, values))),
-            (dist, "all_gather", lambda items, group=None: items))
-
-
 def collected(cfg, step=3):
     """What the rollouts of a step are asked for, a dict per draw. All rewards are equal."""
+    run = SimpleNamespace(cfg=cfg, llm=LLM, train_set=EXAMPLES, verifier=all_right, metrics={})
     calls = []
-    with patched((nr, "rollout", recorded(calls)), *as_rank(0, 1)):
-        nr.collect_rollouts(run_of(cfg), step)
+    with patched((nr, "rollout", recorded(calls))):
+        nr.collect_rollouts(run, step)
     return calls
 
 
@@ -137,50 +121,10 @@ def prompts_around(cfg):
     return {decode(e["prompt_ids"]).replace(e["question"], "?") for e in sum(splits(cfg), [])}
 
 
-def lines_kept(cfg):
-    """Lines of rollouts.jsonl after a step of 5 groups of 4."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    rollouts = fixed_rollouts(tokenizer, groups=5)
-    written = log.Log(cfg, tokenizer)
-    written.write(0, {}, [rollouts[i:i + 4] for i in range(0, 20, 4)])
-    return len((written.folder / "rollouts.jsonl").read_text().splitlines())
-
-
-def wandb_modes(cfg):
-    """The mode of wandb.init."""
-    wandb = mock.Mock()
-    with patched() as patch:
-        patch.setitem(sys.modules, "wandb", wandb)
-        log.Log(cfg, None)
-    return wandb.init.call_args.kwargs["mode"]
-
-
-def kept(cfg):
-    """The checkpoints that are left of four."""
-    for step in (3, 5, 7, 9):
-        Path(cfg.out, f"step-{step}").mkdir()
-    run = SimpleNamespace(cfg=cfg, folder=Path(cfg.out), log=SimpleNamespace(rows=[]))
-    Checkpoints._delete_old(run)
-    return sorted(path.name for path in Path(cfg.out).glob("step-?"))
-
-
 def group_timeout(cfg):
     """What main() gives to init_process_group."""
     with patched((nr, "parse_config", lambda argv: cfg)):
         return arrival(lambda: nr.main([]), dist, "init_process_group").args
-
-
-def samplers(cfg):
-    """The functions that training and the evaluation ask for."""
-    calls = (lambda: nr.collect_rollouts(run_of(cfg), 0),
-             lambda: nr.evaluate(LLM, EXAMPLES[:3], all_right, cfg))
-    return [arrival(call, nr, "rollout_function").args[0] for call in calls]
-
-
-def planned_offload(cfg):
-    """Where a plan puts the optimizer, for a model that nearly fills a GPU."""
-    device = memory.Device(True, 80 * memory.GIB, 80 * memory.GIB)
-    return memory.plan(cfg, device, shape_of("1.5B"))[0].offload
 
 
 def torch_seed(cfg):
@@ -189,34 +133,25 @@ def torch_seed(cfg):
     return torch.initial_seed()
 
 
-def adamw(name):
-    """An argument of AdamW in the real DeepSpeed engine."""
-    return lambda cfg: nr.make_policy(cfg).optimizer.param_groups[0][name]
-
-
-# ---- the table
-
 FILES = {  # values name them as {tmp}/...
     "one.jsonl": [{"question": f"{i}+1", "answer": "1"} for i in range(20)],
-    "two.jsonl": [{"question": f"{i}+2", "answer": "2"} for i in range(20)],
     "columns.jsonl": [{"q": f"{i}+1", "p": f"{i}-1", "a": f"{i}", "b": f"-{i}"} for i in range(20)],
     "other.jsonl": [{"q": "q", "p": "p", "a": "a", "b": "b"}],
-    "long.jsonl": [{"question": "x" * n, "answer": "1"} for n in (9, 63, 64, 65)],
 }
-SETS = ("{tmp}/one.jsonl", "{tmp}/two.jsonl")
 COLUMNS = dict(data="{tmp}/columns.jsonl", eval_data="{tmp}/other.jsonl", question_key="q",
                answer_key="a")
 ELSEWHERE = {  # flags whose values are compared in another file
-    "test_config": "algo config", "test_engines": "mismatch_bound zero_stage",
-    "test_resume": "name out resume resume_force", "test_trl": "max_grad_norm",
+    "test_config": "algo config", "test_cuda_dry_run": "model dtype memory_gb offload",
+    "test_data": "data eval_data max_prompt", "test_evaluation": "eval_size",
+    "test_engines": "mismatch_bound beta2 weight_decay", "test_report": "keep_rollouts",
+    "test_resume": "name out resume resume_force keep wandb", "test_tools": "rollout",
+    "test_trl": "max_grad_norm",
     "test_variants": "steps prompts samples filter_groups resample epochs minibatches lr lr_end "
     "warmup pack_tokens eval_every save_every"}
 
 # flag -> values, where they arrive, what is seen there for each (None: the values), other flags
 WIRES = {
     # model and data
-    "model": ((TINY, SAME_MODEL),
-              lambda cfg: {loaded(cfg).args[0], llm_args(cfg)["model"]}, ({TINY}, {SAME_MODEL})),
     "trust_remote_code": ((False, True), lambda cfg: {
         x["trust_remote_code"] for x in (loaded(cfg).kwargs, llm_args(cfg))}, ({False}, {True})),
     "compile": (("off", "on"), lambda cfg: getattr(nr.load_model(cfg), "is_compiled", False),
@@ -224,8 +159,6 @@ WIRES = {
     "task": (("arithmetic", "countdown"),
              lambda cfg: [{"terms", "target"} & part[0].keys() for part in splits(cfg)],
              ([{"terms"}] * 2, [{"target"}] * 2), dict(max_prompt=400, eval_size=4)),
-    "data": (SETS, lambda cfg: {e["answer"] for part in splits(cfg) for e in part}, ({"1"}, {"2"})),
-    "eval_data": (SETS, lambda cfg: {e["answer"] for e in splits(cfg)[1]}, ({"1"}, {"2"})),
     "question_key": (("q", "p"), lambda cfg: [part[0]["question"] for part in splits(cfg)],
                      (["0+1", "q"], ["0-1", "p"]), COLUMNS),
     "answer_key": (("a", "b"), lambda cfg: [part[0]["answer"] for part in splits(cfg)],
@@ -233,11 +166,10 @@ WIRES = {
     "template": (("none", "Q: {question}!", "chat"),
                  lambda cfg: (prompts_around(cfg), setting("messages")(cfg)),
                  (({"?"}, False), ({"Q: ?!"}, False), ({"<|user|>?<|assistant|>"}, True)),
-                 dict(data=SETS[0])),
+                 dict(data="{tmp}/one.jsonl")),
     "rewards": (("gsm8k:1", "random:0.5"), setting("spec")),
     "reward_timeout": ((2.0, 3.0), setting("timeout")),
     # rollout
-    "rollout": (("", "a.py:f"), samplers, ([""] * 2, ["a.py:f"] * 2)),
     "temperature": ((0.5, 1.5), lambda cfg: [
         *(call["temperature"] for call in evaluated(cfg)), training("temperature")(cfg),
         nr.make_policy(cfg).module.temperature, nr.make_reference(cfg).temperature],
@@ -245,46 +177,34 @@ WIRES = {
     # vLLM's log-probs: with the temperature, as the trainer's; top-p would renormalise them
     "top_p": ((1.0, 0.5), lambda cfg: (training("top_p")(cfg), llm_args(cfg)["logprobs_mode"]),
               ((1.0, "processed_logprobs"), (0.5, "raw_logprobs")), dict(correction="none")),
-    "max_prompt": ((64, 80), lambda cfg: (llm_args(cfg)["max_model_len"], len(splits(cfg)[1])),
-                   ((64 + 96, 3), (80 + 96, 4)), dict(eval_data="{tmp}/long.jsonl",
-                                                      template="none")),
     "max_tokens": ((90, 110), lambda cfg: [
         training("max_tokens")(cfg), evaluated(cfg)[0]["max_tokens"], setting("max_tokens")(cfg),
         llm_args(cfg)["max_model_len"] - 64], ([90] * 4, [110] * 4)),
     # algorithm
-    "overlong_buffer": ((0.0, 0.25), setting("overlong_buffer"), (None, 24)),
-    # optimizer
-    "beta2": ((0.95, 0.8), adamw("betas"), ((0.9, 0.95), (0.9, 0.8))),
-    "weight_decay": ((0.125, 0.375), adamw("weight_decay")),
+    "overlong_buffer": ((0.0, 0.25), lambda cfg: (
+        setting("overlong_buffer")(cfg), setting("spec")(cfg)),
+        ((None, "gsm8k:1"), (24, "gsm8k:1,overlong:1"))),
     # engines and memory
-    "dtype": (("float32", "bfloat16"), lambda cfg: {
-        *(str(next(m.parameters()).dtype) for m in (nr.make_policy(cfg).module,
-                                                    nr.make_reference(cfg))),
-        f"torch.{llm_args(cfg)['dtype']}"}, ({"torch.float32"}, {"torch.bfloat16"})),
     "lora_rank": ((2, 4), lambda cfg: {
         p.shape[0] for name, p in nr.make_policy(cfg).module.named_parameters()
         if ".lora_A." in name}, ({2}, {4})),
-    "memory_gb": ((24.0, 40.0), planned_offload, ("optimizer", "none"),
-                  dict(dtype="bfloat16", max_prompt=1024, max_tokens=3000)),
+    "zero_stage": ((1, 2), lambda cfg: (
+        (policy := nr.make_policy(cfg)).zero_optimization_stage(),
+        policy.get_data_types()[1],  # in which the gradients of packs are summed
+        policy._config.zero_config.reduce_bucket_size),
+        ((1, torch.float32, memory.BUCKET), (2, torch.float32, memory.BUCKET)),
+        dict(dtype="bfloat16")),
     "gradient_checkpointing": (("on", "off"), lambda cfg: (
         nr.make_policy(cfg).module.model.is_gradient_checkpointing), (True, False)),
-    "offload": (("none", "optimizer"), lambda cfg: (
-        type(nr.make_policy(cfg).optimizer.optimizer).__name__), ("AdamW", "DeepSpeedCPUAdam")),
     "gpu_memory_utilization": ((0.5, 0.7), lambda cfg: (
         llm_args(cfg, gpu=True)["gpu_memory_utilization"])),
     "timeout": ((1.0, 2.0), group_timeout, ((1.0,), (2.0,))),
     # evaluation and files
-    "eval_size": ((5, 9), lambda cfg: {
-        len(splits(dataclasses.replace(cfg, eval_data=source))[1])
-        for source in ("", f"{cfg.out}/two.jsonl")}, ({5}, {9})),
     "eval_n": ((2, 4), lambda cfg: (
         evaluated(cfg)[1]["n"], llm_args(cfg, gpu=True)["max_num_seqs"]), ((2, 65), (4, 129))),
     "eval_temperature": ((0.25, 0.5), lambda cfg: [x["temperature"] for x in evaluated(cfg)],
                          ([0, 0.25], [0, 0.5]), dict(eval_n=2)),
     "eval_top_p": ((0.75, 0.5), lambda cfg: evaluated(cfg)[1]["top_p"], None, dict(eval_n=2)),
-    "keep": ((1, 3), kept, (["step-9"], ["step-5", "step-7", "step-9"])),
-    "keep_rollouts": ((4, 9), lines_kept, (4, 12), dict(name="r")),
-    "wandb": (("offline", "online"), wandb_modes, None, dict(name="w")),
     "seed": ((1, 2), lambda cfg: {
         torch_seed(cfg), llm_args(cfg)["seed"], setting("random_seed")(cfg)}, ({1}, {2})),
 }
@@ -339,21 +259,11 @@ def test_every_request_has_a_seed_of_its_own_and_no_two_draws_of_an_epoch_share_
     assert min(b - a for a, b in zip(seeds, seeds[1:])) > 16384  # sample j has the seed + j
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_of_packs_are_summed_in_float32_and_in_buckets_of_the_planned_size(group, stage):
-    policy = nr.make_policy(make_config(zero_stage=stage, dtype="bfloat16"))
-    assert policy.get_data_types()[1] is torch.float32
-    assert policy._config.zero_config.reduce_bucket_size == memory.BUCKET
-
-
 def test_what_reaches_vllm_and_the_end_of_a_chatml_turn_stops_a_completion(llm, monkeypatch):
-    asked, tokenizer, generate = [], llm.get_tokenizer(), llm.generate
-    monkeypatch.setattr(tokenizer, "get_vocab", lambda: {"<|im_end|>": 7})
-    monkeypatch.setattr(llm, "get_tokenizer", lambda: tokenizer, raising=False)
-    monkeypatch.setattr(llm, "generate", lambda prompts, params, **others: (
-        asked.extend(params) or generate(prompts, params, **others)), raising=False)
-    nr.rollout(llm, [[65, 66], [67]], 3, 0.5, 4, [5, 6], top_p=0.75)
-    for p, seed in zip(asked, (5, 6), strict=True):
+    monkeypatch.setattr(llm.get_tokenizer(), "get_vocab", lambda: {"<|im_end|>": 7})
+    with mock.patch.object(llm, "generate", wraps=llm.generate) as generate:
+        nr.rollout(llm, [[65, 66], [67]], 3, 0.5, 4, [5, 6], top_p=0.75)
+    for p, seed in zip(generate.call_args.args[1], (5, 6), strict=True):
         assert (p.n, p.temperature, p.top_p, p.max_tokens, p.seed) == (3, 0.5, 0.75, 4, seed)
         assert (p.logprobs, p.flat_logprobs, p.detokenize) == (0, True, False)
         assert not p.ignore_eos and not p.stop and p.stop_token_ids == [7]
@@ -367,27 +277,19 @@ def test_a_completion_that_stops_with_its_last_allowed_token_is_not_truncated(ll
         assert (again.completion, again.truncated) == (r.completion[:tokens], truncated)
 
 
-def test_an_engine_has_the_sequences_and_the_cache_of_its_ranks():
+def test_an_engine_has_the_sequences_and_the_cache_of_its_ranks(monkeypatch):
     """By hand: 4 ranks share 8 * 16 samples; a rank of a shared engine has half of the weights."""
     cfg = make_config(prompts=8, samples=16, gpu_memory_utilization=0.5, max_tokens=10**6)
     kv_cache = 40 * 2**30 - 4 * 822_272 - 3 * 2**30
-    with patched(*as_rank(0, 4)):
-        args = llm_args(cfg, gpu=True)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args = llm_args(cfg, gpu=True)
     assert (args["max_num_seqs"], args["kv_cache_memory_bytes"]) == (33, kv_cache)
-    shared, old = tensor_parallel.SharedEngine, (memory.step_bytes, memory.kv_cache_bytes)
-    with patched(*as_rank(0, 4), (torch.distributed, "new_subgroups", lambda n: (None, None)),
+    shared = tensor_parallel.SharedEngine
+    with patched((torch.distributed, "new_subgroups", lambda n: (None, None)),
                  (shared, "gather", lambda self, item: [item] * 2), (sampler, "own_checksums", 0),
-                 (nr, "Sampler", lambda cfg: shared(cfg, 2)), (memory, "step_bytes", old[0]),
-                 (memory, "kv_cache_bytes", old[1])):
+                 (nr, "Sampler", lambda cfg: shared(cfg, 2)),
+                 (memory, "step_bytes", memory.step_bytes),  # to be restored
+                 (memory, "kv_cache_bytes", memory.kv_cache_bytes)):
         tensor_parallel.plan_shards(2)
         args = llm_args(cfg, gpu=True)
     assert (args["max_num_seqs"], args["kv_cache_memory_bytes"]) == (66, kv_cache + 2 * 822_272)
-
-
-def test_dapo_adds_the_penalty_for_long_completions_with_weight_1():
-    cfg = nr.parse_config(["--algo", "dapo", "--max_tokens", "80"])  # 64 tokens are free
-    ids, examples = [[0] * n for n in (64, 72, 80)], [{"question": "1+1", "answer": "2"}]
-    with rewards.start_verifier(cfg, examples, examples) as verifier:
-        values, *_ = verifier(
-            ["2"] * 3, completion_ids=ids, prompts=["1+1"] * 3, answer=["2", "2", "3"])
-    close(values, [1, 0.5, -1])
