@@ -18,8 +18,6 @@ from conftest import EPS, fixed_rollouts, make_config, within, write_rows
 from runtime import records
 from runtime.log import Log
 
-in_chromium = pytest.mark.skipif(not screenshots.CHROMIUM,
-                                 reason="no chromium: apt-get install chromium")
 SCRIPT = "<script>alert(1)</script><img src=x onerror=\"document.title='read as HTML'\"> & </pre>"
 STEPS, GROUPS, SAMPLES = 6, 3, 4
 METRICS = (  # of a step
@@ -78,7 +76,8 @@ def write_run(folder, length=5, seed=0):
     folder.mkdir()
     config = {"seed": seed, "steps": STEPS, "samples": SAMPLES, "name": folder.name}
     (folder / "config.json").write_text(json.dumps(
-        {"config": config, "command": f"nano_rlvr.py {SCRIPT}", "commit": "c", "device": "d"}))
+        {"config": config, "command": f"nano_rlvr.py {SCRIPT} --data a\udcff.jsonl", "commit": "c",
+         "device": "d"}))
     metrics, rollouts, answers = [], [], []
     for step in range(STEPS + 1):
         metrics.append({"step": step, "eval/accuracy": 0.5 + 0.4 * step / STEPS, "eval/low": 0.4,
@@ -108,6 +107,8 @@ def write_run(folder, length=5, seed=0):
 
 def visit(page, states, width=1280, dark=False, visitor=VISITOR):
     """What the page shows in these states, a dict per state, in a frame of `width` pixels."""
+    if not screenshots.CHROMIUM:
+        pytest.skip("no chromium: apt-get install chromium")
     visitor = visitor.replace("STATES", json.dumps(states))
     text = page.read_text().replace("</body>", visitor + "</body>")
     (page.parent / "visited.html").write_text(text)
@@ -133,6 +134,7 @@ STATES = {  # what can stand behind # in the address -> which rollouts the page 
     "step=2&min=0.5&max=0.5": lambda r: r["step"] == 2 and r["reward"] == 0.5,
     "step=4&group=4:1": lambda r: r["step"] == 4,
     "find=PROMPT%202&step=1": lambda r: r["step"] == 1 and r["prompt"].startswith("prompt 2"),
+    "step=4&find=nowhere": lambda r: False,
     "color=advantage": lambda r: True, "color=gap": lambda r: True, "color=logp": lambda r: True,
     "click": lambda r: r["step"] == 3}  # on the chart of the reward, at 0.6 of the steps 0 to 5
 
@@ -142,24 +144,24 @@ def seen(one):
     return dict(zip(STATES, visit(one[0], list(STATES))))
 
 
-@in_chromium
 def test_a_filter_shows_the_rollouts_that_it_names_and_a_script_in_a_text_stays_text(one, seen):
     for state, is_shown in STATES.items():
         found, what = [r for r in one[1] if is_shown(r)], seen[state]
         groups = {(r["step"], r["prompt"]) for r in found}
-        assert what["count"].startswith(
-            f"{len(found)} of {STEPS * GROUPS * SAMPLES} rollouts, in {len(groups)} groups;"), state
+        none = ": none has step 4 and text nowhere; take a filter back" * (not found)
+        assert what["count"].startswith(f"{len(found)} of {STEPS * GROUPS * SAMPLES} rollouts, "
+                                        f"in {len(groups)} groups{none};"), state
         assert what["rows"] == min(len(groups), 12)
         assert what["title"] == "run" and what["scripts"] == 2  # that of the page and VISITOR
-        assert any(card["text"].endswith(SCRIPT) for card in what["cards"])
-        assert SCRIPT in what["prompt"]
+        assert any(card["text"].endswith(SCRIPT) for card in what["cards"]) == bool(found)
+        assert (SCRIPT in what["prompt"]) == bool(found)
         assert what["question"].count(SCRIPT) == 3  # the question, its first and last answer
         assert "at the evaluations of step0123456" in what["question"]
     cards = seen["min=0.5"]["cards"]  # a filter marks its rollouts in the group
     assert [card["match"] for card in cards] == [False, True, False, True]
+    assert seen["step=4&find=nowhere"]["chips"] == ["step 4 ×", "text nowhere ×"]
 
 
-@in_chromium
 def test_the_whole_group_of_a_prompt_is_side_by_side(one, seen):
     group = [r for r in one[1] if r["step"] == 4][SAMPLES:2 * SAMPLES]
     assert (what := seen["step=4&group=4:1"])["prompt"] == group[0]["prompt"]
@@ -168,7 +170,6 @@ def test_the_whole_group_of_a_prompt_is_side_by_side(one, seen):
     assert len({card["box"]["left"] for card in what["cards"]}) == SAMPLES
 
 
-@in_chromium
 def test_the_color_of_a_token_has_the_sign_and_the_size_of_its_number(one, seen):
     for color in ("advantage", "change", "gap", "logp"):
         what = seen["" if color == "change" else f"color={color}"]  # the change comes first
@@ -184,7 +185,6 @@ def test_the_color_of_a_token_has_the_sign_and_the_size_of_its_number(one, seen)
                 within(abs(alpha - min(0.75, 0.75 * abs(x) / most)), 0.75 * 0.05 + 0.005)
 
 
-@in_chromium
 def test_a_chart_has_values_on_hover_and_its_hint_and_marks_the_step_of_a_click(seen):
     charts = {chart["title"]: chart for chart in seen[""]["charts"]}
     titles = [title for title, *_ in report.page.CHARTS if title != "Accuracy by set"]
@@ -199,7 +199,6 @@ def test_a_chart_has_values_on_hover_and_its_hint_and_marks_the_step_of_a_click(
     assert "10% of the completions are cut off" in seen[""]["verdict"]  # half of them
 
 
-@in_chromium
 def test_the_last_chart_has_any_number_that_a_run_logged_also_one_of_a_users_own(one):
     *default, other = visit(one[0], ["", "metric=unknown", "metric=loss"])
     assert other["charts"][-1]["lines"] == [["loss", 0, 0]]
@@ -211,15 +210,6 @@ def test_the_last_chart_has_any_number_that_a_run_logged_also_one_of_a_users_own
                                       "eval/accuracy", "eval/low", "eval/high"}
 
 
-@in_chromium
-def test_filters_can_be_taken_back_and_explain_that_nothing_is_found(one):
-    none, some = visit(one[0], ["step=4&find=nowhere", "step=4"])
-    assert none["chips"] == ["step 4 ×", "text nowhere ×"] and some["chips"] == ["step 4 ×"]
-    assert "none has step 4 and text nowhere; take a filter back" in none["count"]
-    assert none["rows"] == 0 and "take" not in some["count"]
-
-
-@in_chromium
 def test_charts_groups_and_tokens_can_be_reached_by_the_keyboard(one):
     states = ["step=5", "plot ArrowRight", "plot Enter", "row Enter", *2 * ["token ArrowRight"]]
     *_, chosen, row, token, next_token = visit(one[0], states)
@@ -229,7 +219,6 @@ def test_charts_groups_and_tokens_can_be_reached_by_the_keyboard(one):
     assert next_token["token"].startswith("token 2 ") and "not sampled" in next_token["token"]
 
 
-@in_chromium
 @pytest.mark.parametrize("live, age", [(1000, 0), (1000, 1e6), (0, 0)])
 def test_a_page_says_how_often_it_reads_itself_again_and_when_a_run_has_gone_silent(
         live, age, one, tmp_path, monkeypatch):
@@ -243,7 +232,6 @@ def test_a_page_says_how_often_it_reads_itself_again_and_when_a_run_has_gone_sil
     assert ("every 1000 seconds" in seen["live"]) == (live > 0 and not age)
 
 
-@in_chromium
 def test_a_phone_scrolls_in_one_direction_is_dark_and_draws_400_tokens_of_a_long_text(
         seen, tmp_path):
     write_run(tmp_path / "long", length=410)
@@ -264,9 +252,9 @@ def test_the_page_refers_to_nothing_in_a_network_and_carries_no_text_of_a_model_
     assert "alert(1)" not in page.replace(html.escape(SCRIPT), "")
     assert "default-src 'none'" in page
     assert not re.findall(r"@@\w+@@|(?:src|href)=\"(?!#)", page)
+    assert r"--data a\udcff.jsonl" in page  # a name that is not UTF-8 is escaped
 
 
-@in_chromium
 def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(tmp_path):
     for seed in range(2):
         write_run(tmp_path / f"run-{seed}", seed=seed)
@@ -307,15 +295,6 @@ def test_a_damaged_file_of_a_run_is_one_line_and_no_traceback(tmp_path, name):
             report.__main__.main([str(tmp_path / "run")])
 
 
-def test_a_name_that_is_not_utf_8_is_shown_escaped(tmp_path):
-    write_run(tmp_path / "run")
-    path = tmp_path / "run/config.json"
-    about = json.loads(path.read_text()) | {"command": "nano_rlvr.py --data a\udcff.jsonl"}
-    path.write_text(json.dumps(about))
-    report.__main__.main([str(tmp_path / "run")])
-    assert r"--data a\udcff.jsonl" in (tmp_path / "run/report.html").read_text()
-
-
 def test_a_last_line_that_is_cut_off_is_skipped_with_a_note(tmp_path, capsys):
     path, whole = tmp_path / "metrics.jsonl", b'{"step": 0, "reward/mean": 0.5}\n'
     for cut in (b'{"step": 1, "rew', b'{"step": 1, "name": "\xc3', b'{"step": 1e999}'):
@@ -342,7 +321,7 @@ def test_the_report_has_whole_groups_of_at_most_2000_rollouts_in_every_kth_step(
 def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
         group, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(report.tokens, "SHARE", 1)
-    cfg = make_config(keep_rollouts=8, lr=1e-3, out=str(tmp_path), correction="none",
+    cfg = make_config(keep_rollouts=5, lr=1e-3, out=str(tmp_path), correction="none",
                       mismatch_bound=1e9, kl_coef=0.0)
     rollouts = fixed_rollouts(tokenizer)
     rollouts[1].loss_mask[1:] = [False] * (len(rollouts[1].completion) - 1)
@@ -359,7 +338,7 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
     new = logps()
     written.write(0, metrics, groups)
     rows = records.read(written.folder, "rollouts.jsonl")
-    assert len(rows) == 8 and metrics["seconds/report"] > 0  # those that are kept
+    assert len(rows) == 8 and metrics["seconds/report"] > 0  # those that are kept, in whole groups
     for row, r, x, y in zip(rows, rollouts, old, new):
         vllm = itertools.compress(r.vllm_logps, r.loss_mask)
         for name, wanted in (("logp", x), ("change", [b - a for a, b in zip(x, y)]),
@@ -419,9 +398,7 @@ def test_wandb_online_with_a_wrong_key_is_refused_and_the_key_is_not_shown(
         group, monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(ValueError, match="^--wandb online: .*no API key"):
-        Log(make_config(out=str(tmp_path), name="run", wandb="online"), None)
-    monkeypatch.setenv("WANDB_API_KEY", "sentinel")
-    with pytest.raises(ValueError, match="^--wandb online: (?!.*sentinel).*must have 40"):
-        Log(make_config(out=str(tmp_path), name="run", wandb="online"), None)
+    for key, says in (("", ".*no API key"), ("sentinel", "(?!.*sentinel).*must have 40")):
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        with pytest.raises(ValueError, match=f"^--wandb online: {says}"):
+            Log(make_config(out=str(tmp_path), name="run", wandb="online"), None)

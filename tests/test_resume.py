@@ -3,11 +3,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import resource
 import shutil
 import signal
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +23,6 @@ from runtime.dist import RunError
 from runtime.log import Log
 from runtime.shape import ModelShape
 from runtime.trainer import named_weights
-
-# ---- checkpoints
 
 
 def updated(policy, tokenizer, times=1):
@@ -153,11 +153,12 @@ def test_a_failed_write_is_said_and_leaves_whole_files_only(saving):
 
 
 def test_the_newest_and_the_most_accurate_checkpoints_are_kept(saving):
+    saving.cfg = dataclasses.replace(saving.cfg, keep=1)
     for saving.progress.step, accuracy in enumerate([0.5, 0.75, None, 0.75, 0.25, None], start=3):
         saving.save()
         metrics = {} if accuracy is None else {"eval/accuracy": accuracy}
         saving.log.rows.append({"step": saving.progress.step} | metrics)
-    assert list(on_disk(saving.folder)) == [4, 7, 8]
+    assert list(on_disk(saving.folder)) == [4, 8]
 
 
 def test_a_checkpoint_is_a_model_and_final_the_same_without_the_trainers_state(saving):
@@ -174,7 +175,7 @@ def test_a_checkpoint_is_a_model_and_final_the_same_without_the_trainers_state(s
         path.name for path in (run / "final").iterdir()} | {"trainer", "manifest.json"}
 
 
-def test_logs_are_cut_back_to_the_checkpoint_and_a_damaged_one_is_named(saving):
+def test_logs_are_cut_back_to_the_checkpoint_and_a_shorter_one_is_refused(saving):
     path = saving.folder / "metrics.jsonl"
     for step in range(3):
         saving.log.write(step, {"loss": 1.0})
@@ -185,9 +186,6 @@ def test_logs_are_cut_back_to_the_checkpoint_and_a_damaged_one_is_named(saving):
         f.write('{"step": 4, "lo')
     resumed(saving)
     assert path.read_text() == kept
-    path.write_text(kept.replace("1.0}", "1.0,", 1))
-    with pytest.raises(ValueError, match="metrics.jsonl:1: no line of JSON"):
-        resumed(saving)
     for left in (len(kept) - 1, 0):
         os.truncate(path, left)
         with pytest.raises(ValueError, match=f"metrics.jsonl has {left} bytes, it had {len(kept)}"):
@@ -212,17 +210,12 @@ def saved(tmp_path):
     ("--steps 5", "--steps 5 (was 10)"),
     ("--steps 20 --lr_end 0.5", "More --steps need --lr_end 1 from the start; else train on in"),
     ("--lr 1 --resume_force", None),
-    ("--name other", "are two runs"),
 ])
 def test_a_run_continues_only_with_flags_that_give_the_same_results(saved, flags, says):
-    argv = ["--resume", str(saved), *flags.split()]
-    if says is None:
-        cfg = nr.parse_config(argv)
+    refused = pytest.raises(ValueError, match=re.escape(says or ""))
+    with refused if says else contextlib.nullcontext():
+        cfg = nr.parse_config(["--resume", str(saved), *flags.split()])
         assert (cfg.samples, cfg.name, cfg.out) == (4, "run", str(saved.parent))
-    else:
-        with pytest.raises(ValueError) as e:
-            nr.parse_config(argv)
-        assert says in str(e.value)
 
 
 def test_each_flag_is_free_or_only_rounds_or_is_refused(saved):
@@ -267,9 +260,6 @@ def test_a_folder_belongs_to_one_process(group, tmp_path):
     with pytest.raises(ValueError, match="another process is running there"):
         log.claim_folder(cfg)
     held.close()
-    (tmp_path / "mine/metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match="mine holds a run; .* --resume"):
-        log.claim_folder(cfg)
 
 
 def test_a_run_does_not_continue_with_other_inputs(group, tmp_path):
@@ -297,11 +287,13 @@ def test_passwords_in_urls_are_not_written_and_a_template_is_as_it_was(saving, m
 
 
 def test_a_resumed_run_is_the_same_run_for_wandb(saving, monkeypatch):
-    ids = []
-    monkeypatch.setattr("wandb.init", lambda **args: ids.append((args["id"], args["resume"])))
-    for resume in ("", str(saving.folder)):
-        Log(dataclasses.replace(saving.cfg, wandb="offline", resume=resume), None)
-    assert ids[0] == ids[1] and ids[0][0] and ids[0][1] == "allow"
+    monkeypatch.setattr("wandb.login", lambda prompt: True)
+    monkeypatch.setattr("wandb.init", init := mock.Mock())
+    for mode, resume in (("offline", ""), ("online", str(saving.folder))):
+        Log(dataclasses.replace(saving.cfg, wandb=mode, resume=resume), None)
+        assert (init.call_args.kwargs["mode"], init.call_args.kwargs["resume"]) == (mode, "allow")
+    first, second = (call.kwargs["id"] for call in init.call_args_list)
+    assert first == second != ""
 
 
 # ---- signals, failures and the screen

@@ -171,9 +171,6 @@ def test_a_failed_sync_and_a_full_device_are_not_blamed_on_the_user(user):
             user(f"raise {error}")
 
 
-# ---- the model of the example, training
-
-
 @pytest.mark.parametrize("arguments", [
     "temperature, seeds=None, **s", "temperature, max_tokens, seeds, **s",
     "temperature, max_tokens, *, seeds=None, **s", "temperature, max_tokens, seeds=None"])
