@@ -186,22 +186,16 @@ def descendants(pids):
                         for child in psutil.Process(pid).children(recursive=True)}
 
 
+def eventually(condition):
+    """Whether condition() becomes true within a minute."""
+    return any(condition() or time.sleep(0.1) for _ in range(600))
+
+
 def gone(pids):
-    """Whether these processes end: none is there in a minute, but for zombies."""
-    pids = set(map(int, pids))
-    for _ in range(600):
-        running = {process.pid for process in psutil.process_iter(["status"])
-                   if process.info["status"] != psutil.STATUS_ZOMBIE}
-        if not pids & running:
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def processes_with(mark):
-    """The processes of this machine whose command lines contain a mark."""
-    return [process for process in psutil.process_iter(["cmdline"])
-            if mark in " ".join(process.info["cmdline"] or [])]
+    """Whether these processes end. A zombie has ended."""
+    return eventually(lambda: not set(map(int, pids)) & {
+        process.pid for process in psutil.process_iter(["status"])
+        if process.info["status"] != psutil.STATUS_ZOMBIE})
 
 
 START, MINUTES = time.monotonic(), float(os.environ.get("TEST_MINUTES", "inf"))

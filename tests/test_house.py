@@ -6,6 +6,8 @@ import subprocess
 import sys
 import tokenize
 
+import pytest
+
 import nano_rlvr as nr
 from conftest import ROOT
 
@@ -68,16 +70,11 @@ def test_runtime_has_few_modules_and_only_stop_has_global_state():
     assert found == {"stop.py"}
 
 
-def test_bench_and_learn_share_only_measure():
-    for room, other in (("bench", "learn"), ("learn", "bench"), ("measure", "bench")):
-        for path in (ROOT / room).rglob("*.py"):
-            assert not [name for name in imports(path) if name.split(".")[0] == other], path
-
-
-def test_no_test_imports_another_test_file():
-    tests = {path.stem: path for path in (ROOT / "tests").rglob("*.py")}
-    for path in tests.values():
-        assert not [name for name in imports(path) & set(tests) if name.startswith("test_")], path
+@pytest.mark.parametrize("room, others", [
+    ("bench", "learn"), ("learn", "bench"), ("measure", "bench"), ("tests", "test_")])
+def test_bench_and_learn_share_only_measure_and_no_test_imports_another_test_file(room, others):
+    for path in (ROOT / room).rglob("*.py"):
+        assert not [name for name in imports(path) if name.startswith(others)], path
 
 
 def test_the_program_and_its_tests_stay_small():
@@ -91,11 +88,8 @@ def code_tokens(path):
     """Lists of the code's tokens per line: no comments, no docstrings, no line ends and indents.
     An f-string is one token, also for Python 3.12 and later, which split it."""
     text = path.read_text()
-    docstrings = set()  # the lines where they begin
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-            if ast.get_docstring(node):
-                docstrings.add(node.body[0].lineno)
+    docstrings = {node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)
+                  and isinstance(getattr(node.value, "value", None), str)}  # where they begin
     layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
               tokenize.ENDMARKER)
     lines, open_strings = {}, 0

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 import data
 import rewards
-from conftest import ROOT, descendants, gone, processes_with
-from verify import pool, verifier
+from conftest import ROOT, descendants, eventually, gone
+from verify import pool
 
 MARK = f"my-child-{os.getpid()}"
 FUNCTIONS = """
@@ -32,6 +33,7 @@ def misbehaves(completions, **_):
     print("a reward function may print", c)
     if c == "raise": raise KeyError("no such thing")
     if c == "exit": sys.exit(3)
+    if c == "late": raise TimeoutError("of its own")
     if c == "die": os.kill(os.getpid(), signal.SIGKILL)
     if "child" in c: subprocess.Popen(CHILD)
     if "daemon" in c: subprocess.run([sys.executable, "-c", DAEMON])
@@ -44,8 +46,6 @@ def misbehaves(completions, **_):
            "nothing": None, "complex": [1j], "huge": [10 ** 400], "nested": [[1.0]],
            "numpy": np.ones(1)}
     return odd.get(c, [0.5])
-def late(completions, **_):
-    raise TimeoutError("of its own")
 async def later(completions, **_):
     return [2.0]
 def modules(completions, **_):
@@ -59,8 +59,6 @@ def pid(completions, **_):
     return [float(os.getpid())]
 def size(completions, **_):
     return [float(len(c)) for c in completions]
-def one(completions, **_):
-    return [1.0] * len(completions)
 def asks(completions, **_):
     return [len(completions) + 1.0]
 asks.waits = True
@@ -76,20 +74,14 @@ def my(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judge(my):
-    """judge(spec, texts, **columns) -> (rewards, parts, metrics), with a Verifier per spec. Names
-    without a file are those of `my`, gsm8k, math and length_kimi."""
+    """judge(spec) -> a Verifier. Names without a file: those of `my`, gsm8k, math, length_kimi."""
     files = {"gsm8k": "", "math": "", "length_kimi": f"{ROOT}/examples/shaping_rewards.py:"}
-
     with contextlib.ExitStack() as stack:
         @functools.cache
-        def verifier_of(spec):
+        def judge(spec):
             parts = [files.get(part.partition(":")[0], f"{my}:") + part for part in spec.split(",")]
             return stack.enter_context(rewards.Verifier(",".join(parts), workers=2))
 
-        def judge(spec, texts, **columns):
-            return verifier_of(spec)(texts, **columns)
-
-        judge.verifier_of = verifier_of
         yield judge
 
 
@@ -109,38 +101,37 @@ def test_twenty_hung_answers_cost_one_limit_and_the_rest_are_judged_right():
 
 def test_each_sample_gets_its_own_verdict_whatever_the_others_do(judge, capfd):
     wanted = {"ok": 0.5, "none": None, "nan": None, "int": 1.0, "ask": 0.0, "numpy": 1.0,
-              "hang": None}
+              "hang": None, "late": None}
     crash = ["raise", "exit", "die", "inf", "two", "text", "dict", "str", "number", "nothing",
              "complex", "huge", "nested"]
     texts = [*crash, *wanted, "ok"]
     gold = [f"gold {text}" for text in texts]
-    values, parts, metrics = judge("misbehaves", texts, answer=gold)
+    values, parts, metrics = judge("misbehaves")(texts, answer=gold)
     assert values == [None] * len(crash) + [*wanted.values(), 0.5] == parts["misbehaves"]
-    assert metrics == {"reward/timeouts": 1.0, "reward/crashes": len(crash)}
+    assert metrics == {"reward/timeouts": 2.0, "reward/crashes": len(crash)}
     printed = capfd.readouterr().err
     assert printed.count("crashed") == 1  # printed once, with function and example; then counted
     for text in "'misbehaves'", "'raise'", "gold raise", "KeyError: 'no such thing'", "my_own_file":
         assert text in printed
 
 
-def test_parts_are_left_out_added_or_none_and_a_time_out_may_be_the_functions_own(judge, capfd):
+def test_parts_are_left_out_added_or_none(judge):
     """None is left out of the sum, but a crash makes the sample None."""
-    values, _, _ = judge("misbehaves:0.5,odd:2", ["ok", "none", "raise"])
+    values, _, _ = judge("misbehaves:0.5,odd:2")(["ok", "none", "raise"])
     assert values == [0.25, 0.0, None]
-    values, _, metrics = judge("misbehaves:0.5:-1,odd:2", ["raise", "hang"])  # -1 in their place
+    values, _, metrics = judge("misbehaves:0.5:-1,odd:2")(["raise", "hang"])  # -1 in their place
     assert values == [1.5, -0.5] and metrics == {"reward/timeouts": 1.0, "reward/crashes": 1.0}
-    assert judge("late", ["a", "b"])[2] == {"reward/timeouts": 2.0, "reward/crashes": 0.0}
     # no **columns, and a coroutine
     columns = {"answer": ["a", "a"], "prompts": ["p", "p"]}
-    assert judge("strict,later:0.5", ["a", "b"], **columns)[0] == [2.0, 1.0]
+    assert judge("strict,later:0.5")(["a", "b"], **columns)[0] == [2.0, 1.0]
 
 
 def test_a_batch_that_cannot_be_judged_raises_at_once(judge):
     with pytest.raises(ValueError, match="column 'answer' has 2 values for 3 completions"):
-        judge("odd", ["a", "b", "c"], answer=["a", "b"])
+        judge("odd")(["a", "b", "c"], answer=["a", "b"])
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
-        judge("odd", ["a"], log=lambda: 0)
-    assert judge("odd", ["a"])[0] == [1.0] and judge("odd", [])[0] == []  # the pool still works
+        judge("odd")(["a"], log=lambda: 0)
+    assert judge("odd")(["a"])[0] == [1.0] and judge("odd")([])[0] == []  # the pool still works
 
 
 def test_whole_batch_functions_see_every_completion_and_the_first_part(judge):
@@ -148,20 +139,20 @@ def test_whole_batch_functions_see_every_completion_and_the_first_part(judge):
     texts = [r"\boxed{72}", r"it is \boxed{72}", r"\boxed{71}"]
     # `correct` is gsm8k's part, wherever it stands; without it, math decides
     wanted = {"length_kimi": [0.5, -0.5, 0.0], "gsm8k": [1.0, 1.0, 0.0]}
-    assert judge("length_kimi,gsm8k", texts, **columns)[1] == wanted
-    values, parts, _ = judge("gsm8k,length_kimi:0.5", texts, **columns)
+    assert judge("length_kimi,gsm8k")(texts, **columns)[1] == wanted
+    values, parts, _ = judge("gsm8k,length_kimi:0.5")(texts, **columns)
     assert parts == wanted and values == [1.25, 0.75, 0.0]
-    assert judge("length_kimi", texts, **columns)[0] == [0.5, -0.5, 0.0]
+    assert judge("length_kimi")(texts, **columns)[0] == [0.5, -0.5, 0.0]
 
 
 def test_a_user_file_is_imported_in_the_fork_server_without_torch_and_the_trainer(judge):
-    assert judge("modules", ["x"])[0] == [0.0]
+    assert judge("modules")(["x"])[0] == [0.0]
     assert "reward_file_my_own_file" not in sys.modules
 
 
 def test_workers_and_fork_servers_that_died_between_batches_are_replaced(judge):
-    server = judge.verifier_of("pid").pool.fork_server.pid
-    [worker] = map(int, judge("pid", ["x"])[0])
+    server = judge("pid").pool.fork_server.pid
+    [worker] = map(int, judge("pid")(["x"])[0])
     for all_of_them in (False, True):
         killed = descendants([server]) - {server} if all_of_them else {worker}
         for pid in killed:
@@ -169,7 +160,7 @@ def test_workers_and_fork_servers_that_died_between_batches_are_replaced(judge):
                 os.kill(pid, signal.SIGKILL)
         assert gone(killed)
         time.sleep(1)  # the fork server looks for dead children, and then tells the pool
-        assert judge("pid", ["x", "y"])[2]["reward/crashes"] == 0
+        assert judge("pid")(["x", "y"])[2]["reward/crashes"] == 0
 
 
 @pytest.mark.parametrize("text, value", [
@@ -179,11 +170,14 @@ def test_what_a_function_started_ends_with_its_worker_or_the_pool(my, text, valu
     with rewards.Verifier(f"{my}:misbehaves", timeout=timeout, workers=1) as verify:
         assert verify([text, "ok"])[0] == [value, 0.5]
         assert becomes(bool(value))  # a daemon may be a server for the next calls
-    assert becomes(False)
+        pids = [verify.pool.fork_server.pid, *(w.pid for w in verify.pool.workers)]
+    assert len(pids) > bool(value) and gone(pids) and becomes(False)
+    with pytest.raises(RuntimeError, match="closed"):
+        verify(["ok"])
 
 
 def test_a_call_over_memory_mb_crashes_also_where_math_verify_says_unequal(my, judge):
-    assert judge("greedy", ["x"])[0] == [1.0]  # 200 MB of 512
+    assert judge("greedy")(["x"])[0] == [1.0]  # 200 MB of 512
     texts = [r"\boxed{(x+1)^{10^6}}", r"\boxed{6}", r"\boxed{(x+1)^{10^6}}", r"\boxed{x+1}"]
     for spec, wanted in (("math", [None, 0.0, None, 0.0]), (f"{my}:greedy", [None] * 4)):
         with rewards.Verifier(spec, workers=1, timeout=30, memory_mb=64) as verify:
@@ -196,17 +190,8 @@ def test_ctrl_c_in_a_call_leaves_a_verifier_that_works(judge):
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     with pytest.raises(KeyboardInterrupt):
-        judge("misbehaves", ["hang"] * 3)
-    assert judge("misbehaves", ["ok", "none"])[0] == [0.5, None]
-
-
-def test_a_closed_verifier_raises_and_leaves_no_process(my):
-    with rewards.Verifier(f"{my}:odd", workers=2) as verify:
-        verify(["a"] * 9)
-        pids = [verify.pool.fork_server.pid, *(w.pid for w in verify.pool.workers)]
-    assert len(pids) == 3 and gone(pids)
-    with pytest.raises(RuntimeError, match="closed"):
-        verify(["a"])
+        judge("misbehaves")(["hang"] * 3)
+    assert judge("misbehaves")(["ok", "none"])[0] == [0.5, None]
 
 
 @pytest.mark.parametrize("where, says", [("==", "^a process .*No such process$"), ("!=", "")])
@@ -221,13 +206,8 @@ def test_a_process_that_cannot_be_started_is_named(tmp_path, monkeypatch, where,
         assert verify.pool.limit == 3 * 9  # the machine is busy
 
 
-# ---- columns
-
-
-def test_a_text_is_no_reward_and_a_function_that_waits_for_a_network_is_called_per_text(judge):
-    text = verifier._call(lambda completions: ["yes"], ["aBcDe"], {})
-    assert "TypeError: must be real number, not str" in text
-    assert judge("asks,size:0.5", ["cd", "e"])[0] == [2.0 + 0.5 * 2, 2.0 + 0.5]
+def test_a_function_that_waits_for_a_network_is_called_per_text(judge):
+    assert judge("asks,size:0.5")(["cd", "e"])[0] == [2.0 + 0.5 * 2, 2.0 + 0.5]
 
 
 def test_a_column_that_no_row_has_is_named_in_one_line():
@@ -256,11 +236,9 @@ def test_the_rows_of_mixed_tasks_are_each_judged_by_their_own_reward():
 
 def becomes(there):
     """Waits until there are processes with MARK, or none. Popen returns before they have it."""
-    for _ in range(600):
-        if bool(processes_with(MARK)) == there:
-            return True
-        time.sleep(0.1)
-    return False
+    return eventually(lambda: there == any(
+        MARK in " ".join(process.info["cmdline"] or [])
+        for process in psutil.process_iter(["cmdline"])))
 
 
 @pytest.mark.parametrize("text, number", [
