@@ -4,7 +4,7 @@
     python notebooks/run.py 01 02      those whose names begin so
 
 Left out are what libraries print to stderr and, where the engines start, all text: these cells have
-the tag "quiet".
+the tag "quiet". At the end the Chinese notebook gets the code cells and outputs of the English one.
 """
 import base64
 import io
@@ -17,6 +17,7 @@ from nbclient import NotebookClient
 from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent
+ENGLISH, CHINESE = (FOLDER / f"01_one_step{language}.ipynb" for language in ("", ".zh-CN"))
 
 
 def shrink(output):
@@ -48,9 +49,23 @@ def execute(path, env=os.environ):
     return notebook
 
 
+def translated():
+    """The Chinese notebook with the present code cells and outputs of the English one.
+
+    Raises KeyError if a cell of text has no translation.
+    """
+    text = {cell.id: cell.source for cell in nbformat.read(CHINESE, as_version=4).cells}
+    result = nbformat.read(ENGLISH, as_version=4)
+    for cell in result.cells:
+        if cell.cell_type == "markdown":
+            cell.source = text[cell.id]
+    return result
+
+
 if __name__ == "__main__":
-    for path in sorted(FOLDER.glob("*[a-z].ipynb")):  # translations: tests/test_translations.py
+    for path in sorted(FOLDER.glob("*[a-z].ipynb")):  # not the translation
         if not sys.argv[1:] or path.name.startswith(tuple(sys.argv[1:])):
             notebook = execute(path)
             nbformat.write(notebook, path)
             print(f"{path.name}: {len(notebook.cells)} cells, {path.stat().st_size / 1024:.0f} KiB")
+    nbformat.write(translated(), CHINESE)

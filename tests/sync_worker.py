@@ -20,9 +20,6 @@ POLICIES = dict(zero_stage=2, lora_rank=4, lr=0.1), dict(zero_stage=3)
 EMBEDDING = "model.embed_tokens.weight"
 
 
-# ---- harm to vLLM after a sync
-
-
 def checkpoint_from_disk(llm, rpc):
     """TRL issue 5312."""
     rpc("reload_weights", kwargs={"weights_iterator": None})

@@ -135,12 +135,6 @@ def test_without_the_hub_its_libraries_are_told_at_once_that_they_are_offline(mo
     assert constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
 
 
-def test_a_batch_that_ranks_cannot_share_evenly_is_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="^--prompts 32 cannot be shared evenly by 3 ranks$"):
-        nr.parse_config([])
-
-
 def test_help_has_every_flag_with_its_comment_and_the_values_of_the_preset(capsys):
     with pytest.raises(SystemExit):
         nr.main(["--algo", "dr_grpo", "--help"])

@@ -1,6 +1,5 @@
 """Tasks, files, templates and the order of the data."""
 import copy
-import csv
 import json
 import re
 
@@ -30,16 +29,14 @@ def test_generated_examples_are_right_distinct_seeded_and_no_seed_trains_on_a_te
 
 def test_every_file_format_gives_the_same_examples(tmp_path):
     import pyarrow
-    from pyarrow import parquet
+    from pyarrow import csv, parquet
     rows = [{"problem": f"what is {i}\u2028?", "solution": str(i), "level": str(i % 3)}
             for i in range(5)]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in rows))
     (tmp_path / "a.json").write_text(json.dumps({"data": rows}))
-    with (tmp_path / "a.csv").open("w", newline="") as f:
-        writer = csv.DictWriter(f, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    table = pyarrow.Table.from_pylist(rows)
+    csv.write_csv(table, tmp_path / "a.csv")
+    parquet.write_table(table, tmp_path / "a.parquet")
     wanted = [row | {"question": row["problem"], "answer": row["solution"]} for row in rows]
     for kind in "jsonl", "json", "csv", "parquet":
         assert data.load(str(tmp_path / f"a.{kind}")) == wanted

@@ -43,9 +43,6 @@ def weights_of(engine):
     return {name: w.clone() for name, w in named_weights(engine)}
 
 
-# ---- vLLM
-
-
 @pytest.mark.numeric
 def test_vllm_and_trainer_agree_before_and_after_a_sync_and_only_then(fresh_llm, tokenizer):
     hot = dict(temperature=1.7)
@@ -78,9 +75,6 @@ def test_a_sync_from_zero_3_gathers_one_tensor_at_a_time(fresh_llm, monkeypatch)
     nr.sync_weights(policy, fresh_llm)
     assert max(gathered) == max(p.ds_numel for p in parameters) == 384 * 128
     assert len(gathered) > len(parameters)
-
-
-# ---- DeepSpeed
 
 
 @pytest.mark.numeric

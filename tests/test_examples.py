@@ -13,6 +13,7 @@ import data
 import nano_rlvr as nr
 from conftest import ROOT, close, fixed_rollouts, make_config, naive_logps, write_rows
 from examples import async_rl, curriculum, distill, dpo, entropy, kl, products, sft, stories, tags
+from examples.ppo import Critic, gae
 from runtime.dist import RunError
 
 
@@ -25,6 +26,12 @@ def models(in_float64):
     for p in other.parameters():
         p += 0.02 * torch.randn_like(p)
     return policy, other
+
+
+def alone(model, rollout, temperature=1.0):
+    """naive_logps of a TokenLogps, which from now on runs sequences one at a time."""
+    model.model.set_attn_implementation("eager")
+    return naive_logps(model.model, rollout, temperature)
 
 
 def close_gradients(policy, *losses):
@@ -47,11 +54,9 @@ def test_dpo_has_the_gradient_of_its_loss(models, tokenizer):
     found = dpo.assign_pairs(groups, policy, ref, 0.3, cfg, groups[0][0])
     ours = sum(nr.policy_loss(policy(batch)[0], None, None, batch, cfg)[0]
                for batch in nr.make_batches(groups, groups[0][0], cfg))
-    for model in models:
-        model.model.set_attn_implementation("eager")
     losses = []
     for number, *pair in [(0, 1, 2), (1, 1, 0), (3, 1, 0)]:  # group, first right, first wrong
-        right, wrong = (naive_logps(policy.model, r)[0].sum() - naive_logps(ref.model, r)[0].sum()
+        right, wrong = (alone(policy, r)[0].sum() - alone(ref, r)[0].sum()
                         for r in map(groups[number].__getitem__, pair))
         losses.append(-torch.nn.functional.logsigmoid(0.3 * (right - wrong)))
     loss = torch.stack(losses).mean()
@@ -65,14 +70,11 @@ def test_a_distilled_token_has_the_advantage_log_teacher_minus_log_student(model
     prefix = tokenizer.encode("Think.", add_special_tokens=False)
     rollouts = fixed_rollouts(tokenizer)
     rollouts[1].loss_mask[0] = False  # a tool wrote it
-    mean = distill.token_advantages(
-        student, teacher, rollouts, prefix, make_config(), rollouts[0])
-    for model in models:
-        model.model.set_attn_implementation("eager")
+    mean = distill.token_advantages(student, teacher, rollouts, prefix, make_config(), rollouts[0])
     for r in rollouts:
         told = dataclasses.replace(r, prompt=[*prefix, *r.prompt])
         with torch.no_grad():
-            gap = naive_logps(teacher.model, told)[0] - naive_logps(student.model, r)[0]  # (L,)
+            gap = alone(teacher, told)[0] - alone(student, r)[0]  # (L,)
         gap *= torch.tensor(r.loss_mask)
         close(r.advantages, gap)
     close(mean, sum(sum(r.advantages) for r in rollouts) / sum(r.length for r in rollouts))
@@ -125,11 +127,8 @@ def test_the_kl_in_the_reward_is_subtracted_from_it_and_not_in_the_loss(
     monkeypatch.setattr(nr, "train", lambda run, assign_advantages: seen.append(
         (run.ref, assign_advantages([rollouts], cfg, math.nan))))
     kl.train_with_kl_in_reward(run)
-    for model in models:
-        model.model.set_attn_implementation("eager")
     with torch.no_grad():
-        kls = [(naive_logps(policy.model, r)[0] - naive_logps(ref.model, r)[0]).sum().item()
-               for r in rollouts]
+        kls = [(alone(policy, r)[0] - alone(ref, r)[0]).sum().item() for r in rollouts]
     close([r.advantages[0] for r in rollouts], [-0.5 * (x - sum(kls) / 4) for x in kls])
     close(run.metrics["kl"], sum(kls) / sum(r.length for r in rollouts))
     close(seen[0][1], 1 - 0.5 * sum(kls) / 4)
@@ -150,11 +149,9 @@ def test_the_entropy_has_the_gradient_of_autograd_in_several_chunks(models, toke
     batch = nr.collate(rollouts)
     logp, batch.entropy = policy(batch)  # (R,), (R,)
     a, b = torch.randn(2, len(logp)).unbind()  # (R,) twice
-    policy.model.set_attn_implementation("eager")
-    own, entropies = map(torch.cat, zip(*(naive_logps(policy.model, r, 0.7) for r in rollouts)))
+    own, entropies = map(torch.cat, zip(*(alone(policy, r, 0.7) for r in rollouts)))
     close(batch.entropy, entropies)
-    close_gradients(
-        policy, (a * logp + b * batch.entropy).sum(), (a * own + b * entropies).sum())
+    close_gradients(policy, (a * logp + b * batch.entropy).sum(), (a * own + b * entropies).sum())
 
 
 def test_the_bonus_and_gmpo_are_their_formulas(in_float64, tokenizer):
@@ -180,6 +177,53 @@ def test_the_bonus_and_gmpo_are_their_formulas(in_float64, tokenizer):
     close(plain - loss, 0.5 * (batch.weight * batch.entropy).sum())
 
 
+@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.5), (0.97, 0.0), (0.97, 1.0)])
+def test_gae_solves_its_linear_equations(gamma, lam):
+    """A = delta + gamma lam (A one token later), with V = 0 after the last token."""
+    rng = random.Random(0)
+    for n in (1, 2, 5, 9):
+        rewards, values = ([rng.gauss(0, 1) for _ in range(n)] for _ in range(2))
+        later = torch.diag(torch.ones(n - 1).double(), 1)  # (n, n) row t picks column t + 1
+        r, v = torch.tensor([rewards, values], dtype=torch.float64)
+        delta = r + gamma * later @ v - v  # (n,)
+        a = torch.linalg.solve(torch.eye(n).double() - gamma * lam * later, delta)  # (n,)
+        close(gae(rewards, values, gamma, lam), a)
+
+
+@torch.no_grad()
+def values_of(critic, rollout):
+    """(R,) values before each token of a completion, from a pass of this sequence alone."""
+    row = torch.tensor([rollout.prompt + rollout.completion])
+    hidden = critic.decoder(input_ids=row, use_cache=False).last_hidden_state[0]  # (L, H)
+    return critic.head(hidden[len(rollout.prompt) - 1:-1])[:, 0]
+
+
+def test_ppos_advantages_are_normalised_gae_and_its_targets_are_gae_plus_the_values(
+        in_float64, tokenizer):
+    """The loop of examples/ppo.py runs in notebook 03."""
+    torch.manual_seed(0)
+    critic = Critic(make_config(), minibatches=3, lam=0.7)
+    torch.nn.init.normal_(critic.head.weight)  # values that are not 0
+    rollouts = fixed_rollouts(tokenizer)
+    batches = critic.assign_advantages(rollouts)
+    critic.decoder.set_attn_implementation("eager")
+    wanted = {}  # id(rollout) -> GAE
+    for i, batch in enumerate(batches):
+        values = [values_of(critic, r) for r in rollouts[i::3]]
+        for r, v in zip(rollouts[i::3], values):
+            rewards = [0.0] * (len(v) - 1) + [r.reward]
+            wanted[id(r)] = torch.tensor(gae(rewards, v.tolist(), 1.0, 0.7))
+        close(batch.values, torch.cat(values))
+        close(batch.returns, torch.cat([wanted[id(r)] for r in rollouts[i::3]]) + batch.values)
+    wanted = torch.cat([wanted[id(r)] for r in rollouts])  # (tokens,)
+    normalised = (wanted - wanted.mean()) / (wanted.std(correction=0) + 1e-4)
+    close(nr.collate(rollouts).advantage, normalised)  # each token has its own in the loss
+    for critic.cfg.max_grad_norm in (1.0, 0.0):  # 0 = no clipping
+        before = critic.head.weight.clone()
+        critic.update(batches)
+        assert (critic.head.weight - before).abs().max() > 1e-4
+
+
 def test_clip_cov_draws_from_the_tokens_with_a_large_product_of_distances():
     first, second = (
         nr.Rollout([1], [0] * len(mask), "", False, [], mask, advantages=advantages)
@@ -198,17 +242,19 @@ def test_the_rows_of_a_task_depend_on_split_and_seed_and_near_seeds_share_none()
     assert len(first) > 100 and first.isdisjoint(set.union(*others))
 
 
-def test_stories_keep_their_pairs_of_numbers_apart_and_know_their_answers():
-    found = {}
-    for split in ("train", "test"):
-        rows = list(stories.make(split, 2000, 0))
-        found[split] = {tuple(products.numbers(row["question"])) for row in rows}
-        assert {row["kind"] for row in rows} == set(range(len(stories.STORIES)))
-    assert found["train"] and found["test"] and not found["train"] & found["test"]
-    a, b = products.numbers(rows[0]["question"])
+def test_no_pair_of_held_out_numbers_is_trained_and_a_story_knows_its_answer():
+    for task in products, stories:
+        train, rows = (list(task.make(split, 2000, 0)) for split in ("train", "test"))
+        trained, held_out = ({frozenset(products.numbers(row["question"])) for row in part}
+                             for part in (train, rows))
+        assert not trained & held_out and min(len(train), len(rows)) >= 256
+    assert {row["kind"] for row in train} == {row["kind"] for row in rows} == {0, 1, 2, 3, 4}
     story, answer = stories.STORIES[rows[0]["kind"]]
-    assert rows[0]["answer"] == str(answer(int(a), int(b)))
+    a, b = map(int, products.numbers(rows[0]["question"]))
+    assert rows[0]["answer"] == str(answer(a, b))
     assert rows[0]["question"].endswith(story.rpartition("}")[2])
+    assert products.right(["7 times 8 is 56.", "56 or 54"], ["56"] * 2) == [1.0, 0.0]
+    assert products.anywhere(["7 times 8 is 56.", "56 or 54"], ["56"] * 2) == [1.0, 1.0]
 
 
 def test_a_strict_answer_counts_only_in_its_tags_at_the_end():

@@ -68,17 +68,18 @@ def test_an_evaluation_reports_the_share_without_a_verdict_and_ends_the_run_if_t
         nr.evaluate(None, EXAMPLES, judge(*[None] * 4, timeouts=4), cfg)
 
 
-def test_every_row_keeps_its_columns_whatever_row_is_first(tokenizer):
+def test_every_row_keeps_its_columns_whatever_row_is_first_and_all_tokens_are_shown(tokenizer):
     rows = [dict(question="a"), dict(question="b", rubric="r"),
             dict(question="c", tests=[1], completions="x")]
-    seen = {}
-    verify = judged(lambda texts, columns: seen.update(columns) or [1.0] * len(texts))
-    examples = [row | {"prompt_ids": [1]} for row in rows]
-    nr.score(fixed_rollouts(tokenizer, groups=3, n=2), examples, verify, step=7)
-    del seen["completion_ids"]
+    seen, rollouts = {}, fixed_rollouts(tokenizer, groups=3, n=2)
+    rollouts[0].loss_mask[0] = False  # a tool wrote it
+    verify = judged(lambda texts, columns: seen.update(columns) or [None, 0.75] * 3)
+    nr.score(rollouts, [row | {"prompt_ids": [1]} for row in rows], verify, step=7)
     assert seen == {"question": list("aabbcc"), "prompts": list("aabbcc"), "step": 7,
                     "sample_index": [0, 1] * 3, "rubric": [None, None, "r", "r", None, None],
-                    "tests": [None] * 4 + [[1]] * 2}
+                    "tests": [None] * 4 + [[1]] * 2,
+                    "completion_ids": [r.completion for r in rollouts]}  # as in TRL
+    assert [(r.reward, r.parts) for r in rollouts] == [(x, {"x": x}) for x in (None, 0.75)] * 3
 
 
 def test_weights_that_are_not_finite_are_named_before_anything_is_saved(group, tmp_path):

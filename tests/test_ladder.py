@@ -13,6 +13,7 @@ from learn.ladder import ladder
 FILES = sorted(ladder.HERE.glob("[0-9]_*.py"))
 reinforce, in_groups, clip, packs, vllm = (
     importlib.import_module(f"learn.ladder.{path.stem}") for path in FILES)
+REWARD = torch.tensor([float(i % 8 < 1 + i // 8) for i in range(16)])
 
 
 def tiny(noise=0.0):
@@ -29,14 +30,9 @@ def tiny(noise=0.0):
 def rollouts(tokenizer):
     """2 groups of 8, of different lengths; both rewards are in each group."""
     found = fixed_rollouts(tokenizer, 2, 8)
-    for i, r in enumerate(found):
-        r.reward = float(i % 8 < 1 + i // 8)
+    for r, reward in zip(found, REWARD.tolist()):
+        r.reward = reward
     return found
-
-
-@pytest.fixture(scope="module")
-def reward(rollouts):
-    return torch.tensor([r.reward for r in rollouts])
 
 
 def padded(rollouts):
@@ -55,37 +51,36 @@ def pairs(rollouts):
     return [(r.prompt, r.completion) for r in rollouts]
 
 
-def moved(step, answers, reward, *ref):
+def moved(step, answers, *ref):
     """How far one update of a step moves the weights by plain gradient descent, in float64."""
     with float64():
         model, start = tiny(0.01), tiny(0.01)
         descent = torch.optim.SGD(model.parameters(), 1e-4)
         torch.manual_seed(0)  # of the order of the answers
-        step.update(model, *ref, descent, answers, reward.double())
+        step.update(model, *ref, descent, answers, REWARD.double())
         return torch.cat([(a - b).flatten()
                           for a, b in zip(model.parameters(), start.parameters())])
 
 
-def test_each_step_does_what_the_one_before_does_without_what_it_adds(
-        rollouts, reward, monkeypatch):
+def test_each_step_does_what_the_one_before_does_without_what_it_adds(rollouts, monkeypatch):
     with float64():
         ref, model, batch = tiny(), tiny(0.01), padded(rollouts)
         sampled = [(r.prompt, r.completion, naive_logps(model, r)[0].tolist()) for r in rollouts]
-    first, second, third = (moved(reinforce, batch, reward), moved(in_groups, batch, reward),
-                            moved(clip, batch, reward, ref))
+    first, second, third = (moved(reinforce, batch), moved(in_groups, batch),
+                            moved(clip, batch, ref))
     assert not torch.allclose(first, second) and not torch.allclose(second, third)
     monkeypatch.setattr(clip, "MINIBATCHES", 1)
     monkeypatch.setattr(clip, "KL_COEF", 0.0)
-    close(moved(clip, batch, reward, ref), second)
+    close(moved(clip, batch, ref), second)
     for size in (packs.PACK, 3):
         monkeypatch.setattr(packs, "PACK", size)
-        close(moved(packs, pairs(rollouts), reward, ref), third)
-    close(moved(vllm, sampled, reward, ref), third)
+        close(moved(packs, pairs(rollouts), ref), third)
+    close(moved(vllm, sampled, ref), third)
     monkeypatch.setattr(in_groups, "advantages", lambda reward: reward)
-    close(moved(in_groups, batch, reward), first)
+    close(moved(in_groups, batch), first)
 
 
-def test_the_loss_of_step_4_has_the_gradient_of_the_scripts(rollouts, reward, group, monkeypatch):
+def test_the_loss_of_step_4_has_the_gradient_of_the_scripts(rollouts, group, monkeypatch):
     """With other log-probs as old and reference: the clip acts."""
     monkeypatch.setattr(packs, "PACK", len(rollouts))
     cfg = make_config(samples=8, prompts=2, aggregate="token", correction="none",
@@ -97,7 +92,7 @@ def test_the_loss_of_step_4_has_the_gradient_of_the_scripts(rollouts, reward, gr
         logp = batch.vllm_logps.double().requires_grad_()  # (R,)
         old, ref = logp.detach() + 0.3 * torch.randn(2, len(logp))  # (R,), (R,)
         loss, terms = nr.policy_loss(logp, old, ref, batch, cfg)
-        advantages = packs.advantages(reward.double()).tolist()
+        advantages = packs.advantages(REWARD.double()).tolist()
         [pack] = packs.make_packs([(*pair, a) for pair, a in zip(pairs(rollouts), advantages)])
         assert pack["targets"].equal(batch.targets) and terms["clip_ratio"].any()
         own = packs.policy_loss(logp, pack | {"old": old, "ref": ref})

@@ -9,8 +9,6 @@ from conftest import close, make_config
 from examples import process_rewards
 from runtime.dist import RunError
 
-# ---- the running totals of a sum
-
 REAL = [  # completions of the bundled model: question, text, the ends of the steps and their values
     ("13-2-3-1+6-13", "<think></think><answer>0</answer>", [("</answer>", 1)]),  # a right guess
     # the left side does not count; a total after a wrong one may be right again
@@ -43,8 +41,6 @@ def test_steps_has_no_reward_for_a_question_that_is_no_sum_and_0_for_an_empty_te
     assert found == [None] * 7 + [0.0]
 
 
-# ---- from characters to tokens
-
 @pytest.mark.parametrize("text", ["12+3=15\n", "1×2=2, 3÷3=1 \U0001f600."])
 def test_a_step_ends_with_the_token_that_completes_its_last_character(tokenizer, text):
     """× has two tokens, a byte each. A step that covers the whole text covers the end of the
@@ -57,8 +53,6 @@ def test_a_step_ends_with_the_token_that_completes_its_last_character(tokenizer,
     found = process_rewards.in_tokens([(end, end / 8) for end in ends], r, tokenizer)
     assert found == [(k, end / 8) for k, end in zip([*wanted[:-1], len(ids)], ends)]
 
-
-# ---- the loop
 
 def trained(monkeypatch, tokenizer, function):
     """The advantages that train() gives to two completions of a sum, with these step rewards."""

@@ -65,8 +65,6 @@ def test_a_run_continues_on_another_number_of_ranks_and_in_another_zero_stage(tr
     check_weights(found[1]["continued"][0], found[1]["three steps"][0], start)
 
 
-# ---- how ranks end
-
 PROGRAM = """if True:
     import os, sys, time, torch
     from pathlib import Path
@@ -99,9 +97,6 @@ def test_a_rank_that_fails_or_does_not_answer_ends_all_ranks_and_its_error_comes
     assert done.returncode == 1
     first, *others = done.stdout.split("nano_rlvr: another rank has ended, or has not answered")
     assert said.format(tmp_path) in first and len(others) == 1, done.stdout
-
-
-# ---- which rank trains a rollout
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -15,4 +15,4 @@ def test_a_pretrained_model_with_its_own_tokenizer():
     assert not done.returncode, done.stdout[-5000:]
     if skipped := re.search(r"^SKIPPED .*", done.stdout, re.M):
         pytest.skip(f"the tests of a real model: {skipped[0]}")
-    assert re.search(r"\b[6-9] passed", done.stdout), done.stdout[-1000:]
+    assert re.search(r"\b3 passed", done.stdout), done.stdout[-1000:]

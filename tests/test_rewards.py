@@ -5,10 +5,12 @@ import functools
 import http.server
 import json
 import multiprocessing
+import os
 import random
 import re
 import threading
 import time
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 import data
 import nano_rlvr as nr
+import pairs
 import rewards
 from conftest import ROOT, SHARED
 from examples import code_reward, countdown, instructions, jail, process_rewards, random_reward
@@ -28,14 +31,6 @@ from verify import answer, user_code, verifier
 
 needs_jail = pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
 JUDGE = f"{ROOT}/examples/judge.py:judge"
-OWN = {name: f"{ROOT}/examples/shaping_rewards.py:{name}"
-       for name in ("language", "repetition", "length_kimi")}
-FUNCTIONS = {name: getattr(shaping, name) for name in OWN}
-FUNCTIONS |= {"gsm8k": rewards.gsm8k_reward, "math": by_latex.math_reward}
-FUNCTIONS["instruction"] = instructions.instruction
-FUNCTIONS |= {"countdown": countdown.countdown_reward, "random": random_reward.random_reward}
-FUNCTIONS |= {"format": shaping.format_reward, "overlong": shaping.overlong}
-OWN["instruction"] = f"{ROOT}/examples/instructions.py:instruction"
 # columns with which every reward runs on any completion; judge and code have tests of their own
 COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}"}, "format": {},
            "countdown": {"numbers": [3, 5, 2], "target": 21},
@@ -49,11 +44,10 @@ COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}
            "random": {"prompts": "p"},
            "overlong": {"completion_ids": [1] * 9, "max_tokens": 10},
            "length_kimi": {"prompts": "p", "correct": 1.0}}
-SPECS = {name: OWN.get(name, name) for name in COLUMNS}
-
-
-def one(name, text, **columns):
-    return FUNCTIONS[name]([text], **{key: [value] for key, value in columns.items()})[0]
+SPECS = {name: name for name in COLUMNS} | {
+    name: f"{ROOT}/examples/{file}.py:{name}" for file, name in (
+        ("instructions", "instruction"), ("shaping_rewards", "language"),
+        ("shaping_rewards", "repetition"), ("shaping_rewards", "length_kimi"))}
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +56,8 @@ def verify():
     with contextlib.ExitStack() as stack:
         @functools.cache
         def verifier_of(name):
-            return stack.enter_context(
-                rewards.Verifier(SPECS[name], timeout=40.0, max_tokens=10))
+            return stack.enter_context(rewards.Verifier(SPECS[name], timeout=40.0, max_tokens=10))
         yield verifier_of
-
-
-# ---- the table
 
 
 def adversarial_cases():
@@ -122,9 +112,6 @@ def test_the_examples_in_the_docstrings_are_true(module):
     assert tried > 0 and failed == 0
 
 
-# ---- real data
-
-
 def read(path):
     if not (SHARED / path).exists():
         pytest.skip(f"needs {SHARED / path}, which this machine does not have")
@@ -154,9 +141,6 @@ def test_every_math500_answer_gets_1_and_0_against_the_next_answer(verify):
         assert values[:500] == [1.0] * 500 and not any(metrics.values())
         found = [(i, answers[i], following[i]) for i, v in enumerate(values[500:]) if v]
         assert found == same
-
-
-# ---- what a run checks at its start
 
 
 def test_gold_answers_that_cannot_be_read_are_counted_and_if_none_can_be_it_is_an_error(verify):
@@ -194,9 +178,6 @@ def test_a_bad_spec_raises_a_one_line_error(spec, says):
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-# ---- math without Verifier
-
-
 def test_math_called_directly_has_a_time_limit_in_every_thread_and_works_after_a_fork(monkeypatch):
     monkeypatch.setattr(by_latex, "SECONDS", 0.5)
     monkeypatch.setattr(by_latex, "_own_pool", functools.cache(by_latex._own_pool.__wrapped__))
@@ -214,15 +195,21 @@ def test_math_called_directly_has_a_time_limit_in_every_thread_and_works_after_a
     by_latex.same_math.cache_clear()
 
 
-# ---- properties
-
-PIECES = st.sampled_from([
+PIECES = st.sampled_from([  # of what a model writes
     "<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", "####", "72", "-", "/",
-    "1,000", "1/2", "^", "**", "\\frac", "$", "answer is", "A:", "(", ")", "=", "\0", "\ud800",
-    "\u202e", "٣", "½", "\n", " ", "\\", "```python\n", "```", "[", "]", "x", "SCORE: 10", "sin",
-    "\\sqrt", "\\infty", "!", "%", "√", "²", "∞", "_8", "0.\\overline{3}", "e-05", "\\mathrm{e}",
-    "i", "2 3/4", "\\text{ and }", "#### 1. ", "### Answer\n", "|", ",", ".", "\\pi", "n"])
-ANY_TEXT = st.lists(PIECES | st.text(st.characters(), max_size=30), max_size=30).map("".join)
+    "1,000", "1/2", "^", "**", "answer is", "A:", "\u202e", "½", "```python\n", "```", "SCORE: 10",
+    "sin", "_8", "e-05", "#### 1. ", "### Answer\n"])
+LATEX = st.sampled_from([  # and of what stands in an answer
+    *"0123456789+-*/^_=<>(){}[],.!|%$&~'°√∛²⁻₈½¾∞π·×÷−–≤∈∪±", "\\", " ", "\n", "\0", "\ud800", "٣",
+    "x", "n", "i", "I", "e", "A", "25_8", "1A_{16}", "_{", "^{", "^-3", "1e-05", "2 3/4", "20!",
+    "0.\\overline{3}", "\\bar{6}", "\\frac", "\\frac{1}{2}", "\\sqrt{", "\\sqrt[3]{", "\\text{",
+    "\\text{ and }", "\\mathrm{e}", "\\times 10^{-19}", "\\pi", "\\infty", "\\pm", "\\le", "\\cup",
+    "\\binom{6}{3}", "\\begin{pmatrix}", "\\end{pmatrix}", "\\\\", "\\{", "\\}", "\\left(",
+    "\\right)", "\\%", "^\\circ", "\\sin", "\\log_2", "\\sum_{i=1}^n", "\\int", "pigs", " and ",
+    "oo"])
+ANSWER = st.lists(LATEX, min_size=1, max_size=8).map("".join)
+ANY_TEXT = st.lists(
+    PIECES | LATEX | st.text(st.characters(), max_size=30), max_size=30).map("".join)
 
 
 @settings(max_examples=8, deadline=None)
@@ -237,6 +224,35 @@ def test_any_text_gets_a_number_or_none_and_always_the_same(verify, texts):
             assert verify(name)(texts, **columns)[0] == values
 
 
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(ANSWER, ANSWER), min_size=20, max_size=20))
+def test_any_gold_and_any_answer_get_a_verdict_or_a_reason_for_none(verify, drawn):
+    """None is for a gold answer that cannot be read or for a comparison that takes too long."""
+    golds, answers = zip(*drawn)
+    texts = [f"<answer>{answer}</answer>" for answer in answers]
+    values, _, metrics = verify("math")(texts, answer=list(golds))
+    assert metrics["reward/crashes"] == 0 and set(values) <= {0.0, 1.0, None}
+    unread, *_ = verify("math")([""] * len(texts), answer=list(golds))
+    for value, of_empty in zip(values, unread):
+        assert value is not None or of_empty is None or metrics["reward/timeouts"]
+    # an answer is equal to itself, if it can be read and is marked as it stands
+    same, *_ = verify("math")([f"<answer>{gold}</answer>" for gold in golds], answer=list(golds))
+    plain = [not set("<#\\") & set(gold) and gold.strip() for gold in golds]
+    assert all(value in (1.0, None) for value, simple in zip(same, plain) if simple)
+
+
+def test_math_agrees_with_intervals_of_120_digits():
+    """PAIRS=5000 compares more of them."""
+    assert len(pairs.KINDS) == 10
+    for _, gold, other, equal in pairs.pairs(int(os.environ.get("PAIRS", 120)), seed=1):
+        assert by_latex.same_math(gold, other) is equal, (gold, other)
+
+
+def test_the_second_opinion_knows_equal_and_unequal_pairs_of_each_kind():
+    found = Counter((kind, equal) for kind, _, _, equal in pairs.pairs(400))
+    assert min(found[kind, equal] for kind in pairs.KINDS for equal in (True, False)) >= 5
+
+
 @pytest.mark.exercise_10
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 99), min_size=2, max_size=5), st.randoms(use_true_random=False))
@@ -249,12 +265,9 @@ def test_countdown_agrees_with_python_on_expressions_of_its_kind(numbers, rng):
     for target in (value, value + 1):
         wanted = float(target == value)
         for allowed, right in ((numbers, wanted), (numbers + [1], 0.0)):
-            found = one("countdown", text, numbers=allowed, target=target)
+            [found] = countdown.countdown_reward([text], [allowed], target)
             assert found == right, (
                 f"{text}, {allowed}, target {target}: yours {found}, wanted {right}")
-
-
-# ---- code
 
 
 @needs_jail
@@ -295,9 +308,6 @@ def test_a_run_says_at_its_start_which_tests_are_of_an_unknown_form():
             verify.count_unreadable(rows[:1])
 
 
-# ---- judge
-
-
 @pytest.fixture
 def judge(tmp_path, monkeypatch):
     """A fake OpenAI-compatible endpoint; a reply has the next of `statuses`, the last one stays."""
@@ -315,13 +325,10 @@ def judge(tmp_path, monkeypatch):
                 time.sleep(0.05 * endpoint.drips)
             self.wfile.write(endpoint.body or body)
 
-        def log_message(self, *_):
-            return None
+        log_message = mock.Mock()
 
-    class Server(http.server.ThreadingHTTPServer):
-        request_queue_size = 256
-
-    endpoint = Server(("127.0.0.1", 0), Endpoint)
+    monkeypatch.setattr(http.server.ThreadingHTTPServer, "request_queue_size", 256)
+    endpoint = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
     vars(endpoint).update(says="Good.\nSCORE: 7", asked=[], body=b"", statuses=[200], drips=0,
                           wait=lambda: None)
     monkeypatch.setenv("OPENAI_BASE_URL", f"http://127.0.0.1:{endpoint.server_port}/v1")
@@ -409,16 +416,13 @@ def test_a_judge_that_cannot_work_ends_in_one_line_at_the_start(judge, monkeypat
     assert not re.search("\n|secret|sentinel", str(caught.value))
 
 
-# ---- instructions, language
-
-
 def test_several_instructions_give_1_only_if_all_are_followed():
     rows = {"instruction_id_list": [["punctuation:no_comma", "length_constraints:number_words"]],
             "kwargs": [[{"num_words": None}, {"num_words": 3, "relation": "at least"}]]}
     for text, value in (("one two three", 1.0), ("one, two three", 0.0), ("one two", 0.0)):
         assert instructions.instruction([text], **rows) == [value]
     with pytest.raises(ValueError, match="unknown instruction 'be:nice'"):
-        one("instruction", "x", instruction_id_list=["be:nice"], kwargs=[{}])
+        instructions.instruction(["x"], [["be:nice"]], [[{}]])
 
 
 def test_language_is_the_share_of_words_in_the_language_of_the_question():
@@ -432,15 +436,11 @@ def test_language_is_the_share_of_words_in_the_language_of_the_question():
     assert shaping.language([zh, en], prompts=[[{"content": en}]] * 2) == [0.0, 1.0]
 
 
-# ---- shaping, control
-
-
 def test_overlong_is_trls_soft_overlong_punishment():
     from trl.rewards import get_soft_overlong_punishment
     ids = [[0] * n for n in (0, 79, 80, 81, 90, 99, 100, 101)]
     theirs = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)(ids)
-    f = functools.partial(shaping.overlong, [""] * len(ids), completion_ids=ids,
-                          max_tokens=100)
+    f = functools.partial(shaping.overlong, [""] * len(ids), completion_ids=ids, max_tokens=100)
     assert f(overlong_buffer=20) == f() == theirs
     assert f(overlong_buffer=0) == [0] * 7 + [-1]
 
@@ -476,9 +476,6 @@ def test_random_is_a_fair_coin_that_ignores_the_answer_and_is_reproducible(verif
     assert in_workers[0] == coins[:99]
 
 
-# ---- TRL
-
-
 def test_trls_reward_functions_run_unchanged_in_our_verifier():
     from trl.rewards import accuracy_reward, think_format_reward
     texts = [r"<think>a</think>\boxed{\frac{1}{2}}", r"\boxed{3}", "no"]
@@ -495,8 +492,10 @@ def test_trls_reward_functions_run_unchanged_in_our_verifier():
 def test_our_reward_functions_run_unchanged_in_trls_trainer(monkeypatch):
     from trl.trainer import grpo_trainer
     monkeypatch.setattr(grpo_trainer, "gather", lambda x: x)  # one rank
-    names = ["gsm8k", "math", "countdown", "format", "length_kimi", "repetition", "random"]
-    functions = [FUNCTIONS[name] for name in names]
+    functions = [rewards.gsm8k_reward, by_latex.math_reward, countdown.countdown_reward,
+                 shaping.format_reward, shaping.length_kimi, shaping.repetition,
+                 random_reward.random_reward]
+    names = [function.__name__ for function in functions]
     trainer = mock.MagicMock(reward_funcs=functions, reward_func_names=names, environments=None,
                              reward_processing_classes=names, **{"accelerator.device": "cpu"})
     row = {"answer": "18", "numbers": [6, 12], "target": 18}

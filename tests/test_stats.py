@@ -9,11 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import processors
 
-import data
 import nano_rlvr as nr
-from conftest import close, judged, make_config, write_rows
+from conftest import close, make_config, write_rows
 from report import page
 from runtime import evaluation, guard, memory, shape, stats
 from runtime.dist import RunError
@@ -77,14 +75,6 @@ def test_a_group_has_zero_std_if_all_rewards_that_it_has_are_equal():
     for dtype, wanted in ((torch.float32, True), (torch.float64, False)):  # of the advantages
         torch.set_default_dtype(dtype)
         assert stats.has_zero_std([completion(reward=x) for x in (0.1 + 0.2, 0.3)]) == wanted
-
-
-def test_rewards_get_the_tokens_of_a_tool_too():
-    seen, rollouts = {}, [completion(tokens=2, loss_mask=[True, False]) for _ in range(2)]
-    verify = judged(lambda texts, columns: seen.update(columns) or [None, 0.75])
-    nr.score(rollouts, [{"question": "q"}], verify)
-    assert [(r.reward, r.parts) for r in rollouts] == [(None, {"x": None}), (0.75, {"x": 0.75})]
-    assert seen["completion_ids"] == [[1, 1]] * 2  # as in TRL
 
 
 def test_metrics_are_means_over_the_tokens_of_all_optimizer_steps(group):
@@ -158,20 +148,6 @@ def test_a_mismatch_above_the_bound_or_nan_and_a_loss_that_is_not_finite_refuse_
                                  (0.01, math.nan, "loss"), (0.01, -math.inf, "loss")):
         with pytest.raises(RunError, match=says):
             guard.check_step({"mismatch/mean_abs": mismatch, "loss": loss}, 0.1)
-
-
-def test_a_chat_template_that_writes_the_beginning_of_sequence_gets_no_second_one(tokenizer):
-    """Llama's tokenizer adds the token, and so does its chat template."""
-    own = type(tokenizer).from_pretrained(tokenizer.name_or_path)
-    bos = own.convert_ids_to_tokens(0)
-    own.bos_token = bos
-    own.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, 0)])
-    assert own("1+1")["input_ids"][:1] == [0]  # it adds the token
-    own.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}="
-    for template in ("chat", "none"):
-        ids = data.encode({"question": "1+1"}, own, template)
-        assert ids.count(0) == 1 and ids[0] == 0, template
 
 
 @pytest.mark.parametrize("changes, passes", [

@@ -2,15 +2,14 @@
 
 Only generation is replaced, through GRPOTrainer's rollout_func. The losses, also those of
 RLOOTrainer, are compared in test_vectors.py."""
-import os
 import random
-from unittest import mock
 
 import pytest
 import torch
 
 import nano_rlvr as nr
-from conftest import ENV, ROOT, close, exactly, make_config, within
+import trl_runs
+from conftest import ROOT, close, exactly, make_config, within
 from runtime.batch import pack
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
@@ -30,24 +29,11 @@ def rollout_func(prompts, trainer):
 
 
 def make_trainer(folder, tokenizer, reward, groups=4, **options):
-    """A real trainer of TRL on the bundled model. options: of its configuration."""
-    import trl
-    from datasets import Dataset
+    """On the bundled model. options: of TRL's configuration."""
     prompts = [f"<|user|>{g}" + "+1" * (g % 7) + "<|assistant|>" for g in range(groups)]
-    common = dict(
-        use_cpu=True, bf16=False, model_init_kwargs={"dtype": torch.float64},
-        gradient_checkpointing=False, optim="adamw_torch", report_to="none", save_strategy="no",
-        logging_strategy="no", disable_tqdm=True, shuffle_dataset=False, num_generations=4,
-        per_device_train_batch_size=4 * groups, max_completion_length=MAX_TOKENS,
-        temperature=TEMPERATURE)
-    # ENV: accelerate would set up distributed training in our process group
-    with mock.patch.dict(os.environ, ENV, clear=True):
-        trainer = trl.GRPOTrainer(
-            model=str(ROOT / "models/tiny"), args=trl.GRPOConfig(str(folder), **common | options),
-            processing_class=tokenizer, reward_funcs=reward, rollout_func=rollout_func,
-            train_dataset=Dataset.from_dict({"prompt": prompts}))
-    trainer.model.train()
-    return trainer
+    common = dict(max_completion_length=MAX_TOKENS, temperature=TEMPERATURE)
+    return trl_runs.make_trainer(folder, ROOT / "models/tiny", tokenizer, prompts, rollout_func,
+                                 reward, **common | options)
 
 
 def test_advantages_equal_trls_after_the_stated_factor(tmp_path, tokenizer):
@@ -71,19 +57,6 @@ def test_advantages_equal_trls_after_the_stated_factor(tmp_path, tokenizer):
         assert trls[3].eq(0).all() and trls[rewards.isnan()].eq(0).all()
 
 
-def rollouts_of(inputs):
-    """The rows of one of TRL's padded micro-batches, with its advantages and old log-probs."""
-    rollouts, old = [], inputs.get("old_per_token_logps")
-    for i, advantage in enumerate(inputs["advantages"].tolist()):
-        prompt, completion = (inputs[f"{part}_ids"][i][inputs[f"{part}_mask"][i].bool()].tolist()
-                              for part in ("prompt", "completion"))
-        n = len(completion)
-        logps = [0.0] * n if old is None else old[i, :n].tolist()
-        rollouts.append(nr.Rollout(
-            prompt, completion, "", False, logps, reward=0.0, advantages=[advantage] * n))
-    return rollouts
-
-
 def flat(weights):
     return torch.cat([w.detach().flatten() for w in weights])
 
@@ -93,7 +66,7 @@ def run_trl(trainer):
     members, compute_loss = [], trainer._compute_loss  # members: rollouts of each micro-batch
 
     def recorded(model, inputs):
-        members.append(rollouts_of(inputs))
+        members.append(trl_runs.rollouts_of(inputs))
         return compute_loss(model, inputs)
 
     trainer._compute_loss = recorded
@@ -113,7 +86,7 @@ def run_ours(steps, off_policy, cfg):
         batches = list(map(nr.collate, packs))
         nr.store_fixed_logps(engine, reference, batches, cfg)
         for batch in batches:
-            batch.old = batch.vllm_logps if off_policy else None  # (R,) see rollouts_of
+            batch.old = batch.vllm_logps if off_policy else None  # (R,) see trl_runs.py
         nr.trainer.set_lr(engine, i, cfg)
         metrics.append(nr.update(engine, batches, cfg))
     weights = dict(nr.trainer.named_weights(engine))

@@ -23,8 +23,7 @@ CASES = json.loads((FOLDER / "cases.json").read_text())
 OPTIONS = CASES[0]["options"].keys() - {"kl_in"}  # that is an option of examples/kl.py
 EXERCISES = {  # number in learn/exercises.md -> the cases that prove it, by name
     1: "kl_coef", 2: r"baseline .*(group|batch|none)$", 3: "surrogate ppo", 4: "aggregate",
-    5: "ratio",
-    6: "correction (?!none)", 11: "scale group_mean$", 12: "process rewards"}
+    5: "ratio", 6: "correction (?!none)", 11: "scale group_mean$", 12: "process rewards"}
 
 
 def parameter(case):

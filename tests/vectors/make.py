@@ -266,8 +266,7 @@ def cases():
         for surrogate in "ppo", "cispo", "sapo", "kimi":
             yield make_case(f"ratio {ratio}, surrogate {surrogate}", **PLAIN)
         for kind in "none", "token_truncate", "token_mask", "sequence_mask":
-            yield make_case(
-                f"ratio {ratio}, correction {kind}", LONG, kl_coef=0.0, spread=0.05)
+            yield make_case(f"ratio {ratio}, correction {kind}", LONG, kl_coef=0.0, spread=0.05)
         yield make_case(f"ratio {ratio}, delta", LONG, **PLAIN, delta=1.3, spread=1.2)
         yield make_case(f"ratio {ratio}, tokens not sampled", **TOOL)
         yield make_case(f"ratio {ratio}, log-ratio above 20", **ABOVE)
