@@ -71,7 +71,8 @@ DATA = [  # name, content of the file, a part of the line
     *((f"lost{i}.jsonl", json.dumps({"question": "q", "answer": answer}),
        f"lost{i}.jsonl:1: 'answer' is {answer!r}: a LaTeX command lost its backslash")
       for i, answer in enumerate(("\frac{1}{2}", "2\times 3", "\theta", "\beta", "\rho_1",
-                                  "\text{east}", "\vec{a}", "\right)"))),
+                                  "\text{east}", "\vec{a}", "\right)", "\rightarrow", "\tau",
+                                  "\triangle"))),
     ("nested.jsonl", '{"question": "1+1", "answer": {"ground_truth": "2"}}',
      "nested.jsonl:1: 'answer' must be text or a number; --answer_key none hands it to the"),
     ("half.jsonl", '{"question": "\\ud83d", "answer": 1}', "half.jsonl:1: 'utf-8' codec"),
