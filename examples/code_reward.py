@@ -8,6 +8,7 @@ programs without isolation, where jail.py cannot build a jail.
 import ast
 import json
 import re
+import textwrap
 import time
 
 from examples import jail
@@ -18,16 +19,18 @@ FENCE = re.compile(r"```[ \t]{0,9}([\w+-]{0,20})[^\n`]{0,99}\n(.*?)\n?```", re.S
 
 def program_of(text):
     """The Python program of a completion: its last fenced block after </think>, else <answer>.
+    A block without a language may be what the program prints; it counts if none says Python.
 
     >>> program_of("<think>```python\\n1\\n```</think> Here:\\n```python\\nprint(2)\\n```")
     'print(2)'
     """
     text = after_thinking(text)
     # blocks of every language: the end of a bash block must not start a Python block
-    programs = [code for language, code in FENCE.findall(text)
-                if language.lower() in ("", "python", "python3", "py")]
+    blocks = [(language.lower(), code) for language, code in FENCE.findall(text)]
+    programs = [code for language, code in blocks if language in ("python", "python3", "py")]
+    programs = programs or [code for language, code in blocks if not language]
     if programs:
-        return programs[-1]
+        return textwrap.dedent(programs[-1])  # it may stand below an item of a list
     return final_answer(text) if "<answer>" in text else None
 
 

@@ -32,8 +32,9 @@ def make(split, size, seed):
     return generate(countdown, split, size, seed)
 
 
-SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", r"\times": "*", r"\cdot": "*", r"\div": "/",
-         r"\left": "", r"\right": ""}
+SIGNS = {"×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "−": "-", "（": "(", "）": ")",
+         r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": "",
+         r"\(": "", r"\)": ""}
 OPERATORS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.Mult: Fraction.__mul__,
              ast.Div: Fraction.__truediv__}
 
@@ -47,8 +48,8 @@ def countdown_reward(text, numbers, target):
     answer = final_answer(text) or ""
     for sign, operator in SIGNS.items():
         answer = answer.replace(sign, operator)
-    answer, equals, value = (side.strip() for side in answer.strip(" $").partition("="))
-    if equals and value != str(target):
+    answer, equals, value = (side.strip() for side in answer.strip(" $`.").partition("="))
+    if equals and value != str(Fraction(target)):  # in a column with gaps 21 is 21.0
         return 0.0
     if not re.fullmatch(r"[\d+\-*/() ]{1,300}", answer, re.A):
         return 0.0

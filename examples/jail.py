@@ -223,7 +223,10 @@ def _supervise():
     with open("program.py", "wb") as f:
         f.write(job["program"].encode("utf-8", "surrogatepass"))
     args = [sys.executable, "-S", "-s", "-B", "-X", "utf8"]
-    args += ["-c", job["harness"]] if "harness" in job else ["program.py"]
+    # exit and quit, which many programs call, come from `site`, which -S leaves out
+    main = ("import builtins, sys; builtins.exit = builtins.quit = sys.exit; del builtins, sys; "
+            "exec(compile(open('program.py', 'rb').read(), 'program.py', 'exec'))")
+    args += ["-c", job.get("harness", main)]
     limits = {"CORE": 0, "AS": job["memory"], "NPROC": job["processes"], "FSIZE": 1 << 24,
               "NOFILE": 64, "CPU": int(job["seconds"]) + 2}
 

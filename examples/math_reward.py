@@ -20,14 +20,22 @@ from verify import pool
 from verify.answer import PLAIN, in_ascii, replaced
 
 PLAIN_NUMBER = re.compile(f"-?{PLAIN}")
-# as JSON, Python and calculators write them; 2e-5 may be Euler's number, 2e-05 is not
+# as JSON, Python and calculators write them; 2e-5 may be Euler's number, 2e-05 and 2e5 are not
 E_NOTATION = re.compile(
-    r"-?(?:\d+(?:\.\d+)?[eE][-+]\d{2,3}|(?:1|\d+\.\d+)[eE]-?\d{1,2})")
+    r"-?(?:\d+(?:\.\d+)?[eE](?:[-+]\d{2,3}|\d{1,2})|(?:1|\d+\.\d+)[eE]-\d{1,2})")
+WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:bf|rm)|mbox)\s?\{([^{}]*)\}")
+CHOICE = re.compile(  # an option with its letter, \textbf{(D)} 15, and no second letter
+    r"\\(?:text|math)(?:bf|rm)?\s?\{\s?\(([A-J])\)\s?\}\s*-?(?:\d|\\(?:[dt]?frac|sqrt|\$))"
+    r"(?!.*(?:\([A-J]\)|\b(?:or|and)\b|,\s))")
+HALF_OF_DAY = re.compile(r"(?i)(?<![A-Z\\])([ap])\.?\s?m(?![A-Z])")  # a.m., PM, but not \pm
+COUNTS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
+BASES = "zero one two three four five six seven eight nine ten eleven twelve".split()
 
 
 def _based(m):
     """25_8 -> 77 b_{8}, which no number without a base 8 is equal to. 77 is 25 in base 36."""
     digits, base = m[1], re.sub(r"\\[a-z]+|base|[^A-Za-z\d]", "", m[2]) or "0"
+    base = str(BASES.index(base)) if base in BASES else base
     number = int(digits.replace(".", "z"), 36)
     return digits if base == "10" else rf"{number} b_{{{int(base, 36)}}} "
 
@@ -39,6 +47,12 @@ def _repeating(m):
     return rf"\frac{{{difference}}}{{{10**len(m[2]) * (10**len(period) - 1)}}}"
 
 
+def _ratio(m):
+    """3:4:5 -> (\\frac{3}{5}, \\frac{4}{5}); the library divides 3 by 4 and by 5."""
+    *parts, last = m[0].split(":")
+    return "(" + ", ".join(rf"\frac{{{part}}}{{{last}}}" for part in parts) + ")"
+
+
 TIDY = (
     (r"(?<=\d),\\!\s*(?=\d{3})", ","),  # before \! goes: "11, 111" would be a list
     (r"(?<!\\)\\[,; ](?!\d{3}(?!\d)|[a-z])|~", " "),  # 2\ 3/4 is not 23/4
@@ -47,6 +61,34 @@ TIDY = (
 )
 # What math-verify 0.9 and its latex2sympy2_extended 1.11 read wrongly or not at all
 LATEX = (
+    # colours, weights and sizes
+    (r"\\(?:text)?color\s?\{\w+\}|\\hspace\s?\{\w+\}|\\text\s?\{\\\$\}"
+     r"|\\(?:[bB]igg?[lrm]?|boldsymbol|bm|bf|mathsf|underline|[lL]arge)(?![A-Za-z])", ""),
+    (r"\\\\\s?\[\d[\d.]*\s?[a-z]{2}\]|\\cr(?![a-z])", r"\\\\ "), (r"\{smallmatrix\}", "{pmatrix}"),
+    (r"\\lbrace(?![a-z])", r"\\{"), (r"\\rbrace(?![a-z])", r"\\}"),
+    (r"\\varnothing", r"\\emptyset "),
+    (r"\\mathbb\s?([A-Z])|\\([RZNQC])(?![A-Za-z])", r"\\mathbb{\1\2}"),
+    (r"\\(?:sfrac|nicefrac)(?![a-z])", r"\\frac"),
+    (r"\\([dt]?)frac\s+([A-Za-z])\s?([A-Za-z\d])", r"\\frac{\2}{\3}"),
+    # as in books of other countries
+    (r"\\(?:operatorname\s?(\{))?(arc)?tg(?![a-z])(?(1)\})", r"\\\2tan "),
+    (r"(?<![A-Za-z\\])C_\{?(\d+)\}?\^\{?(\d+)\}?", r"\\binom{\1}{\2}"), (r"\s?;\s?", ", "),
+    ("∶|\\\\colon(?![a-z])", ":"), (r"^[^:=]+(?::[^:=]+){2,}$", _ratio),
+    (r"^\\\{\s?[a-z]\s?(?:\\in\s?\\mathbb\{R\}\s?)?(?:\\mid|[|:])(.*)\\\}$", r"\1"),  # {x | x > 2}
+    # the library drops words at the end, whatever they say
+    (rf"(?<=[\d}}])\s*(\\(?:text|mathrm|mbox)\s?\{{)?\s*({'|'.join(COUNTS)})s?\b",
+     lambda m: rf" \cdot 10^{{{COUNTS[m[2]]}}} {m[1] or ''}"),
+    (r"(?<=\d)\s*\\(?:text|mathrm)\s?\{\s*dozen\b", r" \\cdot 12 \\text{"),
+    (r"\\(?:text|mathrm|mbox)\s?\{(\s*(?:squared|cubed|halves|thirds"
+     r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?)\b[^{}]*"
+     r"|[^{}]*\b(?:or|not|if|unless|except)\b[^{}]*|(?:[^{}]*[\s(,–-])?\d+\W*)\}$", r" \1 "),
+    (r"(?<=[\d}])(?:,\s?)?(?:\\[lcd]?dots|\.\.\.|…)(?=\s?(?:\\\}|\))?$)", " d_{ots}"),
+    (r"\}\s*/\s*\\(?:text|mathrm)\s?\{\s*", "/"),
+    # degrees: it takes sin 30° for the sine of 30
+    (r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s?\^\{?-?\d\}?)?\s?(?:\\left)?[({]?\s?)(\d+)\s?(?:°|\^\{?\\circ\s?\}?)",
+     r"\1{\\frac{\2\\pi}{180}}"),
+    (r"^(?!.*['′]|.*prime|.*\\(?:sin|cos|tan|cot|sec|csc)).*$", lambda m: re.sub(
+        r"\^\{?\\circ\s?\}?|°", "", m[0])),
     (r"[⁰¹²³⁴-⁾ⁿ]+", lambda m: f"^{{{in_ascii(m[0])}}}"),
     (r"[₀-₉]+", lambda m: f"_{{{in_ascii(m[0])}}}"),
     (r"[¼-¾⅐-⅞]", lambda m: r"\frac{%s}{%s}" % tuple(in_ascii(m[0]).split("/"))),
@@ -71,7 +113,7 @@ LATEX = (
     (r"(?<![\w^.])([\dA-F]*\d[\dA-F.]*(?=_\s?\{?1[1-6])|\d[\d.]*)"
      r"_\s?(\d+|\w|\{(?:[^{}]|\{[^{}]*\})*\})", _based),
     # it takes all from the first \text to a } at the end for a unit: 5 \text{ to } \sqrt{36} was 5
-    (r"\\(?:text|mbox|mathrm)\s?\{([^{}]*)\}(?=.+\}(?:\^\d)?$)", r" \1 "),
+    (r"\\(?:text|mbox|mathrm)\s?\{([^{}]*)\}(?!\^\{?\d\}?$)(?=.+\}(?:\^\d)?$)", r" \1 "),
     # upright constants
     (r"\\(?:math(?:rm|it)|text(?:rm|it|normal)?|operatorname|rm)\s*(\{)?\s*([ei]|\\pi)(?![A-Za-z])"
      r"\s*(?(1)\})", r"{\2}"), (r"I(?=\s?\^)", "{I}"),  # it drops I's exponent
@@ -93,7 +135,14 @@ def same_math(gold, answer):
     (True, True, False)
     """
     gold, answer = _tidy(gold), _tidy(answer)
-    if gold == answer != "":  # also if math-verify cannot read it
+    if _typed(gold) == _typed(answer) != "":  # also if math-verify cannot read it
+        return True
+    halves = [{half.lower() for half in HALF_OF_DAY.findall(side)} for side in (gold, answer)]
+    if all(halves) and halves[0] != halves[1]:
+        return False
+    chosen = [CHOICE.match(side) for side in (gold, answer)]
+    letters = [m[1] if m else _typed(side).strip("()") for m, side in zip(chosen, (gold, answer))]
+    if sum(map(bool, chosen)) == 1 and letters[0] == letters[1]:
         return True
     if PLAIN_NUMBER.fullmatch(gold) and PLAIN_NUMBER.fullmatch(answer):
         return Fraction(gold) == Fraction(answer)
@@ -110,6 +159,11 @@ def same_math(gold, answer):
     if isinstance(equal, bool):
         return equal
     return False if gold.isalpha() else None
+
+
+def _typed(latex):
+    """Without \\text{} and spaces that keep no digits apart: \\text{June }20 is June 20."""
+    return re.sub(r"(?<![\d\s])\s+|\s+(?![\d\s])", "", WRAPPED.sub(r"\1", latex))
 
 
 def _amounts(text):

@@ -70,7 +70,8 @@ DATA = [  # name, content of the file, a part of the line
     *((f"lost{i}.jsonl", json.dumps({"question": "q", "answer": answer}),
        f"lost{i}.jsonl:1: 'answer' is {answer!r}: a LaTeX command lost its backslash")
       for i, answer in enumerate(("\frac{1}{2}", "2\times 3", "\theta", "\beta", "\rho_1",
-                                  "\text{east}", "\vec{a}", "\right)"))),
+                                  "\text{east}", "\vec{a}", "\right)", "\rightarrow", "\tau",
+                                  "\triangle"))),
     ("half.jsonl", '{"question": "\\ud83d", "answer": 1}', "half.jsonl:1: 'utf-8' codec"),
     ("array.jsonl", LINES + "\n[1, 2]", "array.jsonl:41: a row must be an object"),
     ("names.jsonl", '{"ask": "1", "gold": 2}', "names.jsonl:1: no 'question' (it has ask, gold)"),

@@ -166,7 +166,8 @@ def test_a_row_that_lacks_a_column_gets_the_default_of_each():
 
 @pytest.mark.parametrize("spec, says", [
     ("gsm8k,", "unknown reward ''; known: gsm8k, math"), ("my.py", "unknown reward 'my.py'"),
-    ("gsm8k:1:2:3", "must be a finite number"), ("gsm8k:nan", "must be a finite number"),
+    ("gsm8k:1:2:3", "must be a finite number"), ("gsm8k:x", "must be a finite number"),
+    ("gsm8k:nan", "must be a finite number"),
     ("gsm8k,gsm8k:2", "named twice"), ("nowhere.py:f", "'nowhere.py' does not exist"),
     ("no_such_module:f", "No module named"), ("sys:path", "is not a function"),
     ("sys:exitt", "sys:exitt is not a function"),
@@ -275,9 +276,11 @@ def test_code_takes_the_last_block_after_thinking():
     tests = [{"input": "2", "output": "4"}, {"input": "3", "output": "6"}]
     bad, good = "```python\nprint(4)\n```\n", "```python\nprint(int(input()) * 2)\n```\n"
     right = [f"<think>{bad}</think>{bad}{good}", "<answer>print(int(input()) * 2)</answer>",
-             "```bash\npip install x\n```\n" + good + "It prints:\n```text\n4\n```"]
+             "```bash\npip install x\n```\n" + good + "It prints:\n```text\n4\n```",
+             good[:-4] + "exit()\n```\nIt prints:\n```\n4\n```",
+             "1. It reads:\n   " + good.replace("\n", "\n   ")]
     wrong = [good + bad, f"<think>{good}</think>{bad}", "print(4)", "", good[:-4]]
-    assert code_reward.code(right + wrong, [tests] * 8) == [1.0] * 3 + [0.0] * 5
+    assert code_reward.code(right + wrong, [tests] * 10) == [1.0] * 5 + [0.0] * 5
     both = json.dumps(["assert double(2) == 4", {"input": "2", "output": "0"}])
     program = "```\ndef double(x): return 2 * x\nprint('0  \\n')\n```"
     assert code_reward.code([program, good], tests=[both, []]) == [1.0, None]

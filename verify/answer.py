@@ -9,8 +9,8 @@ from fractions import Fraction
 
 MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "k": 10**3, "million": 10**6, "billion": 10**9}
 CLEAN_UP = [  # (pattern, replacement); ¤ keeps apart what must not become one number
-    (r"[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\0]", ""),
-    (r"\\[!,;]|\\left|\\right|\^\{?\\circ\}?|°", ""),
+    (r"[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\0]"
+     r"|\\[!,;]|\\left|\\right|\^\{?\\circ\}?|°", ""),
     (r"[\u00a0\u2007\u2009\u202f]|\\ |~", " "),
     (r"\{,\}", ","),
     (r"[¼-¾⅐-⅞]", lambda m: f" {in_ascii(m[0])}"),  # 2½ is 2 1/2
@@ -51,8 +51,11 @@ def read_number(text, only=True):
     for m in list(CANDIDATE.finditer(text))[0 if only else -1:]:
         value, unit = _exact(m[0]), re.match(r"\s?([A-Za-z]+)", text[m.end():m.end() + 9])
         values.append(value and value * MULTIPLIERS.get(unit and unit[1].lower(), 1))
-    rest = CANDIDATE.sub("", text)
-    if only and re.search(r"[-+*/^<>≤≥±×÷\\_|]|(?i:\b(?:not|or|than|between)\b)", rest):
+    rest = CANDIDATE.sub(" 0 ", text)
+    if only and re.search(
+            r"[-+*/^<>≤≥±×÷\\_|√π]| 0  ?[²³xyzni]\b|(?i:\b(?:not|or|than|between|and a half)\b"
+            r"|\b(?:minus|negative|plus|times|by|x|twice|double|half of)\b\W* 0 "
+            r"| 0 \s*(?:squared|tenths|hundredths|lakh|crore|bn|trillion)\b)", rest):
         return None  # an expression, a bound, or several answers
     return values[0] if len(set(values)) == 1 else None
 

@@ -233,7 +233,7 @@ def parse_spec(spec, known):
         try:
             weight, *value = map(float, rest or [1])
         except ValueError:
-            weight = math.nan
+            weight, value = math.nan, []
         if not math.isfinite(sum(value, weight)) or len(value) > 1:
             raise ValueError(f"reward {item!r}: its weight must be a finite number")
         if name in [other for other, *_ in parts]:
