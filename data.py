@@ -48,7 +48,7 @@ KEYS = {"question": (*ASKED, "messages", "conversations"),
 FILES = (".jsonl", ".json", ".csv", ".parquet")
 # "\frac" in a text of JSON, or of Python that is not raw, is a form feed and "rac"
 LOST_BACKSLASH = re.compile(
-    r"[\a\b\f\v](?=[a-z])|[\t\r](?:heta|imes|frac|ext\w*(?=\{)|ight(?:arrow)?|ho|au|riangle)(?![a-z])")
+    r"[\a\b\f\v][a-z]|[\t\r](?:heta|imes|frac|ext\w*(?=\{)|ight(?:arrow)?|ho|au|riangle)(?![a-z])")
 TAKEN = {"eval_set": "the trainer uses this name",  # columns that a row may not have
          "eval_of": "the trainer uses this name",
          "reward": "rows cannot name rewards, see docs/data_and_rewards.md"}

@@ -91,11 +91,13 @@ def metrics_lines(folder):
 
 def random_moment(process, folder, rng):
     """Waits until a run has written a random number of lines of metrics, then at most half a
-    second. Returns what the folder shows then."""
+    second; one time in three until it writes a checkpoint. Returns what the folder shows then."""
     wanted = rng.randrange(int(FLAGS[1]))
     wait_until(process, lambda: metrics_lines(folder) >= wanted)
     end = time.time() + rng.uniform(0, 0.5)
     wait_until(process, lambda: time.time() > end)
+    if rng.random() < 1 / 3:
+        wait_until(process, lambda: any(folder.glob("*.part/step-*")))
     writing = ", a checkpoint is being written" * any(folder.glob("*.part/step-*"))
     if process.poll() is not None:
         return "ended"

@@ -85,7 +85,8 @@ LATEX = (
     (r"(?<=[\d}])(?:,\s?)?(?:\\[lcd]?dots|\.\.\.|…)(?=\s?(?:\\\}|\))?$)", " d_{ots}"),
     (r"\}\s*/\s*\\(?:text|mathrm)\s?\{\s*", "/"),
     # degrees: it takes sin 30° for the sine of 30
-    (r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s?\^\{?-?\d\}?)?\s?(?:\\left)?[({]?\s?)(\d+)\s?(?:°|\^\{?\\circ\s?\}?)",
+    (r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s?\^\{?-?\d\}?)?\s?(?:\\left)?[({]?\s?)(\d+)\s?"
+     r"(?:°|\^\{?\\circ\s?\}?)",
      r"\1{\\frac{\2\\pi}{180}}"),
     (r"^(?!.*['′]|.*prime|.*\\(?:sin|cos|tan|cot|sec|csc)).*$", lambda m: re.sub(
         r"\^\{?\\circ\s?\}?|°", "", m[0])),
@@ -100,8 +101,8 @@ LATEX = (
     (r"(?<![\\A-Za-z])(?:oo|[Ii]nfinity)(?![A-Za-z])", r"\\infty "),
     # names of functions and letters, upright or without a backslash
     (r"(?:\\(?:mathrm|operatorname|text)\s?(\{)|(?<![\\A-Za-z])(?<!(?:rm|xt|me)\{))"
-     r"(pi|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp|alpha|beta|gamma|theta|lambda|phi|omega)"
-     r"(?![A-Za-z])(?(1)\})", r"\\\2 "),
+     r"(pi|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp"
+     r"|alpha|beta|gamma|theta|lambda|phi|omega)(?![A-Za-z])(?(1)\})", r"\\\2 "),
     (rf"(?<![\w.)}}]){E_NOTATION.pattern}(?![\w.])", lambda m: re.sub(
         "[eE](.+)", r" \\cdot 10^{\1}", m[0])),
     (r"(?<![\\A-Za-z])factorial\s?(\([^()]*\))", r"{\1!}"),

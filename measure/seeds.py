@@ -203,7 +203,7 @@ def report(folders, out, columns=None, panels=PANELS):
     head = ["run", *columns]
     if columns is standard and len(results) > 1:
         head.append(f"points above {next(iter(results))}")
-        lines = [[*line, cell] for line, cell in zip(lines, against_the_first(results))]
+        lines = [[*line, last] for line, last in zip(lines, against_the_first(results))]
     table = common.table(head, lines)
     common.write(out, f"{table}\n\n{conditions}", {"conditions": conditions, "runs": runs})
     draw(results, panels, f"{out}.png")

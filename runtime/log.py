@@ -115,14 +115,14 @@ class Log:
         from tqdm import tqdm
         curve.figure()  # a broken matplotlib: now, and not at the end of the run
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.about = self._describe(plan or {})  # what config.json has
+        self.about = self._describe(plan or {})  # the content of config.json
         self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
         if cfg.wandb != "off":
             import wandb
             try:
                 if cfg.wandb == "online" and not wandb.login(prompt=False):
                     raise wandb.errors.UsageError("no API key: `wandb login` or WANDB_API_KEY")
-                os.environ.setdefault("WANDB_PROJECT", "nano_rlvr")  # WANDB_RUN_GROUP: as it is
+                os.environ.setdefault("WANDB_PROJECT", "nano_rlvr")  # wandb reads it
                 self.wandb = wandb.init(
                     name=cfg.name, id=self.about["wandb_id"], resume="allow", dir=self.folder,
                     mode=cfg.wandb, config=self.about["config"])

@@ -257,3 +257,12 @@ def test_a_tree_search_keeps_the_steps_that_the_verifier_likes_best(llm, tokeniz
             assert [text for text, _ in children] == [r.text for r in beam if goes_on(r)]
             candidates += [r for _, group in children for r in group]
         assert result.text == beam[0].text and result.text.endswith("</answer>")
+
+
+def test_a_tree_search_keeps_a_complete_beam_beside_one_that_goes_on():
+    """The step that goes on is liked best, but then it ends badly."""
+    drawn = iter([completions("bad\n", "done"), completions("worse")])
+    found = example.tree_search(
+        lambda examples, texts, *_: [next(drawn) for _ in texts], [{"question": "q"}], 2, 1,
+        lambda texts, question: [{"bad\n": 0.9, "done": 0.5}.get(text, 0.1) for text in texts])
+    assert [r.text for r in found] == ["done"]

@@ -72,16 +72,17 @@ def trained(monkeypatch, tokenizer, function):
 
 def test_a_token_gets_the_advantages_of_the_steps_that_end_at_it_or_later(
         in_float64, tokenizer, monkeypatch):
-    """The second completion has no steps: its outcome is one. The mean of 1, 0 and 1 is 2/3."""
+    """The second completion has no steps: its outcome is one."""
     def function(texts, question, **columns):
         assert question == ["1+2+4"] * 2
-        return [[(5, 1.0), (11, 0.0)], None]
+        return [[(5, 0.3), (11, 0.0)], None]
 
     group = trained(monkeypatch, tokenizer, function)
     n = len(group[0].completion)
     assert n == 11  # a token per character
-    close(group[0].advantages, [1 / 3 - 2 / 3] * 5 + [-2 / 3] * 6)
-    close(group[1].advantages, [1 / 3])
+    mean = (0.3 + 0.0 + 1.0) / 3
+    close(group[0].advantages, [0.3 - 2 * mean] * 5 + [-mean] * 6)
+    close(group[1].advantages, [1.0 - mean])
 
 
 @pytest.mark.parametrize("steps", [

@@ -51,9 +51,21 @@ def generated(llm, lean, **changes):
 
 @pytest.mark.parametrize("changes", [{}, dict(n=1), dict(logprobs=2), dict(ignore_eos=True)])
 def test_the_lean_engine_has_the_same_tokens_and_log_probs(llm, changes):
-    found = generated(llm, True, **changes)
+    filled, fill = [], llm.lean.fill
+    with mock.patch.object(llm.lean, "fill", lambda requests: filled.append(
+            fill(requests)) or filled[-1]):
+        found = generated(llm, True, **changes)
+    assert filled == ([] if "logprobs" in changes else [True])  # the plain path was not taken
     assert found == generated(llm, False, **changes)
     assert len({len(tokens) for tokens, *_ in found}) > 1 or changes.get("ignore_eos")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there vLLM's own blocks are short")
+def test_a_prompt_shorter_than_vllms_own_block_is_computed_once_for_its_samples(llm):
+    prompts = [{"prompt_token_ids": [65 + i % 7 for i in range(100)]}] * 2
+    params = SamplingParams(max_tokens=1)
+    [first], [second] = (llm._llm.generate(prompt, params, use_tqdm=False) for prompt in prompts)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 96)  # three blocks of 32
 
 
 def test_tokens_that_vllm_computes_twice_are_noticed_and_the_plain_path_is_taken(llm, capsys):
