@@ -12,7 +12,7 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): no critic is needed
     4. pack        a weight per token; sequences end to end, a pack stores each prompt once
     5. log-probs   log pi(token) of each completion token, without storing logits
-    6. loss        clipped policy gradient * min(pi / pi_vllm, 2) + kl_coef * k3 (KL to the start).
+    6. loss        clipped policy gradient * min(pi_old / pi_vllm, 2) + kl_coef * k3 (KL to start).
                    With the defaults a step has one update: pi / pi_old is 1, nothing is clipped
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
     8. sync        the new weights go into vLLM in place; checksums of all readable ones must agree
@@ -412,14 +412,14 @@ def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
         # delta > 1 + clip_high, so it changes the minimum only for negative advantages
         bounded = ratio.clamp(max=cfg.delta) if cfg.delta else ratio  # (R,)
         # the minimum: a token that has moved far enough in the right direction gets no gradient
-        return torch.minimum(bounded * advantage, clipped * advantage)
+        return torch.minimum(bounded * advantage, clipped * advantage)  # (R,)
     if cfg.surrogate == "cispo":  # every token keeps its gradient; its weight is bounded
         weight = ratio.clamp(max=1 + cfg.clip_high).detach()  # (R,)
-        return weight * advantage * logp
+        return weight * advantage * logp  # (R,)
     if cfg.surrogate == "sapo":  # at ratio 1 the gradient is the advantage; it fades on both sides
         tau = torch.where(advantage > 0, cfg.tau, ratio.new_tensor(cfg.tau_neg))  # (R,)
         gate = torch.sigmoid(tau * (ratio - 1))  # (R,)
-        return gate * 4 / tau * advantage
+        return gate * 4 / tau * advantage  # (R,)
     return advantage * log_ratio - cfg.tau / 2 * log_ratio**2  # Kimi k1.5, eq. 3: a penalty
 
 

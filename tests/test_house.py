@@ -28,7 +28,7 @@ PRODUCT = "*.py runtime/*.py verify/*.py"
 MOST_LINES = {  # files -> a promise: what does not fit is an example, or replaces something
     "nano_rlvr.py": 640, "runtime/*.py": 2900, PRODUCT: 4900,
     "report/*.py": 320,  # a room of its own, which the product's limits do not count
-    "tests/*.py tests/vectors/*.py": 9400, "bench/*.py": 1755}
+    "tests/*.py tests/vectors/*.py": 9415, "bench/*.py": 1755}
 MOST_TOKENS = {"nano_rlvr.py": 4000, PRODUCT: 33000, "report/*.py": 2600}  # of code
 MOST_TOKENS_PER_LINE = 9.5  # of a line of code in the script, on average: one thought per line
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
