@@ -3,7 +3,7 @@
     python -m bench.faults kill       kill -9 at 50 random moments; each run is continued (an hour)
     python -m bench.faults ranks      the same with two ranks, 10 times
     python -m bench.faults async      the same with examples/async_rl.py: its trainer or its sampler
-    python -m bench.faults renames    kill -9 just before and just after each rename of a file
+    python -m bench.faults renames    kill -9 before and after each rename of a file, in two steps
     python -m bench.faults damage     checkpoints cut, changed, incomplete; a full disk
     python -m bench.faults soak       2,000 steps: memory, open files, processes, size of the folder
 
@@ -35,6 +35,7 @@ TWO = [*common.LAUNCHER, common.SCRIPT[1]]
 ASYNC = [sys.executable, "-m", "examples.async_rl"]
 # with several threads two runs may add in another order
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
+SHORT = ("--steps", "2")  # of renames
 
 
 def start(folder, *flags, command=ONE):
@@ -56,9 +57,9 @@ def differences(a, b):
     return found
 
 
-def whole_run(out, command=ONE):
+def whole_run(out, *flags, command=ONE):
     """The folder of a run without a fault."""
-    if start(out / "whole", command=command).wait():
+    if start(out / "whole", *flags, command=command).wait():
         sys.exit((out / "whole.log").read_text()[-3000:])
     return out / "whole"
 
@@ -114,7 +115,7 @@ def is_sampler(process):
 
 def kill(out, command=ONE, times=50):
     """kill -9 at random moments; every fifth run is killed twice."""
-    whole, rng = whole_run(out, command), random.Random(0)
+    whole, rng = whole_run(out, command=command), random.Random(0)
     for i in range(times):
         folder, moments = out / f"killed-{i}", []
         for _ in range(2 if i % 5 == 4 else 1):
@@ -155,13 +156,13 @@ runpy.run_path("nano_rlvr.py", run_name="__main__")
 
 def renames(out):
     """kill -9 at each rename of a run, before it and after it; then the run is continued."""
-    whole = whole_run(out)
+    whole = whole_run(out, *SHORT)
     for n in itertools.count():
         folder = out / f"killed-{n}"
-        if not start(folder, str(n), command=[sys.executable, "-c", RENAMES]).wait():
+        if not start(folder, *SHORT, str(n), command=[sys.executable, "-c", RENAMES]).wait():
             return  # it had no rename n / 2
         name = Path(f"{folder}.log").read_text().rpartition("killed ")[2].split("\n")[0]
-        yield name.replace(str(folder), "run"), outcome(whole, folder)
+        yield name.replace(str(folder), "run"), outcome(whole, folder, *SHORT)
 
 
 HARMS = {"cut": lambda data: data[:len(data) // 2], "empty": lambda data: b"",

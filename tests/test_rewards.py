@@ -266,7 +266,8 @@ def test_countdown_agrees_with_python_on_expressions_of_its_kind(numbers, rng):
     for target in (value, value + 1):
         wanted = float(target == value)
         for allowed, right in ((numbers, wanted), (numbers + [1], 0.0)):
-            [found] = countdown.countdown_reward([text], [allowed], target)
+            with mock.patch("builtins.eval", side_effect=SyntaxError):  # it must not be used
+                [found] = countdown.countdown_reward([text], [allowed], target)
             assert found == right, (
                 f"{text}, {allowed}, target {target}: yours {found}, wanted {right}")
 
