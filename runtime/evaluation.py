@@ -50,7 +50,7 @@ def summary(examples, indices, greedy, samples, cfg):
     answers = [{"set": e.get("eval_set", cfg.eval_data or cfg.data or cfg.task),
                 "question": e["question"], "answer": e.get("answer"), "right": is_right(r)}
                | r.record() for e, r in zip(examples, greedy)]
-    rows = sorted(dist.all_gather(list(zip(indices, values, answers))), key=lambda row: row[0])
+    rows = sorted(dist.all_gather(list(zip(indices, values, answers))))  # no index occurs twice
     by_set = {}
     for _, value, answer in rows:
         by_set.setdefault(answer["set"], []).append(value)

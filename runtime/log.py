@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 
+import psutil
 import torch
 
 import data
@@ -107,7 +108,7 @@ class Log:
 
     def __init__(self, cfg, tokenizer, plan=None):
         self.cfg, self.tokenizer, self.folder = cfg, tokenizer, Path(cfg.out) / cfg.name
-        self.rows, self.wandb, self.start = [], None, time.perf_counter()
+        self.rows, self.wandb = [], None
         self.changes = ()  # see token_changes
         self.page_due, self.page_every = 0.0, 10  # seconds: when report.html is written again
         if dist.rank() > 0:
@@ -172,9 +173,10 @@ class Log:
         self.bar.update(len(self.rows))
 
     def say(self, text):
-        """Prints a status line, prefixed with the seconds since the start."""
+        """Prints a status line, prefixed with the seconds since this process began."""
         if dist.rank() == 0:
-            self.bar.write(plain(f"{time.perf_counter() - self.start:6.1f} s  {text}"))
+            seconds = time.time() - psutil.Process().create_time()  # with imports
+            self.bar.write(plain(f"{seconds:6.1f} s  {text}"))
 
     def _kept(self, groups):
         """The rollouts of the first groups, --keep_rollouts of them or a few more."""
