@@ -7,24 +7,24 @@
 
 One step of the loop, in the order of this file; `train`, near the end, shows it on one screen:
 
-    1. rollout     vLLM samples G completions for each of P prompts, with log-probs of the tokens
+    1. rollout     vLLM samples G completions for each of P prompts, with log-probs (log pi_vllm)
     2. reward      verifiers (rewards.py) turn texts into numbers; None is "no reward", not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): no critic is needed
-    4. pack        a weight per token; sequences end to end, a pack stores each prompt once
+    4. pack        a weight per token; no padding; a pack stores a prompt once for its completions
     5. log-probs   log pi(token) of each completion token, without storing logits
-    6. loss        clipped policy gradient * min(pi_old / pi_vllm, 2) + kl_coef * k3 (KL to start).
+    6. loss        clipped policy gradient * min(pi_old / pi_vllm, 2) + kl_coef * KL to first model
                    With the defaults a step has one update: pi / pi_old is 1, nothing is clipped
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
-    8. sync        the new weights go into vLLM in place; checksums of all readable ones must agree
+    8. sync        the new weights go into vLLM in place; checksums of all it shows must agree
 
 A textbook PPO has a critic, GAE, padding and means per micro-batch. Here the loss is a sum over
 tokens, each with a weight: for GRPO 1 / (S * tokens of its completion), where S counts sequences
 of the optimizer step, over packs and ranks. So the gradient is the same for any packing and any
 number of ranks, up to rounding. A rank is a process. "Collective": all ranks must make the call.
 
-Shapes: P prompts, G completions of each (a group). A pack is a row of T tokens with B sequences
-and R sampled tokens; as tensors it is a `batch`. A minibatch: the packs of one optimizer step.
-`--baseline batch` means all P * G completions. H hidden size, V vocabulary.
+Shapes: P prompts, G completions of each (a group). A pack is a row of T tokens with B completions
+and R sampled tokens; as tensors it is a `batch`. A minibatch: the packs of one optimizer step. In
+--baseline and --scale, "batch" means all P * G completions. H hidden size, V vocabulary.
 Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import math
@@ -54,11 +54,11 @@ class Config(flags.RunFlags):
 
     # rollout
     rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
-    steps: int = 200  # each samples anew, for epochs * minibatches optimizer steps
+    steps: int = 200  # each samples anew, then makes epochs * minibatches updates
     prompts: int = 64  # P: prompts per step, over all ranks
     samples: int = 8  # G: completions per prompt, the group size
     temperature: float = 1.0  # of sampling; the trainer's log-probs use the same temperature
-    top_p: float = 1.0  # nucleus sampling, in vLLM only: needs --correction none --temperature 1
+    top_p: float = 1.0  # nucleus sampling in vLLM; only with --correction none --temperature 1
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm: advantage = (reward - baseline) / scale
@@ -75,7 +75,7 @@ class Config(flags.RunFlags):
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference
     # vLLM's log-probs differ from the trainer's: see importance
     correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
-    correction_cap: float = 2.0  # largest importance weight pi_trainer / pi_vllm
+    correction_cap: float = 2.0  # largest importance weight pi_old / pi_vllm
     filter_groups: bool = False  # no update from groups in which all rewards are the same
     resample: int = 0  # draw further prompts, up to this many times, until P groups are left
     mask_truncated: bool = False  # truncated completions count in the group but get no gradient
@@ -126,7 +126,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     """Samples n completions for each of the prompts (token ids): Rollouts, in prompt order.
 
     llm: a runtime.sampler.Sampler. seeds: one per prompt; vLLM adds the number of the sample to it.
-    sampling: more of vLLM's SamplingParams. Rollout: see runtime/batch.py; r.length counts its
+    sampling: more of vLLM's SamplingParams. Of a Rollout r (runtime/batch.py), r.length counts the
     sampled tokens, len(r) also those of the prompt.
     """
     from vllm import SamplingParams
@@ -155,7 +155,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
 
 
 def rollout_function(name, examples):
-    """The function that samples for prompts of these examples: rollout, or that of --rollout."""
+    """The function that samples: rollout, or that of --rollout, which may also get the examples."""
     return guard.load_rollout(name, examples) if name else rollout
 
 
@@ -175,8 +175,8 @@ def score(rollouts, examples, verifier, step=0):
 def sample_groups(run, step, draw=0):
     """Stages 1 and 2: samples and scores this rank's part of P prompts -> its groups.
 
-    The data's batches are numbered. Step s owns 1 + resample numbers, drawn or not: so a resumed
-    run sees the same data without knowing how often earlier steps drew.
+    Each draw of P prompts has a number. Step s owns 1 + resample numbers, drawn or not: so a
+    resumed run sees the same data without knowing how often earlier steps drew.
     """
     cfg = run.cfg
     number = step * (1 + cfg.resample) + draw
@@ -197,7 +197,7 @@ def sample_groups(run, step, draw=0):
 
 
 def collect_rollouts(run, step):
-    """Stages 1, 2 of a rank -> (groups to train on, per minibatch; all groups sampled)."""
+    """Stages 1, 2 of a rank -> (groups to train on, a list per minibatch; all groups sampled)."""
     cfg = run.cfg
     if cfg.filter_groups:
         groups, sampled = sample_until_enough(run, step)
@@ -212,8 +212,8 @@ def sample_until_enough(run, step):
     """DAPO's dynamic sampling: leaves out groups whose rewards are all the same. Collective.
 
     Draws new prompts, up to `resample` times, until all ranks together have P groups. Keeps the
-    first P in data order. -> (kept groups, None for those of other ranks, so that all
-    ranks deal alike; all that this rank sampled)"""
+    first P in data order. -> (kept groups, with None in the place of another rank's, which `deal`
+    drops after all ranks have split alike; all that this rank sampled)"""
     cfg = run.cfg
     sampled = []
     trainable = {}  # number of the prompt in this step -> its group
@@ -238,8 +238,8 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
 
     baseline, subtracted: the mean of the group, of the others in it (leave_one_out), of all P * G
     (batch), the number `running`, or nothing. scale, the divisor: the standard deviation of the
-    group, of all rewards (batch), of all rewards minus baseline (centred), or the group's mean
-    (MaxRL; 0 where that is <= 0), each plus eps; or 1.
+    group, of all rewards (batch), of all advantages before the division (centred), or the group's
+    mean (MaxRL; where it is <= 0, the advantage is 0), each plus eps; or 1.
 
     The deviation is the population's, sqrt(1/G sum (r - mean)^2); the paper does not say which. TRL
     and verl divide by G - 1: their advantages are ours times sqrt((G-1)/G), 6.5 % less at G = 8.
@@ -275,7 +275,7 @@ def assign_advantages(groups, cfg, running_mean):
     own = [math.nan if r.reward is None else r.reward for r in rollouts]
     all_rewards = torch.tensor(dist.all_gather(own)).view(-1, cfg.samples)  # (P, G) of all ranks
     batch_mean = all_rewards.nanmean().item()  # NaN if no group is left
-    before = batch_mean if math.isnan(running_mean) else running_mean
+    before = batch_mean if math.isnan(running_mean) else running_mean  # NaN: the first step
     advantages = group_advantages(all_rewards, cfg.baseline, cfg.scale, running=before)  # (P, G)
     first = dist.offset(len(own))  # number of this rank's first rollout among those of all ranks
     for r, advantage in zip(rollouts, advantages.flatten()[first:].tolist()):
@@ -327,8 +327,8 @@ def assign_token_weights(rollouts, cfg):
 
 
 def make_batches(groups, dummy, cfg, loss=None):
-    """A batch per pack. Ranks with fewer add the rollout `dummy`, weight 0: backward is collective.
-    Without KL, advantages of 0 are left out, unless `loss`, your own, may train them."""
+    """A batch per pack. A rank with fewer packs adds `dummy`, weight 0: backward is collective.
+    Without KL, rollouts of advantage 0 are left out, but not if `loss` is one of your own."""
     trained = assign_token_weights(flatten(groups), cfg)
     if loss is policy_loss:
         trained = skip_zero_advantages(trained, cfg)
@@ -357,9 +357,9 @@ class TokenLogps(torch.nn.Module):
             batch=batch)  # reaches packed_attention in runtime/batch.py
         hidden = output.last_hidden_state[0, batch.predictors]  # (R, H) one position before targets
         head = self.model.get_output_embeddings().weight  # (V, H)
-        # log_softmax(hidden @ head.T / temperature) at the targets; each row's entropy; chunks of V
+        # log_softmax(hidden @ head.T / temperature) at the targets, entropy per row; by chunks of V
         return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk,
-                               getattr(self.model, "is_compiled", False))  # compiled; -> (R,), (R,)
+                               getattr(self.model, "is_compiled", False))  # -> (R,), (R,)
 
 
 @torch.no_grad()
@@ -381,8 +381,7 @@ def k3(logp, ref):
     """Schulman's third estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
 
     (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref),
-    but the mean of its gradient is that of KL(ref || pi): this is minimized.
-    """
+    but the mean of its gradient is the gradient of KL(ref || pi), which is what shrinks."""
     d = ref - logp  # (R,)
     return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away
 
@@ -399,7 +398,7 @@ def importance(mismatch, batch, cfg):
     if cfg.correction == "token_truncate":
         return weight.clamp(max=cap)  # (R,)
     if cfg.correction == "token_mask":
-        return torch.where(weight <= cap, weight, 0.0)  # (R,) not a product: 0 * inf is NaN
+        return torch.where(weight <= cap, weight, 0.0)  # (R,) weight * mask could be inf * 0
     mean = sequence_mean(mismatch, batch).exp()  # (R,) sequence_mask
     inside = (mean <= cap) & (mean >= 1 / cap)  # (R,)
     return inside.to(mismatch)  # (R,)
@@ -409,7 +408,7 @@ def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
     """(R,) objective per token: four ways to limit what a ratio far from 1 does."""
     if cfg.surrogate == "ppo":  # arXiv:1707.06347
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
-        # delta > 1 + clip_high, so it changes the minimum only for negative advantages
+        # a delta above 1 + clip_high changes the minimum only for negative advantages
         bounded = ratio.clamp(max=cfg.delta) if cfg.delta else ratio  # (R,)
         # the minimum: a token that has moved far enough in the right direction gets no gradient
         return torch.minimum(bounded * advantage, clipped * advantage)  # (R,)
@@ -427,13 +426,14 @@ def policy_loss(logp, old, ref, batch, cfg):
     """Surrogate times correction plus k3 KL, weighted and summed. logp, old, ref: (R,).
 
     old None: on-policy, old = logp. ref None: no KL. Returns (loss, terms). loss, a scalar: this
-    pack's share of the global mean. terms: values per token (R,), for the metrics.
+    pack's share of the global mean. terms: values per token (R,), for the metrics: your own loss
+    must return mismatch, and correction unless --correction none. batch: see collate.
     """
     if old is None:
         old = logp.detach()  # (R,)
     log_ratio = logp - old  # (R,) on-policy it is 0, but has a gradient
     if cfg.ratio == "sequence":  # GSPO: geometric mean of the sequence's ratios
-        log_ratio = sequence_mean(log_ratio, batch)  # (R,)
+        log_ratio = sequence_mean(log_ratio, batch)  # (R,) one value per sequence, at each token
     elif cfg.ratio == "product":  # RLOO: product of the sequence's ratios
         log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (B,) -> (R,)
     # beyond e^20 the ratio is constant, as in verl, SkyRL and OpenRLHF: exp() could be inf
@@ -477,15 +477,15 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
     """One optimizer step: a backward pass per pack, whose gradients add up, then AdamW. Collective.
 
     The CPU waits for the GPU after the last pack only. Returns metrics over all ranks. Raises
-    RunError, before AdamW's step, above --mismatch_bound or if the loss is not finite.
+    RunError, before AdamW's step, if the mismatch is above its bound or the loss not finite.
     """
     sums = []  # per pack: each metric summed over its tokens
     for batch in batches:
         logp, batch.entropy = policy(batch)  # (R,), (R,) a loss of yours may use the entropy
-        loss, terms = policy_loss(logp, batch.old, batch.ref, batch, cfg)  # ()
+        loss, terms = policy_loss(logp, batch.old, batch.ref, batch, cfg)  # loss: ()
         policy.backward(loss * dist.world_size())  # ZeRO averages over the ranks; we want the sum
         sums.append(stats.pack_sums(loss, terms, batch.entropy, batch.weight, cfg))
-    metrics = stats.token_means(sums)  # means over tokens; sum of loss, maximum of mismatch/max
+    metrics = stats.token_means(sums)  # means over tokens; sum of loss, max of "mismatch/max"
     guard.check_step(metrics, cfg.mismatch_bound, cfg.rollout)
     policy.step()  # clears the gradients too; skips silently if one is not finite
     metrics["grad_norm"] = float(policy.get_global_grad_norm() or 0.0)
@@ -497,7 +497,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 
 def sync_weights(policy, llm):
     """Wakes vLLM with the policy's weights. RunError if their checksums differ. Collective."""
-    trainer.sleep(policy)  # LoRA with offload: the frozen weights leave the GPU
+    trainer.sleep(policy)  # LoRA with offload: frozen weights go to the host, where load reads them
     llm.load(trainer.named_weights(policy))
 
 
@@ -545,7 +545,7 @@ class Run:
 
 
 def evaluate(llm, examples, verifier, cfg):
-    """-> (metrics, a dict per greedy text). Right: the first reward gives 1. Collective."""
+    """-> (metrics, a dict per greedy text). Right: its first reward is 1. Collective."""
     metrics = {}
     samples = []
     indices = range(dist.rank(), len(examples), dist.world_size())  # of this rank
@@ -574,13 +574,13 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
     sync_weights(policy, llm)  # wakes vLLM; after --resume it gets the checkpoint's weights
     for step in run.steps():  # evaluates and saves before a step
         metrics = run.metrics
-        split, sampled = collect_rollouts(run, step)  # 1. 2. split: groups of each minibatch
+        split, sampled = collect_rollouts(run, step)  # 1. 2. split: a list per minibatch
         groups = flatten(split)
         run.dummy = min(flatten(sampled), key=len)  # the shortest, prompt included
         with timed(metrics, "sync"):
             llm.sleep()  # frees GPU memory for the trainer; sync_weights wakes vLLM
             trainer.wake(policy)  # LoRA with offload: the frozen weights come back
-        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # report only
+        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # before, after
             with timed(metrics, "update"):
                 # 3. fills r.advantages; the mean that it returns is for --baseline running
                 progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)
@@ -591,11 +591,11 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
                 history = []
                 for _ in range(cfg.epochs):
                     for batches in minibatches:
-                        if batches:  # equal on all ranks
+                        if batches:  # empty on all ranks or on none
                             history.append(update(policy, batches, cfg, policy_loss))  # 5. 6. 7.
                 metrics |= stats.step_means(history)
                 progress.skipped = guard.check_skipped(
-                    progress.skipped, step, history, groups, run.log.folder)
+                    progress.skipped, step, history, groups, run.log.folder)  # 3 in a row: error
         with timed(metrics, "sync"):
             sync_weights(policy, llm)  # 8.
         metrics |= stats.step_summary(cfg, groups, sampled, metrics)
@@ -616,7 +616,7 @@ def main(argv=None, train=train, sampler=Sampler):
                 cfg, tokenizer, dist.world_size(), notify=dist.print_once)
             verifier = rewards.start_verifier(cfg, train_set, eval_set, dist.print_once)
             cfg, plan = memory.plan(cfg)  # fills pack_tokens and others that are 0 or auto
-            cfg = claim_folder(cfg, train_set + eval_set)
+            cfg = claim_folder(cfg, train_set + eval_set)  # a resumed run must have the same data
             log = Log(cfg, tokenizer, plan)
             checkpoints = Checkpoints(cfg, log)
 
