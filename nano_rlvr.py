@@ -15,7 +15,7 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     6. loss        clipped policy gradient * min(pi_old / pi_vllm, 2) + kl_coef * KL to first model
                    With the defaults a step has one update: pi / pi_old is 1, nothing is clipped
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
-    8. sync        the new weights go into vLLM in place; checksums of all it shows must agree
+    8. sync        the new weights go into vLLM in place; checksums of both copies must agree
 
 A textbook PPO has a critic, GAE, padding and means per micro-batch. Here the loss is a sum over
 tokens, each with a weight: for GRPO 1 / (S * tokens of its completion), where S counts sequences
@@ -58,7 +58,7 @@ class Config(flags.RunFlags):
     prompts: int = 64  # P: prompts per step, over all ranks
     samples: int = 8  # G: completions per prompt, the group size
     temperature: float = 1.0  # of sampling; the trainer's log-probs use the same temperature
-    top_p: float = 1.0  # nucleus sampling in vLLM; only with --correction none --temperature 1
+    top_p: float = 1.0  # vLLM's log-probs ignore it: needs --correction none, --temperature 1
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm: advantage = (reward - baseline) / scale
@@ -92,7 +92,7 @@ class Config(flags.RunFlags):
 
 
 # Differences from Config's defaults, which are GRPO's with R1's weight of the KL. With one update
-# per step all surrogates have the same gradient: cispo equals bnpo, sapo equals grpo with no KL.
+# per step the surrogate makes no difference: preset cispo is then bnpo, sapo is grpo without KL.
 ALGOS = {
     "grpo": {},  # arXiv:2402.03300
     "dr_grpo": dict(scale="none", aggregate="constant", kl_coef=0.0),  # 2503.20783
@@ -125,7 +125,7 @@ def parse_config(argv=None):
 def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     """Samples n completions for each of the prompts (token ids): Rollouts, in prompt order.
 
-    llm: a runtime.sampler.Sampler. seeds: one per prompt; vLLM adds the number of the sample to it.
+    llm: a runtime.sampler.Sampler. seeds: one per prompt; vLLM adds each sample's index to it.
     sampling: more of vLLM's SamplingParams. Of a Rollout r (runtime/batch.py), r.length counts the
     sampled tokens, len(r) also those of the prompt.
     """
@@ -183,7 +183,7 @@ def sample_groups(run, step, draw=0):
     examples = data.batch_at(run.train_set, number, cfg.prompts, cfg.seed,
                              dist.rank(), dist.world_size())
     prompts = [example["prompt_ids"] for example in examples]
-    first = dist.rank() * len(prompts)  # number of this rank's first prompt of the P
+    first = dist.rank() * len(prompts)  # index of this rank's first prompt among the P
     seeds = [data.request_seed(cfg.seed, step, draw, first + i) for i in range(len(prompts))]
     with timed(run.metrics, "rollout"):
         sample = rollout_function(cfg.rollout, examples)
@@ -212,11 +212,11 @@ def sample_until_enough(run, step):
     """DAPO's dynamic sampling: leaves out groups whose rewards are all the same. Collective.
 
     Draws new prompts, up to `resample` times, until all ranks together have P groups. Keeps the
-    first P in data order. -> (kept groups, with None in the place of another rank's, which `deal`
-    drops after all ranks have split alike; all that this rank sampled)"""
+    first P in data order. -> (kept groups, all that this rank sampled). A kept group of another
+    rank is None, so that `deal` makes the same split on all ranks; it then drops the None."""
     cfg = run.cfg
     sampled = []
-    trainable = {}  # number of the prompt in this step -> its group
+    trainable = {}  # index of the prompt in this step -> its group
     for draw in range(1 + cfg.resample):
         groups = sample_groups(run, step, draw)
         sampled += groups
@@ -277,7 +277,7 @@ def assign_advantages(groups, cfg, running_mean):
     batch_mean = all_rewards.nanmean().item()  # NaN if no group is left
     before = batch_mean if math.isnan(running_mean) else running_mean  # NaN: the first step
     advantages = group_advantages(all_rewards, cfg.baseline, cfg.scale, running=before)  # (P, G)
-    first = dist.offset(len(own))  # number of this rank's first rollout among those of all ranks
+    first = dist.offset(len(own))  # index of this rank's first rollout among those of all ranks
     for r, advantage in zip(rollouts, advantages.flatten()[first:].tolist()):
         r.advantages = [advantage] * len(r.completion)  # the same for each of its tokens
     return stats.moving_mean(before, batch_mean)
@@ -328,7 +328,7 @@ def assign_token_weights(rollouts, cfg):
 
 def make_batches(groups, dummy, cfg, loss=None):
     """A batch per pack. A rank with fewer packs adds `dummy`, weight 0: backward is collective.
-    Without KL, rollouts of advantage 0 are left out, but not if `loss` is one of your own."""
+    Without KL, rollouts of advantage 0 are left out, but only if `loss` is this file's own."""
     trained = assign_token_weights(flatten(groups), cfg)
     if loss is policy_loss:
         trained = skip_zero_advantages(trained, cfg)
@@ -381,7 +381,7 @@ def k3(logp, ref):
     """Schulman's third estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
 
     (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref),
-    but the mean of its gradient is the gradient of KL(ref || pi), which is what shrinks."""
+    but the mean of its gradient is that of KL(ref || pi): training makes this other KL smaller."""
     d = ref - logp  # (R,)
     return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away
 
@@ -497,7 +497,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 
 def sync_weights(policy, llm):
     """Wakes vLLM with the policy's weights. RunError if their checksums differ. Collective."""
-    trainer.sleep(policy)  # LoRA with offload: frozen weights go to the host, where load reads them
+    trainer.sleep(policy)  # only LoRA with offload: moves frozen weights to the host for load
     llm.load(trainer.named_weights(policy))
 
 
@@ -545,7 +545,7 @@ class Run:
 
 
 def evaluate(llm, examples, verifier, cfg):
-    """-> (metrics, a dict per greedy text). Right: its first reward is 1. Collective."""
+    """-> (metrics, a dict per greedy text). Right = first reward function gives 1. Collective."""
     metrics = {}
     samples = []
     indices = range(dist.rank(), len(examples), dist.world_size())  # of this rank
@@ -579,8 +579,8 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         run.dummy = min(flatten(sampled), key=len)  # the shortest, prompt included
         with timed(metrics, "sync"):
             llm.sleep()  # frees GPU memory for the trainer; sync_weights wakes vLLM
-            trainer.wake(policy)  # LoRA with offload: the frozen weights come back
-        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # before, after
+            trainer.wake(policy)  # only LoRA with offload: the frozen weights come back
+        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # for the report
             with timed(metrics, "update"):
                 # 3. fills r.advantages; the mean that it returns is for --baseline running
                 progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)
@@ -607,7 +607,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
 def main(argv=None, train=train, sampler=Sampler):
     """Runs the command line. train: your loop, which gets a Run. sampler: your Sampler class."""
     with stop.on_signals():
-        with stop.with_one_line(ValueError, OSError, RuntimeError):  # also RunError: no traceback
+        with stop.with_one_line(ValueError, OSError, RuntimeError):  # RunError always; no traceback
             cfg = parse_config(argv)
             rollout_function(cfg.rollout, [])  # a user's file is imported before anything expensive
             dist.init_process_group(cfg.timeout)
@@ -626,7 +626,7 @@ def main(argv=None, train=train, sampler=Sampler):
             llm.sleep()
             policy = make_policy(cfg)
             ref = make_reference(cfg, policy, plan["reference_stays"])
-            if cfg.steps:  # --steps 0 only evaluates
+            if cfg.steps:  # --steps 0 only evaluates; the rehearsal leaves no trace in AdamW
                 log.say("rehearsal: an update on the largest pack, at learning rate 0 ...")
                 guard.rehearse(policy, ref, cfg)
             checkpoints.restore(policy)
