@@ -11,7 +11,7 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     2. reward      verifiers (rewards.py) turn texts into numbers; None is "no reward", not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): no critic is needed
     4. pack        a weight per token; no padding; a pack stores a prompt once for its completions
-    5. log-probs   log pi(token) of each completion token, without storing logits
+    5. log-probs   the trainer's log pi of each token, without storing logits; at first it is pi_old
     6. loss        clipped policy gradient * min(pi_old / pi_vllm, 2) + kl_coef * KL to first model
                    With the defaults a step has one update: pi / pi_old is 1, nothing is clipped
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
@@ -58,7 +58,7 @@ class Config(flags.RunFlags):
     prompts: int = 64  # P: prompts per step, over all ranks
     samples: int = 8  # G: completions per prompt, the group size
     temperature: float = 1.0  # of sampling; the trainer's log-probs use the same temperature
-    top_p: float = 1.0  # vLLM's log-probs ignore it: needs --correction none, --temperature 1
+    top_p: float = 1.0  # below 1 needs --correction none, --temperature 1: see flags.check
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm: advantage = (reward - baseline) / scale
@@ -126,8 +126,8 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     """Samples n completions for each of the prompts (token ids): Rollouts, in prompt order.
 
     llm: a runtime.sampler.Sampler. seeds: one per prompt; vLLM adds each sample's index to it.
-    sampling: more of vLLM's SamplingParams. Of a Rollout r (runtime/batch.py), r.length counts the
-    sampled tokens, len(r) also those of the prompt.
+    sampling: more of vLLM's SamplingParams. Rollout: see runtime/batch.py. r.length counts sampled
+    tokens, without a tool's in r.completion; len(r) counts all, with the prompt.
     """
     from vllm import SamplingParams
     tokenizer = llm.get_tokenizer()
@@ -155,7 +155,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
 
 
 def rollout_function(name, examples):
-    """The function that samples: rollout, or that of --rollout, which may also get the examples."""
+    """The function that samples: rollout, or --rollout's, with the examples if it takes them."""
     return guard.load_rollout(name, examples) if name else rollout
 
 
@@ -212,8 +212,8 @@ def sample_until_enough(run, step):
     """DAPO's dynamic sampling: leaves out groups whose rewards are all the same. Collective.
 
     Draws new prompts, up to `resample` times, until all ranks together have P groups. Keeps the
-    first P in data order. -> (kept groups, all that this rank sampled). A kept group of another
-    rank is None, so that `deal` makes the same split on all ranks; it then drops the None."""
+    first P in data order. -> (kept groups, all that this rank sampled). The former has a place
+    for each group of all ranks, so that `deal` splits alike; it drops those of others, None."""
     cfg = run.cfg
     sampled = []
     trainable = {}  # index of the prompt in this step -> its group
@@ -327,7 +327,7 @@ def assign_token_weights(rollouts, cfg):
 
 
 def make_batches(groups, dummy, cfg, loss=None):
-    """A batch per pack. A rank with fewer packs adds `dummy`, weight 0: backward is collective.
+    """A batch per pack. A rank with fewer packs adds a copy of `dummy`, weight 0, for backward.
     Without KL, rollouts of advantage 0 are left out, but only if `loss` is this file's own."""
     trained = assign_token_weights(flatten(groups), cfg)
     if loss is policy_loss:
@@ -381,7 +381,7 @@ def k3(logp, ref):
     """Schulman's third estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
 
     (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref),
-    but the mean of its gradient is that of KL(ref || pi): training makes this other KL smaller."""
+    but the mean of its gradient is the gradient of KL(ref || pi): training lowers this other KL."""
     d = ref - logp  # (R,)
     return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away
 
@@ -408,7 +408,7 @@ def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
     """(R,) objective per token: four ways to limit what a ratio far from 1 does."""
     if cfg.surrogate == "ppo":  # arXiv:1707.06347
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
-        # a delta above 1 + clip_high changes the minimum only for negative advantages
+        # flags.check wants delta > 1 + clip_high: so it acts on negative advantages only
         bounded = ratio.clamp(max=cfg.delta) if cfg.delta else ratio  # (R,)
         # the minimum: a token that has moved far enough in the right direction gets no gradient
         return torch.minimum(bounded * advantage, clipped * advantage)  # (R,)
@@ -434,7 +434,7 @@ def policy_loss(logp, old, ref, batch, cfg):
     log_ratio = logp - old  # (R,) on-policy it is 0, but has a gradient
     if cfg.ratio == "sequence":  # GSPO: geometric mean of the sequence's ratios
         log_ratio = sequence_mean(log_ratio, batch)  # (R,) one value per sequence, at each token
-    elif cfg.ratio == "product":  # RLOO: product of the sequence's ratios
+    elif cfg.ratio == "product":  # RLOO: product of the ratios, at each token
         log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (B,) -> (R,)
     # beyond e^20 the ratio is constant, as in verl, SkyRL and OpenRLHF: exp() could be inf
     ratio = log_ratio.clamp(-stats.MAX_LOG_RATIO, stats.MAX_LOG_RATIO).exp()  # (R,)
@@ -481,7 +481,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
     """
     sums = []  # per pack: each metric summed over its tokens
     for batch in batches:
-        logp, batch.entropy = policy(batch)  # (R,), (R,) a loss of yours may use the entropy
+        logp, batch.entropy = policy(batch)  # (R,), (R,) both have a gradient
         loss, terms = policy_loss(logp, batch.old, batch.ref, batch, cfg)  # loss: ()
         policy.backward(loss * dist.world_size())  # ZeRO averages over the ranks; we want the sum
         sums.append(stats.pack_sums(loss, terms, batch.entropy, batch.weight, cfg))
@@ -580,7 +580,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         with timed(metrics, "sync"):
             llm.sleep()  # frees GPU memory for the trainer; sync_weights wakes vLLM
             trainer.wake(policy)  # only LoRA with offload: the frozen weights come back
-        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # for the report
+        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # report only
             with timed(metrics, "update"):
                 # 3. fills r.advantages; the mean that it returns is for --baseline running
                 progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)
@@ -607,7 +607,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
 def main(argv=None, train=train, sampler=Sampler):
     """Runs the command line. train: your loop, which gets a Run. sampler: your Sampler class."""
     with stop.on_signals():
-        with stop.with_one_line(ValueError, OSError, RuntimeError):  # RunError always; no traceback
+        with stop.with_one_line(ValueError, OSError, RuntimeError):  # and RunError: no traceback
             cfg = parse_config(argv)
             rollout_function(cfg.rollout, [])  # a user's file is imported before anything expensive
             dist.init_process_group(cfg.timeout)
