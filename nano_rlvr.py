@@ -11,7 +11,7 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     2. reward      verifiers (rewards.py) turn texts into numbers; None is "no reward", not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): no critic is needed
     4. pack        a weight per token; no padding; a pack stores a prompt once for its completions
-    5. log-probs   the trainer's log pi of each token, no logits stored; before an update it is pi_old
+    5. log-probs   the trainer's log pi of each token, no logits stored; before an update: pi_old
     6. loss        clipped policy gradient * min(pi_old / pi_vllm, 2) + kl_coef * KL to first model
                    With the defaults a step has one update: pi / pi_old is 1, nothing is clipped
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
