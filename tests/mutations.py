@@ -119,8 +119,9 @@ class Coverage:
         if not found:  # it runs at import: the next line of a test
             later = (by_line[line] for line in sorted(by_line) if line > min(lines))
             found = next(filter(None, later), found)
-        if any(fnmatch(file, pattern) for pattern in JUDGES):
-            found = found | {test for test in self.seconds if "tests/test_rewards.py" in test}
+        judge = any(fnmatch(file, pattern) for pattern in JUDGES)
+        own = f"tests/test_{'rewards' if judge else Path(file).stem}.py"  # a fixture names one test
+        found = found | {test for test in self.seconds if own in test}
         of_files = Counter()  # file -> seconds of its tests
         for test in found:
             of_files[test.split("::")[0]] += self.seconds[test]
