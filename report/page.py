@@ -22,7 +22,7 @@ def check_regular(folder):
     """Raises ValueError if a folder has a file, such as a pipe, whose reading may never end."""
     for path in Path(folder).rglob("*"):
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ValueError(f"{path} is no regular file")
+            raise ValueError(f"{path} is no regular file: reading it may never end")
 
 
 def read_run(path):

@@ -16,6 +16,7 @@ from torch._appdirs import user_cache_dir
 
 import data
 import rewards
+from report.page import check_regular
 from runtime import __version__, dist
 
 
@@ -146,15 +147,15 @@ def parse(config, algos, argv, description):
     stored = stored_flags(Path(given.config), config) if "config" in given else {}
     saved = saved_config(config, **vars(given)) if "resume" in given else {}
     stored |= saved
-    chosen = {"algo": config.algo, "model": config.model} | stored | vars(given)
-    algo = chosen["algo"]
+    chosen = config(**stored | vars(given))
+    algo = chosen.algo
     if algo not in algos:
         raise ValueError(f"--algo {algo}: choose one of {', '.join(algos)}")
     values = algos[algo] | stored
     if algo != stored.get("algo", algo):  # the row of the file's preset goes, too
         row = algos.get(stored["algo"], ())
         values = {name: x for name, x in stored.items() if name not in row} | algos[algo]
-    defaults = config(**model_row(chosen["model"], config) | values | vars(given))
+    defaults = config(**model_row(chosen.model, config) | values | vars(given))
     cfg = check(tyro.cli(
         config, args=argv, default=defaults, use_underscores=True,
         description=description.partition("\n")[0]), defaults)
@@ -278,9 +279,7 @@ def find_model(name):
     """--model -> folder, here or beside nano_rlvr.py, or hub id with its organisation."""
     for folder in (Path(name), REPOSITORY / name):
         if folder.is_dir():
-            for file in folder.rglob("*"):  # reading a pipe or a device may never end
-                if file.exists() and not (file.is_file() or file.is_dir()):
-                    raise ValueError(f"--model {name}: {file} is no regular file")
+            check_regular(folder)
             return str(folder)
     if (REPOSITORY / f"{name}.py").is_file():
         raise ValueError(f"--model {name}: this folder is made by: python {name}.py")
