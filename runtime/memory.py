@@ -132,6 +132,7 @@ def plan(cfg, device=None, shape=None):
         device = Device(gpu, min(dist.all_gather([free])), total, host)
     shape = shape or ModelShape.of(cfg.model)
     available = min(device.free, cfg.memory_gb * GIB or device.free)
+    usable = USABLE * available
     packs = [32768, 24576, 16384, 12288, 8192, cfg.max_prompt + cfg.max_tokens]
     choices = {"offload": ["none", "optimizer"] if device.gpu else ["none"],
                "gradient_checkpointing": ["off", "on"],
@@ -139,28 +140,30 @@ def plan(cfg, device=None, shape=None):
     left_open = [name for name in choices if getattr(cfg, name) in ("auto", 0)]
     for values in itertools.product(*map(choices.get, left_open)):
         decided = dict(zip(left_open, values))
-        parts = step_bytes(dataclasses.replace(cfg, **decided), shape, device.gpu)
+        best = dataclasses.replace(cfg, **decided)
+        parts = step_bytes(best, shape, device.gpu)
         generate, update, host = parts["total"]
-        if max(generate, update) <= USABLE * available and host <= device.host:
+        peak = max(generate, update)
+        if peak <= usable and host <= device.host:
             break
     else:
-        in_host = max(generate, update) <= USABLE * available
+        in_host = peak <= usable
         needs = (f"{host / GIB:.0f} GiB of host memory, {device.host / GIB:.0f} are free" if in_host
-                 else f"{max(generate, update) / GIB:.1f} GiB at --max_tokens {cfg.max_tokens}, "
-                 f"this run may use {USABLE * available / GIB:.1f} (nine tenths)")
-        raise ValueError(f"{cfg.model} needs about {needs}; to use less: "
-                         f"{smaller(dataclasses.replace(cfg, **decided), in_host)}")
-    least = parts["vLLM, at least"][0] if device.gpu else 0.0
-    if 0 < cfg.gpu_memory_utilization * device.total < least:
-        raise ValueError(
-            f"--gpu_memory_utilization: at least {least / device.total + 0.005:.2f} is needed")
-    if device.gpu and not cfg.gpu_memory_utilization:
-        share = (USABLE * available - generate + least) / device.total
-        decided["gpu_memory_utilization"] = round(share, 3)
+                 else f"{peak / GIB:.1f} GiB at --max_tokens {cfg.max_tokens}, "
+                 f"this run may use {usable / GIB:.1f} (nine tenths)")
+        raise ValueError(f"{cfg.model} needs about {needs}; to use less: {smaller(best, in_host)}")
+    if device.gpu:
+        least = parts["vLLM, at least"][0]
+        if not cfg.gpu_memory_utilization:
+            share = (usable - generate + least) / device.total
+            decided["gpu_memory_utilization"] = round(share, 3)
+        elif cfg.gpu_memory_utilization * device.total < least:
+            raise ValueError(
+                f"--gpu_memory_utilization: at least {least / device.total + 0.005:.2f} is needed")
     flags = " ".join(f"--{name} {x}" for name, x in decided.items())
     dist.print_once(f"memory plan for {shape.parameters / 1e6:,.1f} M parameters in {cfg.dtype} "
-                    f"and {available / GIB:.1f} of {device.free / GIB:.1f} GiB: {flags}")
-    dist.print_once(f"  {'GiB':24}  generate    update      host")
+                    f"and {available / GIB:.1f} of {device.free / GIB:.1f} GiB: {flags}\n"
+                    f"  {'GiB':24}  generate    update      host")
     for name, sizes in parts.items():
         dist.print_once(f"  {name:24}" + "".join(f"{x / GIB:10.2f}" for x in sizes))
     best = dataclasses.replace(cfg, **decided)
