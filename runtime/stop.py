@@ -91,7 +91,7 @@ def with_one_line(*kinds, cfg=None, folder=None):
             line = f"nano_rlvr: {str(e).splitlines()[0]} To use less memory: {memory.smaller(cfg)}"
         elif is_lost_rank(e):
             line = "nano_rlvr: another rank has ended, or has not answered for --timeout minutes"
-        elif isinstance(e, (RunError, *kinds)):
+        elif isinstance(e, (RunError, *kinds)) or "open files" in str(e):  # see ulimit -n
             line = f"nano_rlvr: {e}"
         else:
             raise
