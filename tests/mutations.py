@@ -112,7 +112,7 @@ class Coverage:
                 self.seconds[test] = float(case.get("time"))
 
     def tests(self, file, lines):
-        """Tests that reach one of the lines, by file, the quickest file first."""
+        """Tests of the module and those that reach a line, by file, the quickest file first."""
         by_line = {line: {context.split("|")[0] for context in found} & self.seconds.keys()
                    for line, found in self.data.contexts_by_lineno(str(ROOT / file)).items()}
         found = set().union(*(by_line.get(line, ()) for line in lines))
@@ -120,7 +120,7 @@ class Coverage:
             later = (by_line[line] for line in sorted(by_line) if line > min(lines))
             found = next(filter(None, later), found)
         judge = any(fnmatch(file, pattern) for pattern in JUDGES)
-        own = f"tests/test_{'rewards' if judge else Path(file).stem}.py"  # a fixture names one test
+        own = f"tests/test_{'rewards' if judge else Path(file).stem}.py"  # for shared fixtures
         found = found | {test for test in self.seconds if own in test}
         of_files = Counter()  # file -> seconds of its tests
         for test in found:
