@@ -28,8 +28,8 @@ CANDIDATE = re.compile(  # digits and all that is attached to them; NUMBER decid
     r"(?<![A-Za-z0-9_.^+*/\\-])[-+]?\.?\d"
     r"(?:[\d.,:/^]|[eE*×x+-](?=[-+]?\.?\d)| (?=\d{3}(?!\d))| (?=\d{1,9}/\d)| ?/ ?(?=\d))*")
 PLAIN = r"(?=[\d.])(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?:[ ~]\d{3})+|\d{0,99})(?:\.\d{1,99})?"
-NUMBER = re.compile(  # sign, integer part of a mixed number, number with exponent, denominator
-    rf"([-+]?)(?:(\d{{1,9}}) (?=\d+/))?({PLAIN}(?:[eE][-+]?\d\d?)?)(?: ?/ ?(\d{{1,99}}))?")
+NUMBER = re.compile(  # sign, integer of a mixed number, number with exponent, denominator (not 0)
+    rf"([-+]?)(?:(\d{{1,9}}) (?=\d+/))?({PLAIN}(?:[eE][-+]?\d\d?)?)(?: ?/ ?(?!0+$)(\d{{1,99}}))?")
 BARE_NUMBER = re.compile(r"(?:[\d\s.,/%${}+-]|\\(?:[dt]?frac|[!,;%$() \[\]]))+")
 
 
@@ -82,7 +82,7 @@ def vote(answer):
 
 def _exact(candidate):
     m = NUMBER.fullmatch(candidate.rstrip(".,:/"))
-    if not m or int(m[4] or 1) == 0:
+    if not m:
         return None
     sign, integer, number, denominator = m.groups()
     value = int(integer or 0) + Fraction(re.sub("[ ,]", "", number)) / int(denominator or 1)

@@ -111,13 +111,12 @@ class Verifier(contextlib.AbstractContextManager):
     def check_columns(self, examples, source):
         """Raises ValueError if a reward function needs a column that is None or missing in all of
         the `examples` (dicts). `source` is their name."""
-        present = {key for example in examples for key, value in example.items()
-                   if value is not None}
         for name, traits in self.traits.items():
-            for column in sorted(traits.needs - present - ADDED_COLUMNS):
-                raise ValueError(
-                    f"reward {name}: it reads the column '{column}', which {source} does not have "
-                    f"(it has {', '.join(map(str, examples[0]))})")
+            for column in sorted(traits.needs - ADDED_COLUMNS):
+                if all(example.get(column) is None for example in examples):
+                    raise ValueError(
+                        f"reward {name}: it reads the column '{column}', which {source} does not "
+                        f"have (it has {', '.join(map(str, examples[0]))})")
 
     def count_unreadable(self, examples, notify=print):
         """Call notify(text) for each reward that cannot read some gold answers of the `examples`
