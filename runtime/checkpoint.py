@@ -13,7 +13,6 @@ import dataclasses
 import json
 import math
 import shutil
-import sys
 
 from safetensors.torch import load_file, save_file
 
@@ -180,8 +179,7 @@ def newest_whole(folder):
                 newer.rename(f"{newer}.damaged")
             return path
         damaged.append(path)
-        dist.print_once(f"note: {path} is damaged ({problem}); looking for an older one",
-                        file=sys.stderr)
+        dist.note(f"{path} is damaged ({problem}); looking for an older one")
     if damaged:
         raise ValueError(
             f"all checkpoints in {folder} are damaged; move them away to start from step 0")

@@ -2,6 +2,7 @@
 import datetime
 import functools
 import os
+import sys
 
 import torch
 
@@ -84,3 +85,8 @@ def print_once(text, file=None):
 
 
 print_each_once = functools.cache(print_once)
+
+
+def note(text):
+    """Prints a note on rank 0, to stderr."""
+    print_once(f"note: {text}", sys.stderr)

@@ -144,9 +144,8 @@ def parse(config, algos, argv, description):
         first.add_argument(f"--{name}")
     first.add_argument("--resume", nargs="?", const="")
     given, argv = first.parse_known_args(argv)
-    stored = stored_flags(Path(given.config), config) if "config" in given else {}
     saved = saved_config(config, **vars(given)) if "resume" in given else {}
-    stored |= saved
+    stored = (stored_flags(Path(given.config), config) if "config" in given else {}) | saved
     chosen = config(**stored | vars(given))
     algo = chosen.algo
     if algo not in algos:
@@ -221,11 +220,10 @@ def check(cfg, defaults=None):
         given = [f"--{name} {getattr(cfg, name)}" for name in names.split()
                  if getattr(cfg, name) != getattr(defaults or type(cfg), name)]
         if given and not has_effect(cfg):
-            dist.print_once(
-                f"note: {', '.join(given)}: no effect without {requirement}", file=sys.stderr)
+            dist.note(f"{', '.join(given)}: no effect without {requirement}")
     if cfg.scale == "group" and cfg.baseline not in ("group", "leave_one_out"):
-        dist.print_once(f"note: --baseline {cfg.baseline} --scale group: in a group with equal "
-                        "rewards, what is left is divided by 1e-4; see --scale", file=sys.stderr)
+        dist.note(f"--baseline {cfg.baseline} --scale group: in a group with equal rewards, what "
+                  "is left is divided by 1e-4; see --scale")
     return dataclasses.replace(
         cfg, template=data.read_template(cfg.template), model=find_model(cfg.model), dtype=dtype,
         compile=auto if cfg.compile == "auto" else cfg.compile,
@@ -241,18 +239,18 @@ def check_machine(dtype):
         raise ValueError("no usable GPU: install driver 580 or newer, or requirements-cpu.txt")
     if gpu and dtype == "bfloat16" and torch.cuda.get_device_capability(dist.device()) < (8, 0):
         raise ValueError("--dtype bfloat16 needs compute capability 8.0: use --dtype float32")
-    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # pip installs ninja there
+    os.environ["PATH"] += os.pathsep + sysconfig.get_path("scripts")  # pip installs ninja there
     tools = os.environ.get("CC", "gcc"), os.environ.get("CXX", "g++"), "ninja"
     missing = [tool for tool in tools if not shutil.which(tool)]
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
     if missing or not header.exists():
         raise ValueError(f"kernels cannot be compiled without {', '.join(missing) or header} "
                          "(apt-get install g++ ninja-build python3-dev)")
-    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or user_cache_dir("torch_extensions")
-    for lock in Path(cache).rglob("lock"):  # left by a run that was killed while it compiled
-        dist.print_once(f"note: DeepSpeed will wait for {lock} to be removed: delete it, "
-                        "unless another run is just starting", file=sys.stderr)
-    compiled = [file.read_text() for file in Path(cache).rglob("build.ninja")]
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or user_cache_dir("torch_extensions"))
+    for lock in cache.rglob("lock"):  # left by a run that was killed while it compiled
+        dist.note(f"DeepSpeed will wait for {lock} to be removed: delete it, unless another run is "
+                  "just starting")
+    compiled = [file.read_text() for file in cache.rglob("build.ninja")]
     if not gpu and torch.__path__[0] not in str(compiled):  # also if the environment has moved
         dist.print_once("the first start compiles DeepSpeed's CPU operators, for two minutes")
 

