@@ -36,6 +36,7 @@ SHOWN = {"reward/mean": "reward {:6.3f}", "reward/unscored": "no reward {:4.0%}"
          "completion/length": "length {:6.1f}", "group/zero_std": "zero std {:4.0%}",
          "kl": "kl {:.4f}", "entropy": "entropy {:.3f}",
          "tokens_per_second": "{:6.0f} tok/s"}
+TABLE = ["prompt", "completion", "reward", "advantage"]  # columns of wandb's table of rollouts
 CARD = Path(__file__).with_name("model_card.md")
 
 
@@ -107,8 +108,7 @@ class Log:
 
     def __init__(self, cfg, tokenizer, plan=None):
         self.cfg, self.tokenizer, self.folder = cfg, tokenizer, Path(cfg.out) / cfg.name
-        self.rows, self.wandb = [], None
-        self.changes = ()  # see token_changes
+        self.rows, self.wandb, self.changes = [], None, ()  # changes: see token_changes
         self.page_due, self.page_every = 0.0, 10  # seconds: when report.html is written again
         if dist.rank() > 0:
             return
@@ -123,7 +123,8 @@ class Log:
                 if cfg.wandb == "online" and not wandb.login(prompt=False):
                     raise wandb.errors.UsageError("no API key: `wandb login` or WANDB_API_KEY")
                 os.environ.setdefault("WANDB_PROJECT", "nano_rlvr")  # wandb reads it
-                self.wandb = wandb.init(
+                self.wandb = wandb
+                wandb.init(
                     name=cfg.name, id=self.about["wandb_id"], resume="allow", dir=self.folder,
                     mode=cfg.wandb, config=self.about["config"])
             except wandb.errors.Error as e:  # no key, a wrong one, no network
@@ -205,24 +206,24 @@ class Log:
             return
         self.rows.append({"step": step, **metrics})
         self._append("metrics.jsonl", self.rows[-1:])
-        kept = self._kept(groups)
-        prompts = self.tokenizer.batch_decode([r.prompt for r in kept])
-        rows = [{"step": step, "prompt": prompt, "prompt_tokens": len(r.prompt),
-                 "advantage": r.advantages[0]} | r.record() for r, prompt in zip(kept, prompts)]
+        rows = [{"step": step, "prompt": self.tokenizer.decode(r.prompt),
+                 "prompt_tokens": len(r.prompt), "advantage": r.advantages[0]} | r.record()
+                for r in self._kept(groups)]
         for row, (r, before, after) in zip(rows, self.changes):  # the first of `kept`
             row["per_token"] = tokens.numbers(r, before, after, self.tokenizer)
         self._append("rollouts.jsonl", rows)
         self._append("eval.jsonl", [{"step": step, **answer} for answer in answers])
         if self.wandb:
-            self.wandb.log(metrics, step=step)
+            cells = [[row[column] for column in TABLE] for row in rows]
+            table = {"rollouts": self.wandb.Table(TABLE, cells)} if rows else {}
+            self.wandb.log(metrics | table, step=step)
         if "eval/accuracy" in metrics:
             for line in evaluation_text(metrics).splitlines():
                 self.bar.write(plain(f"step {step:4d}  {line}"))
         start = time.perf_counter()
         if "eval/accuracy" in metrics or start >= self.page_due:
             page.write([self.folder], self.folder / "report.html", live=self.page_every)
-            # at most 1 % of the time
-            self.page_every = max(10, round(100 * (time.perf_counter() - start)))
+            self.page_every = max(10, round(100 * (time.perf_counter() - start)))  # 1 % at most
             self.page_due = start + self.page_every
         if "lr" in metrics:  # the last line has only an evaluation
             shown = [text.format(metrics[name]) for name, text in SHOWN.items()

@@ -146,8 +146,7 @@ def test_waiting_puts_a_text_in_the_place_of_the_end_of_thinking(llm, tokenizer)
     greedy = Recorded(llm, 0.0)
     examples = sums(tokenizer, *QUESTIONS)
     plain = nr.rollout(greedy.llm, [e["prompt_ids"] for e in examples], 1, 0.0, 96)
-    assert [r.text for r in example.force_thinking(greedy, examples, 0)] == [
-        r.text for r in plain]
+    assert [r.text for r in example.force_thinking(greedy, examples, 0)] == [r.text for r in plain]
     greedy.taken.clear()
     waited = example.force_thinking(greedy, examples, 2, wait=" 1+1=2\n")
     start, first, second, answer = greedy.taken

@@ -225,10 +225,9 @@ def test_ppos_advantages_are_normalised_gae_and_its_targets_are_gae_plus_the_val
 
 
 def test_clip_cov_draws_from_the_tokens_with_a_large_product_of_distances():
-    first, second = (
-        nr.Rollout([1], [0] * len(mask), "", False, [], mask, advantages=advantages)
-        for mask, advantages in (([True, True, False, True], [2.0, -2.0, 9.0, 1.0]),
-                                 ([True, True], [-1.0, 0.0])))
+    first, second = (nr.Rollout([1], [0] * len(mask), "", False, [], mask, advantages=advantages)
+                     for mask, advantages in (([True, True, False, True], [2.0, -2.0, 9.0, 1.0]),
+                                              ([True, True], [-1.0, 0.0])))
     logps = [[0.0, -4.0, -4.0], [0.0, -2.0]]  # distances 2, -2, -2; 2, 0: products 4, 4, -2, -2, 0
     assert entropy.clip_cov([first, second], logps, 1.0, random.Random(0)) == 2
     assert first.advantages == [0.0, 0.0, 9.0, 1.0] and second.advantages == [-1.0, 0.0]
@@ -236,9 +235,8 @@ def test_clip_cov_draws_from_the_tokens_with_a_large_product_of_distances():
 
 def test_the_rows_of_a_task_depend_on_split_and_seed_and_near_seeds_share_none():
     task = f"{ROOT / 'examples/gym_tasks.py'}:chain_sum"
-    first, *others = [
-        {e["question"] for e in data.load(task, *args) if len(e["question"]) > 80}
-        for args in (("train", 300, 0), ("train", 300, 1), ("test", 300, 0))]
+    first, *others = [{e["question"] for e in data.load(task, *args) if len(e["question"]) > 80}
+                      for args in (("train", 300, 0), ("train", 300, 1), ("test", 300, 0))]
     assert len(first) > 100 and first.isdisjoint(set.union(*others))
 
 

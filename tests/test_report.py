@@ -322,7 +322,7 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
         group, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(report.tokens, "SHARE", 1)
     cfg = make_config(keep_rollouts=5, lr=1e-3, out=str(tmp_path), correction="none",
-                      mismatch_bound=1e9, kl_coef=0.0)
+                      mismatch_bound=1e9, kl_coef=0.0, wandb="offline")
     rollouts = fixed_rollouts(tokenizer)
     rollouts[1].loss_mask[1:] = [False] * (len(rollouts[1].completion) - 1)
     groups = [rollouts[i:i + 4] for i in range(0, 16, 4)]
@@ -339,6 +339,10 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
     written.write(0, metrics, groups)
     rows = records.read(written.folder, "rollouts.jsonl")
     assert len(rows) == 8 and metrics["seconds/report"] > 0  # those that are kept, in whole groups
+    written.wandb.finish()
+    [table] = written.folder.glob("wandb/offline-run-*/files/media/table/rollouts_*.json")
+    assert json.loads(table.read_text())["data"] == [
+        [row[name] for name in ("prompt", "completion", "reward", "advantage")] for row in rows]
     for row, r, x, y in zip(rows, rollouts, old, new):
         vllm = itertools.compress(r.vllm_logps, r.loss_mask)
         for name, wanted in (("logp", x), ("change", [b - a for a, b in zip(x, y)]),

@@ -217,8 +217,7 @@ def make_case(name, lengths=((2, 3, 1, 4), (4, 2, 3, 2)),
                 vllm=[around(x + shift, 0.6) for x in (then if off else logp)[:n]],
                 ref=[around(x, 0.8) for x in logp[:n]] if o["kl_coef"] else None,
                 loss_mask=[int((g, i, t) not in tool) for t in range(n)],
-                truncated=int((g, i) in truncated),
-                rewards=[list(step) for step in steps]))
+                truncated=int((g, i) in truncated), rewards=[list(step) for step in steps]))
     return dict(name=name, options=o, running_mean=running_mean, groups=groups)
 
 
