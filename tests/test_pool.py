@@ -236,9 +236,8 @@ def test_the_rows_of_mixed_tasks_are_each_judged_by_their_own_reward():
 
 def becomes(there):
     """Waits until there are processes with MARK, or none. Popen returns before they have it."""
-    return eventually(lambda: there == any(
-        MARK in " ".join(process.info["cmdline"] or [])
-        for process in psutil.process_iter(["cmdline"])))
+    return eventually(lambda: there == any(MARK in " ".join(process.info["cmdline"] or [])
+                                           for process in psutil.process_iter(["cmdline"])))
 
 
 @pytest.mark.parametrize("text, number", [

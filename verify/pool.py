@@ -32,7 +32,7 @@ FORK_SECONDS = 10.0  # limit of a fork: a fork server that was stopped, or hangs
 MAX_SLOW = 32  # slow calls that may run beside the others at one time (see Pool._slow_at)
 WAITING = 64  # calls that wait for a network, at one time
 in_pool = threading.Event()  # set in the processes of a pool, where a call can be killed
-CPUS = os.sched_getaffinity(0)  # read before vLLM pins its threads
+CPUS = getattr(os, "sched_getaffinity", lambda _: [0])(0)  # read before vLLM pins its threads
 
 
 @dataclass

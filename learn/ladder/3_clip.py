@@ -7,17 +7,17 @@ After the first optimizer step, the model is no longer the one that sampled the 
     ratio = p(token) / p_old(token)        p_old: before the first of these optimizer steps
     loss = mean over all tokens of  -min(ratio * advantage, clip(ratio) * advantage) + KL_COEF * k3
 
-A mean over samples of the old model, weighted with p / p_old, is a mean over the new one. Per token
-this holds nearly, while the two are near each other. The gradient of ratio * advantage is ratio *
-advantage * grad log p; at ratio 1, it is that of step 2. min() stops a token (gradient 0) that has
-moved far enough in the direction of its advantage (PPO, arXiv:1707.06347):
+Old samples, weighted with p / p_old, give on average what new samples would. With one ratio per
+token this is only nearly so, while the two models are near each other. The gradient of ratio *
+advantage is ratio * advantage * grad log p; at ratio 1, it is that of step 2. min() stops a token
+(gradient 0) that has moved far enough in the direction of its advantage (PPO, arXiv:1707.06347):
 
     advantage > 0:  stopped above 1 + CLIP, never below 1 - CLIP
     advantage < 0:  stopped below 1 - CLIP, never above 1 + CLIP
 
 k3 = exp(d) - d - 1, with d = log p_ref - log p, estimates the KL divergence to the reference, the
-frozen model of the start (arXiv:2402.03300). Its mean over tokens of p is right; after the first
-optimizer step, the tokens are those of p_old, and it is nearly right. In the loss, it holds the
+frozen model of the start (arXiv:2402.03300). Its mean is the KL if the tokens come from p. After
+the first optimizer step they come from p_old, so it is slightly off. In the loss, it holds the
 model near its start.
 
 Shapes: N completions, P tokens of the longest prompt, C of the longest completion, V vocabulary.
