@@ -291,7 +291,7 @@ def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
     `sequences` and `tokens` are counts over all ranks (default: of `lengths`). A sequence left
     out by --mask_truncated has length 0: it counts as a sequence, but its tokens get weight 0.
         sequence  mean over sequences of the mean over tokens: 1 / (sequences * length)    GRPO
-        token     mean over all tokens: 1 / tokens                                      DAPO, eq. 12
+        token     mean over all tokens: 1 / tokens                    DAPO, eq. 12 (per question)
         constant  sum over tokens, divided by a constant: 1 / (sequences * max_tokens)  Dr. GRPO
     With `sequence`, a token of a short completion weighs more: short right answers are pushed up
     more, long wrong ones are pushed down less. With the others all tokens weigh the same.

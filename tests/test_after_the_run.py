@@ -60,7 +60,7 @@ def test_a_trained_model_has_a_card_and_the_sampling_of_its_run(
     made = GenerationConfig.from_pretrained(final)
     assert (made.temperature, made.max_new_tokens, made.top_k) == (0.75, 50, 0)
     assert made.eos_token_id == [7, tokenizer.eos_token_id]
-    assert f"chat with {final}, serve it" in capsys.readouterr().out.splitlines()[-1]
+    assert f"examples.chat {final.parent}; " in capsys.readouterr().out.splitlines()[-1]
     path = final.parent / "config.json"
     about = json.loads(path.read_text())
     assert about["command"] in text and about["commit"] in text

@@ -84,11 +84,11 @@ def test_a_finding_compares_its_arms_seed_by_seed(tmp_path, monkeypatch):
 def test_a_check_asks_where_the_whole_interval_lies(low, high, verdict):
     """Gains of 0.1, 0.2 and 0.3: 0.2 +- 4.303 * 0.1 / sqrt(3), from -0.048 to 0.448."""
     values = {"a": {"x": [0.4, 0.5, 0.6], "x before": [0.3, 0.3, 0.3]}}
-    word, *interval, found = lab.judge(lab.gain("a", "x", low=low, high=high), values, 0.05)
+    check = lab.gain("a", "x", low=low, high=high)
+    word, *interval, found = lab.judge(check, values, 0.05)
     assert word == verdict
-    half = 4.303 * 0.1 / 3**0.5
-    within(max(abs(x - y) for x, y in zip(interval, (0.2, 0.2 - half, 0.2 + half))), 1e-4)
-    within(abs(found - lab.found_from(0.1, 3, 0.05)), 1e-12)
+    within(max(abs(interval - (0.2 + 4.303 * 0.1 / 3**0.5 * np.array([0, -1, 1])))), 1e-4)
+    within(abs(found - lab.found_from(check, 0.1, 3, 0.05)), 1e-12)
 
 
 def test_the_number_of_seeds_finds_the_named_difference_in_80_percent():

@@ -104,15 +104,20 @@ class Finding:
         return 0.05 / len(self.checks)
 
 
+def power(check):
+    """80 % for the whole check. A region with two ends needs 90 % for each."""
+    return 0.9 if max(-check.low, check.high) < math.inf else 0.8
+
+
 def seeds_needed(check, alpha):
-    """The least number of seeds with a power of 80 %, MOST at most."""
+    """The least number of seeds with that power, MOST at most."""
     return next((n for n in range(3, MOST)
-                 if POWER.power(check.named / check.sd, n, alpha) >= 0.8), MOST)
+                 if POWER.power(check.named / check.sd, n, alpha) >= power(check)), MOST)
 
 
-def found_from(sd, n, alpha):
-    """The least distance from the end of a region that n seeds find with a power of 80 %."""
-    return sd * POWER.solve_power(nobs=n, alpha=alpha, power=0.8)
+def found_from(check, sd, n, alpha):
+    """The least distance from the ends of the region that n seeds find with that power."""
+    return sd * POWER.solve_power(nobs=n, alpha=alpha, power=power(check))
 
 
 def judge(check, values, alpha):
@@ -125,7 +130,7 @@ def judge(check, values, alpha):
         verdict = "agrees"
     elif high < check.low or check.high < low:
         verdict = "contradicts"
-    found = found_from(stats.var_ddof(1) ** 0.5, int(stats.nobs), alpha)
+    found = found_from(check, stats.var_ddof(1) ** 0.5, int(stats.nobs), alpha)
     return verdict, stats.mean, low, high, found
 
 
@@ -229,7 +234,7 @@ def check_rows(finding, result):
     """A row per check: what the claim says, difference, distance found with 80 %, verdict."""
     rows = []
     for check in finding.checks:
-        row = ["", found_from(check.sd, len(finding.seeds), finding.alpha()), "planned"]
+        row = ["", found_from(check, check.sd, len(finding.seeds), finding.alpha()), "planned"]
         if current(finding, result):
             word, mean, low, high, found = judge(check, result["values"], finding.alpha())
             row = [f"{mean:+.3f} ({low:+.3f} to {high:+.3f})", found, word]
@@ -286,7 +291,9 @@ def lab_table(chapter):
     for name, finding in findings().items():
         if finding.chapter == chapter:
             result = stored(name)
-            word = f"[{verdict(finding, result)}](results/{name}.md)"
+            page = RESULTS / f"{name}.md"
+            old = page.exists() and stale.changed(page.read_text())
+            word = f"[{verdict(finding, result)}](results/{name}.md){' (stale)' if old else ''}"
             first = [f"[{name}]({name}.py)", f"{finding.claim} ({link(finding)})"]
             last = [word, f"{len(finding.seeds)} × {len(finding.arms)}"]
             for row in check_rows(finding, result):
