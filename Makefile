@@ -10,7 +10,8 @@ demo: $(READY)
 
 # two processes, which take files in this order: the longest first, so that both end together;
 # before them the comparison of all formulas, which a machine that is too slow must not leave out
-PYTEST := .venv/bin/python -m pytest -q -rs --durations=10
+# with the environment's ninja: the system's would compile DeepSpeed's operators again
+PYTEST := PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -m pytest -q -rs --durations=10
 LONG := $(patsubst %,tests/test_%.py,vectors notebooks run real_model pool sampler wiring tools cuda_dry_run engines trl)
 ALL := $(LONG) tests -n 2 --dist loadfile --no-loadscope-reorder
 
