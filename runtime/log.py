@@ -139,7 +139,7 @@ class Log:
                  **provenance()}
         about = {"config": dataclasses.asdict(self.cfg), **start, "wandb_id": os.urandom(4).hex()}
         path = self.folder / "config.json"
-        if self.cfg.resume:
+        if self.cfg.resume and path.exists():
             before = json.loads(path.read_text())
             about |= before | {"config": about["config"], "memory plan": plan,
                                "resumed": [*before.get("resumed", []), start]}
