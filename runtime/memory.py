@@ -195,5 +195,5 @@ def smaller(cfg, in_host=False):
     if dist.world_size() > 1 and not cfg.lora_rank:
         flags |= {"zero_stage": 3, "lora_rank": 0, "kl_coef": 0}
     if in_host:
-        flags = {"offload": "none"} if cfg.lora_rank else dict(lora_rank=32, lr=5e-5, kl_coef=0)
+        flags = {"offload": "none"} if cfg.lora_rank else {"lora_rank": 32, "kl_coef": 0}
     return " ".join(f"--{name} {x}" for name, x in flags.items() if x != getattr(cfg, name))
