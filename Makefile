@@ -8,10 +8,10 @@ DEV := .venv/ready-requirements-dev.txt
 demo: $(READY)
 	.venv/bin/python nano_rlvr.py --steps 60 --prompts 8 --samples 8 --eval_every 10 --eval_size 128
 
-# two processes, which take files in this order: the longest first, so that both end together;
-# before them the comparison of all formulas, which a machine that is too slow must not leave out
 # with the environment's ninja: the system's would compile DeepSpeed's operators again
 PYTEST := PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -m pytest -q -rs --durations=10
+# two processes, which take files in this order: the longest first, so that both end together;
+# before them the comparison of all formulas, which a machine that is too slow must not leave out
 LONG := $(patsubst %,tests/test_%.py,vectors notebooks run real_model pool sampler wiring tools cuda_dry_run engines trl)
 ALL := $(LONG) tests -n 2 --dist loadfile --no-loadscope-reorder
 

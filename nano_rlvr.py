@@ -419,7 +419,7 @@ def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
         tau = torch.where(advantage > 0, cfg.tau, ratio.new_tensor(cfg.tau_neg))  # (R,)
         gate = torch.sigmoid(tau * (ratio - 1))  # (R,)
         return gate * 4 / tau * advantage  # (R,)
-    return advantage * log_ratio - cfg.tau / 2 * log_ratio**2  # Kimi k1.5, eq. 3: a penalty
+    return advantage * log_ratio - cfg.tau / 2 * log_ratio**2  # (R,) Kimi k1.5, eq. 3: a penalty
 
 
 def policy_loss(logp, old, ref, batch, cfg):

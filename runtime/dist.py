@@ -18,7 +18,7 @@ def local_world_size():
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-# The cores of the machine, divided by its processes. Read before vLLM pins threads. A Mac has 1.
+# The cores of the machine, divided by its processes. Read before vLLM pins threads. On a Mac 1.
 CORES = max(1, len(getattr(os, "sched_getaffinity", lambda _: [0])(0)) // local_world_size())
 
 

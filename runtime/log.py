@@ -266,7 +266,7 @@ class Log:
         final, about = self.folder / "final", "the numbers: docs/metrics.md"
         if final.exists():
             self.describe(final)
-            about = f"chat: python -m examples.chat {self.folder}; docs/after_the_run.md; {about}"
+            about = f"python -m examples.chat {self.folder}; more: docs/after_the_run.md; {about}"
         self.bar.close()
         print(f"next: open {self.folder / 'report.html'}; {about}")
         if self.wandb:

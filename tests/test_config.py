@@ -67,8 +67,7 @@ def test_needs_names_flags_that_exist_and_for_each_surrogate_the_flags_that_act_
     ("--warmup 9 --steps 8", "warmup"),
     # on-policy
     ("--algo cispo", ""), ("--algo dapo", ""), ("--algo sapo --tau_neg 3", "tau_neg"),
-    ("--delta 3 --clip_low 0 --clip_high 0", "clip_low clip_high delta"),
-])
+    ("--delta 3 --clip_low 0 --clip_high 0", "clip_low clip_high delta")])
 def test_flags_without_an_effect_are_in_a_note_and_change_no_gradient(
         argv, flags, tokenizer, capsys, monkeypatch):
     monkeypatch.setattr(runtime.flags, "check_machine", lambda dtype: None)  # may print a note
@@ -157,11 +156,12 @@ def test_defaults_follow_the_preset_the_model_and_the_dtype_and_a_flag_overrides
         assert getattr(nr.parse_config(argv.split()), name) == value, argv
 
 
-def test_importing_the_script_also_on_a_mac_loads_no_slow_library_and_shares_the_cores():
+def test_importing_the_script_loads_no_slow_library_and_shares_the_cores_also_on_a_mac():
     slow = "vllm", "deepspeed", "transformers", "wandb", "datasets", "torch._dynamo"
-    code = ("import sys, os; del os.sched_getaffinity; import nano_rlvr;"
-            f"print([m for m in {slow} if m in sys.modules]);"
-            "print(nano_rlvr.dist.CORES, os.environ['PYTORCH_CUDA_ALLOC_CONF'])")
+    code = (f"import sys, os, nano_rlvr; print([m for m in {slow} if m in sys.modules]);"
+            "print(nano_rlvr.dist.CORES, os.environ['PYTORCH_CUDA_ALLOC_CONF']);"
+            "del os.sched_getaffinity; sys.modules.pop('verify.pool'); import verify.pool;"
+            "import importlib; importlib.reload(nano_rlvr.dist)")
     env = ENV | {"LOCAL_WORLD_SIZE": "999"}
     shown = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True)
     assert shown.splitlines() == ["[]", "1 expandable_segments:True"]

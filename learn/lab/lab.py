@@ -291,8 +291,7 @@ def lab_table(chapter):
     for name, finding in findings().items():
         if finding.chapter == chapter:
             result = stored(name)
-            page = RESULTS / f"{name}.md"
-            old = page.exists() and stale.changed(page.read_text())
+            old = stale.changed((RESULTS / f"{name}.md").read_text())
             word = f"[{verdict(finding, result)}](results/{name}.md){' (stale)' if old else ''}"
             first = [f"[{name}]({name}.py)", f"{finding.claim} ({link(finding)})"]
             last = [word, f"{len(finding.seeds)} × {len(finding.arms)}"]
