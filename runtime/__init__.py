@@ -1,5 +1,6 @@
 """What running needs. A module imports only modules of a lower floor: tests/test_house.py."""
 import os
+import sysconfig
 
 __version__ = "0.4.0"  # the newest heading of CHANGELOG.md
 
@@ -10,6 +11,7 @@ os.environ |= {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # no warning about NUMA
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # pack sizes vary
 } | os.environ  # what the user has set counts
+os.environ["PATH"] = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"  # pip's ninja first
 
 
 def plain(text):

@@ -239,7 +239,6 @@ def check_machine(dtype):
         raise ValueError("no usable GPU: install driver 580 or newer, or requirements-cpu.txt")
     if gpu and dtype == "bfloat16" and torch.cuda.get_device_capability(dist.device()) < (8, 0):
         raise ValueError("--dtype bfloat16 needs compute capability 8.0: use --dtype float32")
-    os.environ["PATH"] = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"  # pip's ninja
     tools = os.environ.get("CC", "gcc"), os.environ.get("CXX", "g++"), "ninja"
     missing = [tool for tool in tools if not shutil.which(tool)]
     header = Path(sysconfig.get_path("include")) / "Python.h"

@@ -36,8 +36,7 @@ class ModelShape:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(
             parameters=sum(p.numel() for p in built.parameters()),
-            hidden=config.hidden_size,
-            layers=config.num_hidden_layers,
+            hidden=config.hidden_size, layers=config.num_hidden_layers,
             attention=heads * head_size,
             mlp=getattr(config, "intermediate_size", 4 * config.hidden_size),  # GPT-2 has none
             vocab=config.vocab_size,

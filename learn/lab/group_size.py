@@ -6,8 +6,9 @@ EIGHTH = "n = 2, an eighth of the samples"
 FINDING = lab.Finding(
     claim="Groups of 2 keep 97.6 % of the accuracy of groups of 16, with 12.5 % of the samples.",
     source="2510.00977",
-    # the claim is 2.4 % below n = 16; it is taken as met down to 5 points
-    checks=[lab.gap(EIGHTH, "n = 16", low=-0.05, named=0.05, sd=0.03)],
+    # The claim is 2.4 % (2 points here) below n = 16. The rule takes it as met down to 5 points,
+    # and the seeds must find a difference 3 points above that end.
+    checks=[lab.gap(EIGHTH, "n = 16", low=-0.05, named=0.03, sd=0.03)],
     arms={"n = 16": "nano_rlvr.py --prompts 8 --samples 16",
           EIGHTH: "nano_rlvr.py --prompts 8 --samples 2",
           "n = 2, equal samples": "nano_rlvr.py --prompts 64 --samples 2"},
