@@ -5,11 +5,11 @@ FINDING = lab.Finding(
     claim="In RL, LoRA learns as well as full training, even at rank 1, with ten times the "
           "learning rate.",
     source="https://thinkingmachines.ai/blog/lora/",
-    checks=[lab.gap("LoRA, rank 1", "full", low=-0.1, high=0.1, sd=0.08)],
+    checks=[lab.gap("LoRA, rank 1", "right answers", low=-0.1, high=0.1, sd=0.064)],
     chapter=3,
-    arms={"full": "nano_rlvr.py --lr 2e-5",
+    arms={"right answers": "nano_rlvr.py",  # all weights, --lr 2e-5; also in real_controls
           "LoRA, rank 1": "nano_rlvr.py --lora_rank 1 --lr 2e-4"},
-    flags="--rewards examples/stories.py:right --eval_size 256",
+    flags="--rewards examples/products.py:right",
     measures=lab.MEAN | lab.BEFORE | lab.GREEDY | lab.TOKENS,
     panels=lab.SAMPLES | {"mean@4": "eval/mean@4"})
 
