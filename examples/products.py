@@ -29,12 +29,21 @@ def make(split, size, seed):
     rng = random.Random(0)  # not the seed: the split must be the same in every run
     pairs = list(itertools.combinations_with_replacement(range(2, 13), 2))
     rng.shuffle(pairs)
-    pairs = pairs[:len(pairs) // 4] if split == "test" else pairs[len(pairs) // 4:]
+    return ask(pairs[:len(pairs) // 4] if split == "test" else pairs[len(pairs) // 4:], rng)[:size]
+
+
+def larger(split, size, seed):
+    """Questions for evaluation only, with a number from 3 to 12 and one from 13 to 20."""
+    return ask(list(itertools.product(range(3, 13), range(13, 21))), random.Random(0))[:size]
+
+
+def ask(pairs, rng):
+    """The questions in all forms and both orders, shuffled."""
     both_orders = sorted({*pairs, *[(b, a) for a, b in pairs]})
     rows = [{"question": f"{form.format(a, b)} Answer with the number only.", "answer": str(a * b)}
             for form, (a, b) in itertools.product(FORMS, both_orders)]
     rng.shuffle(rows)
-    return rows[:size]
+    return rows
 
 
 def primed(split, size, seed):

@@ -37,7 +37,7 @@ RUNS = Path("runs/lab")
 BASE = {  # chapter -> flags of all its arms
     2: "--steps 30 --prompts 16 --samples 8 --kl_coef 0 --eval_every 30 --eval_size 256 --eval_n 4 "
        "--save_every 0",
-    3: "--model models/smollm2 --steps 8 --eval_every 8 --eval_size 128 --eval_n 4"}
+    3: "--model models/smollm2 --steps 8 --eval_every 8 --eval_size 64 --eval_n 4"}
 LEAST, MOST = {2: 5, 3: 3}, 10  # chapter -> the least number of seeds; the largest number
 BY_HAND = "<!-- by hand -->"  # of a page: reading and exercises
 EARLIER = ("The figures below are those of earlier runs, made before this rule. The standard "

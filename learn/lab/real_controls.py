@@ -4,20 +4,20 @@ from learn.lab import lab
 RIGHT, FAULTY = "examples/products.py:right", "learn/lab/faulty_rewards.py"
 
 
-def half(arm):
-    """The check that the gain of an arm is below half of the gain with right answers, which was 42
-    points in earlier runs: an arm that gains nothing is 21 below, one that gains 6 is 15 below."""
+def little(arm, share):
+    """The check that an arm brings less than this share of the gain with right answers."""
     parts = [(arm, "mean@4", 1), (arm, "mean@4 before", -1),
-             ("right answers", "mean@4", -0.5), ("right answers", "mean@4 before", 0.5)]
-    return lab.Check(f"gain of {arm} − half the gain of right answers", parts, high=0, named=0.15,
-                     sd=0.05)
+             ("right answers", "mean@4", -share), ("right answers", "mean@4 before", share)]
+    return lab.Check(f"gain of {arm} − {share} of the gain of right answers", parts, high=0,
+                     sd=0.045)
 
 
 FINDING = lab.Finding(
-    claim="Random and format rewards bring Qwen2.5-Math-7B much of the gain of right ones (21.4 "
-          "and 13.8 of 29.1 points on MATH-500), but models of other families little.",
+    claim="Random and format rewards bring Qwen2.5-Math-7B 74 and 47 % of the gain of right ones "
+          "(21.4 and 13.8 of 29.1 points on MATH-500), but models of other families little (here: "
+          "less than half of these shares).",
     source="2506.10947",
-    checks=[half("coin"), half("form")],
+    checks=[little("coin", 0.37), little("form", 0.24)],
     chapter=3,
     arms={"right answers": f"nano_rlvr.py --rewards {RIGHT}",
           "coin": f"nano_rlvr.py --rewards {RIGHT}:0,random:1",

@@ -7,11 +7,12 @@ FINDING = lab.Finding(
     claim="After RL a model is better than before at small k of pass@k (k = 1), and worse at large "
           "k: it samples more often what it could do already.",
     source="2504.13837",
-    checks=[lab.gain("RL, products", "pass@1", low=0, named=0.2, sd=0.06),
-            lab.gain("RL, products", "pass@128", high=0, sd=0.04)],
+    checks=[lab.gain("RL, larger numbers", "pass@1", low=0, sd=0.04),
+            lab.gain("RL, larger numbers", "pass@128", high=0, sd=0.04)],
     chapter=3,
-    arms={"RL, products": "nano_rlvr.py --rewards examples/products.py:right"},
-    flags="--eval_n 128 --eval_size 32",
+    arms={"RL, larger numbers": "nano_rlvr.py --rewards examples/products.py:right"},
+    # on the task itself, 128 samples of the untrained model would hit nearly every answer
+    flags="--eval_data examples/products.py:larger --eval_n 128 --eval_size 32",
     measures={f"{title}{when}": (lab.at(key, step), lab.share) for title, key in KEYS.items()
               for when, step in ((" before", 0), ("", -1))},
     panels=lab.SAMPLES | {"pass@128": "eval/pass@128"})
