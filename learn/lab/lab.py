@@ -162,14 +162,15 @@ def fixed(name, result):
 
 def commits_of(abouts):
     """The commits of runs. "-dirty" goes if now only pages and results differ from the commit: the
-    findings that the same command ran before have written them."""
+    findings that the same command ran before have written them. A copy of the repository, with a
+    fault in it, has no commit of its own."""
     def named(commit):
         base = commit.removesuffix("-dirty")
         changed = subprocess.run(["git", "diff", "--quiet", base, "--", ".", ":!*.md",
                                   ":!learn/lab/results"], cwd=ROOT, capture_output=True).returncode
         return commit if changed else base
 
-    return sorted(map(named, {about["commit"] for about in abouts}))  # git once per commit
+    return sorted(map(named, {about["commit"] for about in abouts} - {""}))  # git once per commit
 
 
 def minutes(folder):
