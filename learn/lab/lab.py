@@ -295,10 +295,11 @@ def lab_table(chapter):
             first = [f"[{name}]({name}.py)", f"{finding.claim} ({link(finding)})"]
             last = [word, f"{len(finding.seeds)} × {len(finding.arms)}"]
             for row in check_rows(finding, result):
-                rows.append([*first, *row[:3], *last])
+                rows.append([*first, *row, *last])
                 first, last = ["", ""], ["", ""]
-    return common.table(["finding", "claim", "rule: the difference is", "difference (interval)",
-                         "found with 80 % (asked)", "verdict", "seeds × arms"], rows)
+    return common.table(
+        ["finding", "claim", "rule: the difference is", "difference (interval)",
+         "found with 80 % (asked)", "verdict", "of the finding", "seeds × arms"], rows)
 
 
 def examples_table(text):
