@@ -31,7 +31,7 @@ mutations mutants: $(DEV)
 notebooks: $(DEV)
 	.venv/bin/python notebooks/run.py
 
-# chapters 1 and 2 of the lab (three hours at most), then the pages and tables; finished runs are kept
+# chapters 1 and 2 of the lab (estimated: three to four hours on two slow cores), then the pages and tables; finished runs are kept
 lab: $(DEV)
 	.venv/bin/python -m learn.lab.r1
 	.venv/bin/python -m learn.lab.lab 2
