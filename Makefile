@@ -36,7 +36,7 @@ lab: $(DEV)
 	.venv/bin/python -m learn.lab.r1
 	.venv/bin/python -m learn.lab.lab 2
 
-# chapter 3, with SmolLM2 (7 hours)
+# chapter 3, with SmolLM2 (three to seven hours: estimated)
 lab-real: $(DEV)
 	test -d models/smollm2 || .venv/bin/python models/smollm2.py
 	.venv/bin/python -m learn.lab.lab 3

@@ -174,9 +174,9 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
     for name in parts[0]:
         if given := [values[name] for values in parts if values[name] is not None]:
             means[f"reward/{name}"] = fmean(given)
-    # forward and backward are 3 forward passes, the old policy and the reference have one each;
-    # what checkpointing recomputes does not count
-    passes = 3 * cfg.epochs + (cfg.epochs * cfg.minibatches > 1) + bool(cfg.kl_coef)
+    # in forward passes; what checkpointing recomputes does not count
+    passes = cfg.epochs * (2 if cfg.lora_rank else 3)  # with the backward pass; 2: frozen matrices
+    passes += (cfg.epochs * cfg.minibatches > 1) + bool(cfg.kl_coef)  # old policy, reference
     trained = [r for group in trained_groups for r in group if r.weight]
     flops, count = dist.all_sum(
         passes * ModelShape.of(cfg.model).forward_flops(trained), len(trained))

@@ -152,7 +152,7 @@ def test_a_mismatch_above_the_bound_or_nan_and_a_loss_that_is_not_finite_refuse_
 
 @pytest.mark.parametrize("changes, passes", [
     (dict(kl_coef=0.0), 3), (dict(kl_coef=0.0, minibatches=2), 4),
-    (dict(kl_coef=0.1, epochs=3), 11)])
+    (dict(kl_coef=0.1, epochs=3), 11), (dict(kl_coef=0.1, lora_rank=4), 3)])
 def test_mfu_counts_three_passes_per_epoch_one_for_the_reference_and_one_for_the_old_log_probs(
         changes, passes, group, monkeypatch):
     monkeypatch.setattr(stats, "peak_flops", lambda dtype: 1e9)
