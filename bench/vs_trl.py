@@ -2,9 +2,9 @@
 
     python -m bench.vs_trl --micro 64         models/tiny; writes bench/results/vs_trl.md and .json
     python -m bench.vs_trl --model models/smollm2 --steps 6 --micro 16 --out vs_trl_smollm2
-    python -m bench.vs_trl --random_model small 128 --prompts 16 --samples 8 --max_tokens 1024 \\
-        --micro 8 --steps 2 --out vs_trl_long
-                                              random weights; 128 tokens per completion on average
+    python -m bench.vs_trl --random_model small 64 --prompts 8 --samples 8 --max_tokens 512 \\
+        --micro 8 --steps 3 --out vs_trl_long
+                                              random weights; 64 tokens per completion on average
 
 Flags that are not listed below are nano_rlvr's; all contenders get them. Each has its own process:
 
