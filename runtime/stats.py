@@ -174,8 +174,8 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
     for name in parts[0]:
         if given := [values[name] for values in parts if values[name] is not None]:
             means[f"reward/{name}"] = fmean(given)
-    # in forward passes; what checkpointing recomputes does not count
-    passes = cfg.epochs * (2 if cfg.lora_rank else 3)  # with the backward pass; 2: frozen matrices
+    # in forward passes (a backward pass is two); what checkpointing recomputes does not count
+    passes = cfg.epochs * (2 if cfg.lora_rank else 3)  # LoRA: no gradients of the frozen weights
     passes += (cfg.epochs * cfg.minibatches > 1) + bool(cfg.kl_coef)  # old policy, reference
     trained = [r for group in trained_groups for r in group if r.weight]
     flops, count = dist.all_sum(
