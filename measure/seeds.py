@@ -18,6 +18,7 @@ import os
 import queue
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -64,10 +65,11 @@ def finished(folder, command):
     return bool(rows) and rows[-1]["step"] == about["config"]["steps"]
 
 
-def run_all(settings, seeds, out, jobs=1):
+def run_all(settings, seeds, out, jobs=1, keep_weights=True):
     """Runs what is not finished. -> {label: [folder of each seed]}.
     settings: {label: command as a list}. jobs: so many runs at a time, each on one core; 1: one
-    after the other, on all cores. Raises ValueError if a run fails."""
+    after the other, on all cores. keep_weights: False deletes checkpoints and final/ of a run when
+    it has finished. Raises ValueError if a run fails."""
     out, folders, waiting = Path(out).resolve(), {}, []
     out.mkdir(parents=True, exist_ok=True)
     for seed in seeds:  # all settings of a seed before the next seed: a part of the table is early
@@ -91,6 +93,9 @@ def run_all(settings, seeds, out, jobs=1):
         cores.put(core)
         if done.returncode:
             raise ValueError(f"{folder.name} failed; look at {folder}.log")
+        if not keep_weights:
+            for weights in (*folder.glob("step-*"), folder / "final"):
+                shutil.rmtree(weights)
 
     with ThreadPoolExecutor(cores.qsize()) as pool:
         for future in [pool.submit(start, *run) for run in waiting]:

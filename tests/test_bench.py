@@ -69,16 +69,16 @@ def test_runs_are_made_once_and_reported_with_their_interval(tmp_path):
             str(tmp_path / "fake.py")]
     seeds.main(argv)
     seeds.main(argv)  # starts none: mkdir() would fail
+    seeds.run_all({"c": [*argv[7:], "--fail", "0"]}, [0], tmp_path, keep_weights=False)
+    assert {path.parent.name[0] for path in tmp_path.glob("*/final")} == {"a"}
     wanted = "| a | 50.0% | 70.0% (45.2%–94.8%) | 10.0 | 10.0 |"  # 4.303 * 0.1 / sqrt(3)
     assert wanted in (tmp_path / "seeds.md").read_text()
-    folders = {"a": [tmp_path / f"a-{seed}" for seed in (0, 1)],
-               "b": [tmp_path / f"a-{seed}" for seed in (2, 1)]}
-    seeds.report(folders, tmp_path / "two")
+    folders = [tmp_path / f"a-{seed}" for seed in range(3)]
+    seeds.report({"a": folders[:2], "b": folders[:0:-1]}, tmp_path / "two")
     [head, _, a, b, *_] = (tmp_path / "two.md").read_text().split("\n")
     assert [line.split(" | ")[-1] for line in (head, a, b)] == [
         "points above a |", " |", "+10.0 (-117.1 to +137.1) |"]  # 12.706 * 14.1 / sqrt(2)
     with pytest.raises(ValueError, match="choose another --out"):
         seeds.main([*argv, "--lr", "1"])
-    argv[5] = "b=--fail 1"
     with pytest.raises(ValueError, match="b-0 failed; look at .*b-0.log"):
-        seeds.main(argv)
+        seeds.main([*argv[:5], "b=--fail 1", *argv[6:]])

@@ -181,12 +181,13 @@ def minutes(folder):
 
 def run(finding, name, out=RUNS, results=RESULTS):
     """Makes the runs of a finding and writes its results: numbers, picture and page. The bundled
-    model runs on one core at a time, a real one on all."""
+    model runs on one core at a time, a real one on all; a run of a real one would keep 2.9 GB."""
     os.chdir(ROOT)  # the commands have paths and modules from there
     if finding.prepare:
         finding.prepare()
-    jobs = 2 if finding.chapter == 2 else 1
-    folders = seeds.run_all(commands(finding), finding.seeds, out, jobs=jobs)
+    tiny = finding.chapter == 2
+    jobs = 2 if tiny else 1
+    folders = seeds.run_all(commands(finding), finding.seeds, out, jobs=jobs, keep_weights=tiny)
     rows = {label: [common.read(folder) for folder in of] for label, of in folders.items()}
     values = {label: {title: list(map(value, of))
                       for title, (value, _) in finding.measures.items()}
