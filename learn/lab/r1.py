@@ -1,6 +1,6 @@
 """DeepSeek-R1 in miniature (arXiv:2501.12948): its stages, R1-Zero, and two distillations.
 
-    python -m learn.lab.r1 --seeds 0 1 2     30 runs, one after the other; a second call continues
+    python -m learn.lab.r1 --seeds 0 1 2 3 4     50 runs, one by one; a second call continues
 
 Two base models are made first: `base`, and `student` with two of its four layers. They have read
 sums and strings to reverse, mostly without tags, half of the sums guessed, with fillers ("hm").
