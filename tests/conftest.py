@@ -169,7 +169,7 @@ words = [word for word in sys.argv[1:] if word != "--resume"]
 flags = dict(zip(words[::2], words[1::2]))
 sys.exit(3) if flags["--fail"] == "1" else None
 folder = pathlib.Path(flags["--out"], flags["--name"])
-(folder / "final").mkdir(parents=True)
+[(folder / name).mkdir(parents=True) for name in ("step-2", "final")]
 about = {"command": " ".join(sys.argv), "config": {"steps": 2}, "commit": "c-dirty", "device": "d"}
 (folder / "config.json").write_text(json.dumps(about | {"versions": {}}))
 for step in range(3):

@@ -70,7 +70,7 @@ def test_runs_are_made_once_and_reported_with_their_interval(tmp_path):
     seeds.main(argv)
     seeds.main(argv)  # starts none: mkdir() would fail
     seeds.run_all({"c": [*argv[7:], "--fail", "0"]}, [0], tmp_path, keep_weights=False)
-    assert {path.parent.name[0] for path in tmp_path.glob("*/final")} == {"a"}
+    assert {path.parent.name[0] for path in tmp_path.glob("*/*/")} == {"a"}
     wanted = "| a | 50.0% | 70.0% (45.2%–94.8%) | 10.0 | 10.0 |"  # 4.303 * 0.1 / sqrt(3)
     assert wanted in (tmp_path / "seeds.md").read_text()
     folders = [tmp_path / f"a-{seed}" for seed in range(3)]

@@ -181,7 +181,7 @@ def minutes(folder):
 
 def run(finding, name, out=RUNS, results=RESULTS):
     """Makes the runs of a finding and writes its results: numbers, picture and page. The bundled
-    model runs on one core at a time, a real one on all; a run of a real one would keep 2.9 GB."""
+    model runs on one core at a time, a real one on all; its weights, 2.9 GB a run, are deleted."""
     os.chdir(ROOT)  # the commands have paths and modules from there
     if finding.prepare:
         finding.prepare()
