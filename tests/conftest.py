@@ -161,15 +161,15 @@ def naive_logps(model, rollout, temperature=1.0):
     return logp.gather(1, ids[0, start:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-# writes what a run leaves: an evaluation per step, better with each seed; --fail 1 fails, --fail 2
-# is better by 0.1
+# writes what a run leaves, with accuracies that rise with step and seed; --fail 1 fails, 2 adds 0.1
 FAKE_RUN = """
 import json, pathlib, sys
 words = [word for word in sys.argv[1:] if word != "--resume"]
 flags = dict(zip(words[::2], words[1::2]))
 sys.exit(3) if flags["--fail"] == "1" else None
 folder = pathlib.Path(flags["--out"], flags["--name"])
-[(folder / name).mkdir(parents=True) for name in ("step-2", "final")]
+for name in ("step-2", "final"):
+    (folder / name).mkdir(parents=True)
 about = {"command": " ".join(sys.argv), "config": {"steps": 2}, "commit": "c-dirty", "device": "d"}
 (folder / "config.json").write_text(json.dumps(about | {"versions": {}}))
 for step in range(3):

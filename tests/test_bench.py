@@ -74,7 +74,7 @@ def test_runs_are_made_once_and_reported_with_their_interval(tmp_path):
     wanted = "| a | 50.0% | 70.0% (45.2%–94.8%) | 10.0 | 10.0 |"  # 4.303 * 0.1 / sqrt(3)
     assert wanted in (tmp_path / "seeds.md").read_text()
     folders = [tmp_path / f"a-{seed}" for seed in range(3)]
-    seeds.report({"a": folders[:2], "b": folders[:0:-1]}, tmp_path / "two")
+    seeds.report({"a": folders[:2], "b": [folders[2], folders[1]]}, tmp_path / "two")
     [head, _, a, b, *_] = (tmp_path / "two.md").read_text().split("\n")
     assert [line.split(" | ")[-1] for line in (head, a, b)] == [
         "points above a |", " |", "+10.0 (-117.1 to +137.1) |"]  # 12.706 * 14.1 / sqrt(2)
