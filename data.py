@@ -23,9 +23,9 @@ from statistics import mode
 
 from tqdm import tqdm
 
-from runtime import hub
-from verify import pool, user_code
-from verify.verifier import ADDED_COLUMNS, SETTINGS
+from runtime import messages
+from runtime.verify import pool, user_code
+from runtime.verify.verifier import ADDED_COLUMNS, SETTINGS
 
 EXAMPLES = os.path.relpath(Path(__file__).parent / "examples")
 Task = namedtuple("Task", "source rewards test_only", defaults=[False])
@@ -95,7 +95,7 @@ def read_rows(path):
             from pyarrow import parquet
             rows = parquet.read_table(path).to_pylist()
     except Exception as e:  # each format has error types of its own
-        raise ValueError(f"{location}: cannot be read ({hub.first_line(e)})") from e
+        raise ValueError(f"{location}: cannot be read ({messages.first_line(e)})") from e
     if not isinstance(rows, list):
         raise ValueError(f"{path}: not a jsonl, csv or parquet file, nor a .json file with a list "
                          "of objects (or one under 'data')")
@@ -104,14 +104,14 @@ def read_rows(path):
 
 def hub_rows(repo, name, split):
     """A split of a hub dataset (or its only one) -> iterator of (location, row)."""
-    hub.hub_answers()  # before datasets is imported: it looks only once whether it is offline
+    messages.hub_answers()  # before datasets is imported: it looks only once whether it is offline
     from datasets import load_dataset
     try:
         splits = load_dataset(repo, name)
     except Exception as e:  # gated, renamed, damaged: datasets raises many types
         raise ValueError(
             f"{repo}: not a file here and not loadable from the hub "
-            f"({hub.first_line(e, repo)}); --data and --eval_data can name a file") from e
+            f"({messages.first_line(e, repo)}); --data and --eval_data can name a file") from e
     if split not in splits and len(splits) > 1:
         raise ValueError(f"{repo} has no split '{split}' (it has {', '.join(splits)})")
     rows = splits[split if split in splits else next(iter(splits))]
@@ -280,7 +280,7 @@ def encode(example, tokenizer, template):
             [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True,
             strftime_now=TODAY.strftime)
     except Exception as e:  # none, or a template that fails: it is a program, any type can come
-        raise ValueError(f"the chat template fails ({hub.first_line(e)}); {advice}") from e
+        raise ValueError(f"the chat template fails ({messages.first_line(e)}); {advice}") from e
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         setrlimit(RLIMIT_DATA, limits)
@@ -369,7 +369,8 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
     if left_out := len(train_set) - len(new):
         notify(f"{left_out} of {len(train_set)} training examples left out: their questions are "
                "held out")
-    config = hub.empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config()
+    from runtime.memory import empty_model  # late: it imports torch
+    config = empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config()
     limit = f"--max_prompt {cfg.max_prompt}"
 
     def fitting(name, examples):

@@ -36,13 +36,15 @@ import torch
 
 import data
 import rewards
-from runtime import dist, evaluation, flags, guard, memory, stats, stop, trainer
+from runtime import ranks, evaluation, flags, guard, memory, stats, stop, trainer
 from runtime.batch import (Rollout, balance, collate, deal, flatten, in_groups, pack_evenly,
                            sequence_mean, sequence_sum, skip_zero_advantages)
 from runtime.checkpoint import Checkpoints
-from runtime.log import Log, claim_folder
-from runtime.model import HeadLogps, WithoutAdapters, load_model, load_tokenizer, on_device
-from runtime.sampler import Sampler
+from runtime.log import Log
+from runtime.checkpoint import claim_folder
+from runtime.head import HeadLogps
+from runtime.model import WithoutAdapters, load_model, load_tokenizer, on_device
+from runtime.engine import Sampler
 from runtime.stats import timed
 
 # ------------------------------------------------------------------------------------------ config
@@ -125,7 +127,7 @@ def parse_config(argv=None):
 def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     """Samples n completions for each of the prompts (token ids): Rollouts, in prompt order.
 
-    llm: a runtime.sampler.Sampler. seeds: one per prompt; vLLM adds each sample's index to it.
+    llm: a runtime.engine.Sampler. seeds: one per prompt; vLLM adds each sample's index to it.
     sampling: more of vLLM's SamplingParams. Rollout: see runtime/batch.py. r.length counts sampled
     tokens, not those of a tool; len(r) counts all, with the prompt.
     """
@@ -181,9 +183,9 @@ def sample_groups(run, step, draw=0):
     cfg = run.cfg
     number = step * (1 + cfg.resample) + draw
     examples = data.batch_at(run.train_set, number, cfg.prompts, cfg.seed,
-                             dist.rank(), dist.world_size())
+                             ranks.rank(), ranks.world_size())
     prompts = [example["prompt_ids"] for example in examples]
-    first = dist.rank() * len(prompts)  # index of this rank's first prompt among the P
+    first = ranks.rank() * len(prompts)  # index of this rank's first prompt among the P
     seeds = [data.request_seed(cfg.seed, step, draw, first + i) for i in range(len(prompts))]
     with timed(run.metrics, "rollout"):
         sample = rollout_function(cfg.rollout, examples)
@@ -220,11 +222,11 @@ def sample_until_enough(run, step):
     for draw in range(1 + cfg.resample):
         groups = sample_groups(run, step, draw)
         sampled += groups
-        first = draw * cfg.prompts + dist.rank() * len(groups)
+        first = draw * cfg.prompts + ranks.rank() * len(groups)
         for number, group in enumerate(groups, first):
             if not stats.has_zero_std(group):
                 trainable[number] = group
-        numbers = dist.all_gather(list(trainable))  # of all ranks
+        numbers = ranks.all_gather(list(trainable))  # of all ranks
         kept = sorted(numbers)[:cfg.prompts]
         if len(kept) == cfg.prompts:
             break
@@ -273,11 +275,11 @@ def assign_advantages(groups, cfg, running_mean):
     moving average of the reward, for --baseline running; NaN before the first step."""
     rollouts = flatten(groups)
     own = [math.nan if r.reward is None else r.reward for r in rollouts]
-    all_rewards = torch.tensor(dist.all_gather(own)).view(-1, cfg.samples)  # (P, G) of all ranks
+    all_rewards = torch.tensor(ranks.all_gather(own)).view(-1, cfg.samples)  # (P, G) of all ranks
     batch_mean = all_rewards.nanmean().item()  # NaN if no group is left
     before = batch_mean if math.isnan(running_mean) else running_mean  # NaN: the first step
     advantages = group_advantages(all_rewards, cfg.baseline, cfg.scale, running=before)  # (P, G)
-    first = dist.offset(len(own))  # index of this rank's first rollout among those of all ranks
+    first = ranks.offset(len(own))  # index of this rank's first rollout among those of all ranks
     for r, advantage in zip(rollouts, advantages.flatten()[first:].tolist()):
         r.advantages = [advantage] * len(r.completion)  # the same for each of its tokens
     return stats.moving_mean(before, batch_mean)
@@ -319,7 +321,7 @@ def assign_token_weights(rollouts, cfg):
     """
     judged = [r for r in rollouts if r.reward is not None]
     lengths = [0 if cfg.mask_truncated and r.truncated else r.length for r in judged]
-    sequences, tokens = dist.all_sum(len(lengths), sum(lengths))
+    sequences, tokens = ranks.all_sum(len(lengths), sum(lengths))
     weights = token_weights(lengths, cfg.aggregate, cfg.max_tokens, sequences, tokens)
     for r, weight in zip(judged, weights):
         r.weight = weight
@@ -334,7 +336,7 @@ def make_batches(groups, dummy, cfg, loss=None):
         trained = skip_zero_advantages(trained, cfg)
     trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
     packs = pack_evenly(trained, dummy, cfg.pack_tokens)
-    return [collate(pack, dist.device()) for pack in packs]
+    return [collate(pack, ranks.device()) for pack in packs]
 
 
 # ------------------------------------------------------------------------------------ 5. log-probs
@@ -483,7 +485,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
     for batch in batches:
         logp, batch.entropy = policy(batch)  # (R,), (R,) both have a gradient
         loss, terms = policy_loss(logp, batch.old, batch.ref, batch, cfg)  # loss: ()
-        policy.backward(loss * dist.world_size())  # ZeRO averages over the ranks; we want the sum
+        policy.backward(loss * ranks.world_size())  # ZeRO averages over the ranks; we want the sum
         sums.append(stats.pack_sums(loss, terms, batch.entropy, batch.weight, cfg))
     metrics = stats.token_means(sums)  # means over tokens; sum of loss, max of "mismatch/max"
     guard.check_step(metrics, cfg.mismatch_bound, cfg.rollout)
@@ -548,7 +550,7 @@ def evaluate(llm, examples, verifier, cfg):
     """-> (metrics, a dict per greedy text). Right: the first reward function gave 1. Collective."""
     metrics = {}
     samples = []
-    indices = range(dist.rank(), len(examples), dist.world_size())  # of this rank
+    indices = range(ranks.rank(), len(examples), ranks.world_size())  # of this rank
     own = [examples[i] for i in indices]
     sample = rollout_function(cfg.rollout, own)
     prompts = [example["prompt_ids"] for example in own]
@@ -610,11 +612,11 @@ def main(argv=None, train=train, sampler=Sampler):
         with stop.with_one_line(ValueError, OSError, RuntimeError):  # and RunError: no traceback
             cfg = parse_config(argv)
             rollout_function(cfg.rollout, [])  # a user's file is imported before anything expensive
-            dist.init_process_group(cfg.timeout)
+            ranks.init_process_group(cfg.timeout)
             tokenizer = load_tokenizer(cfg)
             train_set, eval_set = data.load_splits(
-                cfg, tokenizer, dist.world_size(), notify=dist.print_once)
-            verifier = rewards.start_verifier(cfg, train_set, eval_set, dist.print_once)
+                cfg, tokenizer, ranks.world_size(), notify=ranks.print_once)
+            verifier = rewards.start_verifier(cfg, train_set, eval_set, ranks.print_once)
             cfg, plan = memory.plan(cfg)  # fills pack_tokens and others that are 0 or auto
             cfg = claim_folder(cfg, train_set + eval_set)  # a resumed run must have the same data
             log = Log(cfg, tokenizer, plan)

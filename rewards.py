@@ -23,8 +23,8 @@ gsm8k, math and countdown read the final answer in this way: only the text after
 of these, the last number. Words after a marked answer change nothing. A second marked answer
 replaces the first, but boxes with only a comma or "and" between them are one answer.
 
-`Verifier` (verify/verifier.py) runs the rewards of a spec in processes that can be killed, weights
-and adds them. Only there has a function a time limit, apart from `math`, which has its own.
+`Verifier` (runtime/verify/verifier.py) runs the rewards of a spec in processes that can be killed,
+weights and adds them. Only there has a function a time limit, apart from `math`, which has its own.
 """
 import functools
 import inspect
@@ -32,9 +32,9 @@ import math
 import re
 from pathlib import Path
 
-from verify import verifier
-from verify.answer import read_number
-from verify.verifier import text_of
+from runtime.verify import verifier
+from runtime.verify.answer import read_number
+from runtime.verify.verifier import text_of
 
 
 def each(score_one):
@@ -176,7 +176,7 @@ def gsm8k_reward(text, answer):
     return None if gold is None else float(final_number(text) == gold)
 
 
-gsm8k_reward.reads_gold = True  # such attributes: see Traits in verify/verifier.py
+gsm8k_reward.reads_gold = True  # such attributes: see Traits in runtime/verify/verifier.py
 
 
 def final_number(text):

@@ -12,12 +12,11 @@ from collections import Counter, namedtuple
 from pathlib import Path
 from textwrap import shorten
 
-from measure import common
-from report.page import check_regular
-from runtime import plain
+from bench import common
 from runtime.checkpoint import on_disk
 from runtime.flags import FREE
-from runtime.hub import first_line
+from runtime.messages import first_line, plain
+from runtime.report.page import check_regular
 
 TIMED = ("seconds/", "memory/", "tokens_per_second", "mfu")  # metrics that depend on time
 STAGES = {  # in the order of a step; stage -> how the names of its values begin

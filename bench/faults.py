@@ -25,8 +25,7 @@ from statistics import fmean
 
 import psutil
 
-from bench import diff
-from measure import common
+from bench import common, diff
 
 FLAGS = ("--steps 8 --prompts 8 --samples 4 --eval_size 16 --eval_every 4 --save_every 1 "
          "--max_tokens 64 --baseline running --epochs 2 --minibatches 2 --lr 3e-4").split()

@@ -14,7 +14,8 @@ from statistics import fmean
 
 import nano_rlvr as nr
 from bench import diff
-from runtime import checkpoint, dist, records, stop
+from runtime import checkpoint, ranks, records, stop
+from runtime.messages import RunError
 
 
 def fork(saved, folder):
@@ -37,7 +38,7 @@ def train(run, step, number):
             return split, sampled
         less = without(split, sampled[number])
         if less == split:
-            raise dist.RunError(f"--group {number} is not trained: all its rewards are equal")
+            raise RunError(f"--group {number} is not trained: all its rewards are equal")
         return less, sampled
 
     nr.train(run, collect_rollouts=collect_rollouts)
@@ -73,7 +74,7 @@ if __name__ == "__main__":
     parser.add_argument("--more", type=int, default=10)
     parser.add_argument("--drop", type=int, nargs=2, default=(-1, 0))  # step, group: of one fork
     own, argv = parser.parse_known_args()
-    if dist.world_size() > 1:
+    if ranks.world_size() > 1:
         sys.exit("nano_rlvr: bench/fork.py runs in one process: leave out torchrun")
     if not own.at:
         nr.main(argv, lambda run: train(run, *own.drop))

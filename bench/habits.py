@@ -11,14 +11,14 @@ from statistics import fmean
 import data
 import nano_rlvr as nr
 import rewards
-from measure import common
-from runtime import dist
+from bench import common
+from runtime import ranks
 from runtime.model import load_tokenizer
 
 
 def main(argv):
     cfg = nr.parse_config(argv)
-    dist.init_process_group()
+    ranks.init_process_group()
     _, examples = data.load_splits(cfg, load_tokenizer(cfg))
     llm = nr.Sampler(dataclasses.replace(cfg, eval_n=8))
     prompts = [e["prompt_ids"] for e in examples]

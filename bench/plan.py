@@ -10,7 +10,7 @@ from unittest import mock
 import nano_rlvr as nr
 from examples import tensor_parallel
 from runtime import memory
-from runtime.shape import ModelShape
+from runtime.memory import ModelShape
 
 SHAPES = {  # of Qwen's config.json files
     "Qwen3-0.6B": ModelShape(

@@ -14,7 +14,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from measure import common
+from bench import common
 
 FRUIT = ("apples", "pears", "plums", "figs")
 

@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import nano_rlvr as nr
-from bench import random_model, update
-from measure import common
-from runtime import dist, memory
-from runtime.shape import ModelShape
+from bench import common, random_model, update
+from runtime import memory, ranks
+from runtime.memory import ModelShape
 
 
 class Traffic(TorchDispatchMode):
@@ -49,14 +48,14 @@ def worker(model):
 
     Rank 0 prints JSON: what it sent and held, in bytes per parameter.
     """
-    dist.init_process_group()
+    ranks.init_process_group()
     memory.BUCKET = 2**16  # small beside the model, as 2**26 is beside a large one
     found, n, engines = {}, ModelShape.of(model).parameters, []
     for dtype, stage in [(d, s) for d in ("float32", "bfloat16") for s in (1, 2, 3)]:
         before, at_step = held(), []
         cfg = update.make_config(model, zero_stage=stage, dtype=dtype, pack_tokens=64)
         engine = nr.make_policy(cfg)
-        rollouts = update.make_rollouts(4, 45, 4096, seed=dist.rank())
+        rollouts = update.make_rollouts(4, 45, 4096, seed=ranks.rank())
         batches = [nr.collate([r]) for r in nr.assign_token_weights(rollouts, cfg)]
         nr.update(engine, batches, cfg)  # creates AdamW's moments
 
@@ -73,7 +72,7 @@ def worker(model):
         row["held"] = at_step[-1] / n
         row["optimizer"] = type(engine.optimizer).__name__
         engines.append(engine)  # none is freed, so that `before` stays what it was
-    if dist.rank() == 0:
+    if ranks.rank() == 0:
         print(json.dumps(found))
 
 

@@ -25,10 +25,10 @@ import psutil
 import torch
 
 import nano_rlvr as nr
+from bench import common
 from bench.plan import SHAPES
-from measure import common
-from runtime import dist, memory
-from runtime.shape import DATA_SHEET
+from runtime import memory, ranks
+from runtime.memory import DATA_SHEET
 
 
 class Device(NamedTuple):
@@ -65,8 +65,8 @@ def least_seconds(work, trials=6):
 def measure_device():
     """The rates of this machine, bf16 on a GPU and fp32 on a CPU."""
     cuda = torch.cuda.is_available()
-    torch.set_num_threads(dist.CORES)
-    place = dict(device=dist.device(), dtype=torch.bfloat16 if cuda else torch.float32)
+    torch.set_num_threads(ranks.CORES)
+    place = dict(device=ranks.device(), dtype=torch.bfloat16 if cuda else torch.float32)
     n = 8192 if cuda else 2048
     a, b = torch.randn(n, n, **place), torch.randn(n, n, **place)
     matmul = 2 * n**3 / least_seconds(lambda: torch.mm(a, b))
@@ -75,7 +75,7 @@ def measure_device():
     copied = 2 * x.nbytes / least_seconds(lambda: y.copy_(x))
     bandwidth = max(copied, x.nbytes / least_seconds(x.sum))
     if not cuda:
-        name = f"CPU, {dist.CORES} core{'s' * (dist.CORES > 1)}"
+        name = f"CPU, {ranks.CORES} core{'s' * (ranks.CORES > 1)}"
         return Device(name, matmul, bandwidth, math.inf, psutil.virtual_memory().total)
     host = torch.empty(numbers // 4, dtype=place["dtype"], pin_memory=True)
     link = host.nbytes / least_seconds(lambda: x[:len(host)].copy_(host))
@@ -280,7 +280,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.measure or args.engine:
         device = None if args.engine else measure_device()
-        dist.init_process_group()
+        ranks.init_process_group()
         llm = nr.Sampler(nr.Config(common.TINY, dtype="float32", max_prompt=64, max_tokens=64,
                                    gpu_memory_utilization=0.2))
         if args.engine:

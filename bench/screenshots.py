@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measure.common import ROOT
+from bench.common import ROOT
 
 BROWSERS = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
 CHROMIUM = next(filter(None, BROWSERS), None)
@@ -42,7 +42,7 @@ def browse(page, *flags, dark=False):
 def main(folder, images=ROOT / "docs/images"):
     from PIL import Image
 
-    from report import page as report
+    from runtime.report import page as report
     images.mkdir(parents=True, exist_ok=True)
     example = images.parent / "example_report.html"
     report.write([folder], example)

@@ -17,10 +17,9 @@ from statistics import median
 import torch
 
 import nano_rlvr as nr
-from bench import roofline
-from measure import common
+from bench import common, roofline
 from runtime import log, memory
-from runtime.shape import ModelShape
+from runtime.memory import ModelShape
 
 SUMMARY = ("run", *log.STAGES, "step", "bound", "step / bound", "tokens/s", "MFU of the update",
            "peak GiB", "update GiB", "planned GiB", "mean tokens")

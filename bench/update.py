@@ -31,9 +31,8 @@ from statistics import median
 import torch
 
 import nano_rlvr as nr
-from bench import random_model
-from measure import common
-from runtime import dist, flags
+from bench import common, random_model
+from runtime import flags, ranks
 from runtime.batch import pack
 
 CUDA = torch.cuda.is_available()
@@ -91,7 +90,7 @@ def measure(engine, parts, cfg):
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     idle, start, cpu = memory(), time.perf_counter(), time.process_time()
-    metrics = nr.update(engine, [nr.collate(part, dist.device()) for part in parts], cfg)
+    metrics = nr.update(engine, [nr.collate(part, ranks.device()) for part in parts], cfg)
     if CUDA:
         torch.cuda.synchronize()
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
@@ -125,7 +124,7 @@ class Padded(torch.nn.Module):
 
 def one(args, model):
     """Measures args.side in this process, and prints the result as JSON."""
-    dist.init_process_group()
+    ranks.init_process_group()
     if args.side == "padded":
         nr.TokenLogps = Padded  # the module that make_policy wraps
     cfg = make_config(model, pack_tokens=args.pack_tokens)

@@ -34,7 +34,7 @@ import time
 from collections import Counter
 from statistics import fmean, median
 
-from measure import common
+from bench import common
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB; these three are nano_rlvr's, for all
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -130,7 +130,7 @@ def trl(argv, micro, folder, vllm=False):
     import rewards
     from runtime import memory
     from runtime.model import load_tokenizer
-    from verify import user_code
+    from runtime.verify import user_code
     cfg = nr.parse_config([*argv, "--out", folder])
     tokenizer = load_tokenizer(cfg)
     train_set, _ = data.load_splits(cfg, tokenizer)

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import nano_rlvr as nr
-from runtime import checkpoint, dist, records, sampler, shape, stop
+from runtime import checkpoint, memory, ranks, records, stop, sync
+from runtime.messages import RunError
 
 here = {}  # in the sampler's process: "run", its Run, and "path", the file whose weights vLLM has
 
@@ -32,7 +33,7 @@ def make_run(cfg, parent):
     del os.environ["RANK"]  # a process group of its own
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[-1]  # the trainer takes the first
-    dist.init_process_group(cfg.timeout)
+    ranks.init_process_group(cfg.timeout)
     sets = nr.data.load_splits(cfg, nr.load_tokenizer(cfg))
     verifier = nr.rewards.start_verifier(cfg, *sets)
     here["run"] = nr.Run(cfg, *sets, verifier, None, None, nr.Sampler(cfg), None, None)
@@ -44,8 +45,8 @@ def answer(path, step, *request):
     if path != here.pop("path", None):
         with safe_open(path, "pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}
-            if file.metadata() != {name: str(sampler.checksum(w)) for name, w in weights.items()}:
-                raise dist.RunError(f"{path} has other weights than the trainer wrote")
+            if file.metadata() != {name: str(sync.checksum(w)) for name, w in weights.items()}:
+                raise RunError(f"{path} has other weights than the trainer wrote")
         run.llm.sleep()
         run.llm.load(weights.items())
     elif step is not None and path.name != str(step):
@@ -60,8 +61,8 @@ class RemoteSampler:
     """A Sampler in a process of its own, which answers calls in order. Each names its weights."""
     def __init__(self, cfg, lag):
         if "TORCHELASTIC_RUN_ID" in os.environ or nr.torch.cuda.device_count() == 1 or lag < 0:
-            raise dist.RunError("async_rl needs no torchrun, two GPUs or none, and --lag from 0")
-        tokenizer, vocabulary = nr.load_tokenizer(cfg), shape.ModelShape.of(cfg.model).vocab
+            raise RunError("async_rl needs no torchrun, two GPUs or none, and --lag from 0")
+        tokenizer, vocabulary = nr.load_tokenizer(cfg), memory.ModelShape.of(cfg.model).vocab
         self.get_tokenizer = lambda: tokenizer
         self.llm_engine = self.model_config = self  # for the checks of a --rollout function
         self.get_vocab_size = lambda: vocabulary
@@ -77,9 +78,9 @@ class RemoteSampler:
         """Writes the weights before the next step, and deletes those that nobody needs any more."""
         self.version += 1
         weights = {name: w.to("cpu", copy=True) for name, w in named_weights}
-        sums = {name: str(sampler.checksum(w)) for name, w in weights.items()}
+        sums = {name: str(sync.checksum(w)) for name, w in weights.items()}
         save_file(weights, self.folder / "part", sums)
-        records.sync(self.folder / "part")
+        records.sync_file(self.folder / "part")
         (self.folder / "part").rename(self.folder / str(self.version))
         starts = (self.version, *checkpoint.on_disk(self.folder.parent))  # where the run may go on
         for path in self.folder.glob("[0-9]*"):
@@ -113,7 +114,7 @@ def train(run):
     except (BrokenProcessPool, SafetensorError, TimeoutError) as e:
         for process in list(run.llm.process._processes.values()):
             process.kill()  # it may hang: nobody must wait for it at exit
-        raise dist.RunError("the sampler's process has ended, or has not answered for --timeout "
+        raise RunError("the sampler's process has ended, or has not answered for --timeout "
                             f"minutes; --resume continues ({e!r})") from e
 
 

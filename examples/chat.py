@@ -15,8 +15,8 @@ from pathlib import Path
 
 import data
 import nano_rlvr as nr
-from runtime import dist, stop
-from runtime.dist import RunError
+from runtime import ranks, stop
+from runtime.messages import RunError
 
 
 def parse(argv):
@@ -47,7 +47,7 @@ def ask(llm, question, cfg):
 def main(argv=None):
     with stop.with_one_line(ValueError, OSError, RuntimeError):
         cfg = parse(sys.argv[1:] if argv is None else argv)
-        dist.init_process_group(cfg.timeout)
+        ranks.init_process_group(cfg.timeout)
         nr.load_tokenizer(cfg)  # says in one line what is wrong with a model
         llm = nr.Sampler(cfg)
     print("A question per line; an empty one ends.")

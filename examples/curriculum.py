@@ -14,7 +14,7 @@ import sys
 from statistics import fmean
 
 import nano_rlvr as nr
-from runtime import dist, records, stats
+from runtime import ranks, records, stats
 
 
 def in_band(examples, rates, low, high, least):
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     parser.add_argument("--probe", type=int, default=8)
     parser.add_argument("--fixed", action="store_true")
     own, argv = parser.parse_known_args()
-    if dist.world_size() > 1:
+    if ranks.world_size() > 1:
         sys.exit("nano_rlvr: examples/curriculum.py runs in one process: leave out torchrun")
     if not (0 <= own.band[0] <= own.band[1] <= 1 and min(own.pool, own.probe) > 0):
         sys.exit(f"nano_rlvr: --band {own.band[0]:g} {own.band[1]:g} --pool {own.pool} --probe "

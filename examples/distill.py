@@ -14,7 +14,8 @@ import argparse
 import dataclasses
 
 import nano_rlvr as nr
-from runtime import dist, trainer
+from runtime import ranks, trainer
+from runtime.messages import RunError
 from runtime.model import on_device
 
 
@@ -31,7 +32,7 @@ def token_advantages(policy, teacher, rollouts, prefix, cfg, dummy):
         gaps = iter([x - y for x, y in zip(a, b)])
         r.advantages = [next(gaps) if sampled else 0.0 for sampled in r.loss_mask]
         r.reward = 0.0 if r.reward is None else r.reward  # trained without a reward, too
-    total, tokens = dist.all_sum(
+    total, tokens = ranks.all_sum(
         sum(map(sum, (r.advantages for r in rollouts))), sum(r.length for r in rollouts))
     return total / max(1, tokens)
 
@@ -42,9 +43,9 @@ def checked_sampler(cfg, name):
         other = dataclasses.replace(cfg, model=nr.flags.find_model(name or cfg.model))
         tokens = [nr.load_tokenizer(each).get_vocab() for each in (cfg, other)]
     except (ValueError, OSError) as e:
-        raise dist.RunError(f"--teacher: {e}") from e
+        raise RunError(f"--teacher: {e}") from e
     if tokens[0] != tokens[1]:
-        raise dist.RunError(f"--teacher {name}: its tokenizer is not that of {cfg.model}")
+        raise RunError(f"--teacher {name}: its tokenizer is not that of {cfg.model}")
     return nr.Sampler(cfg)
 
 

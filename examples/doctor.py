@@ -23,7 +23,7 @@ import torch
 
 import nano_rlvr as nr
 from bench import roofline
-from runtime import memory, shape
+from runtime import memory
 from runtime.memory import GIB
 from runtime.model import loading
 
@@ -72,7 +72,7 @@ def step(cfg):
 
 def plan(cfg):
     with loading("config.json", cfg, "is it a folder, or a model of the hub?"):
-        model = shape.ModelShape.of(cfg.model)
+        model = memory.ModelShape.of(cfg.model)
     device, size, place = None, cfg.memory_gb * GIB, "this machine"
     total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 0
     if size > 1.1 * total:  # a card of 24 GB has 23.6 GiB: it is here
@@ -89,7 +89,7 @@ def hours(cfg):
     """The least hours of the run on one GPU of each of four kinds, from their data sheets. Answers
     have 700 tokens on average, or half of --max_tokens if that is fewer."""
     cfg = dataclasses.replace(cfg, dtype="bfloat16", memory_gb=0.0)  # of a whole card
-    model, found = shape.ModelShape.of(cfg.model), []
+    model, found = memory.ModelShape.of(cfg.model), []
     n, mean = cfg.prompts * cfg.samples, max(2, min(700, cfg.max_tokens // 2))
     lengths = roofline.geometric(n, mean, cfg.max_tokens)
     groups = [(100, lengths[i::cfg.prompts]) for i in range(cfg.prompts)]
@@ -107,7 +107,7 @@ def hours(cfg):
 def disk(cfg):
     out = Path(cfg.out).absolute()
     folder = next(path for path in (out, *out.parents) if path.exists())
-    size = memory.checkpoint_bytes(cfg, shape.ModelShape.of(cfg.model))
+    size = memory.checkpoint_bytes(cfg, memory.ModelShape.of(cfg.model))
     free = shutil.disk_usage(folder).free
     found = f"{free / GIB:.1f} GiB are free in {folder}; a checkpoint takes {size / GIB:.2f}"
     if free < (cfg.keep + 2) * size:  # those kept, the best one and the one being written

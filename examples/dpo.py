@@ -19,7 +19,8 @@ from types import SimpleNamespace
 import torch
 
 import nano_rlvr as nr
-from runtime import dist, stats, trainer
+from runtime import ranks, stats, trainer
+from runtime.messages import RunError
 from runtime.model import on_device
 
 # with other values the gradient is not that of DPO's loss
@@ -31,9 +32,9 @@ def checked_sampler(cfg, beta):
     """A Sampler, if the flags are those of DPO: before the engines load."""
     needed = [f"--{name} {x}" for name, x in FIXED.items() if getattr(cfg, name) != x]
     if needed or cfg.samples == 1:
-        raise dist.RunError(f"dpo.py needs {' '.join(needed) or '--samples above 1'}")
+        raise RunError(f"dpo.py needs {' '.join(needed) or '--samples above 1'}")
     if not 0 < beta < math.inf:
-        raise dist.RunError(f"--beta {beta}: must be a number above 0")
+        raise RunError(f"--beta {beta}: must be a number above 0")
     return nr.Sampler(cfg)
 
 
@@ -47,7 +48,7 @@ def assign_pairs(groups, policy, ref, beta, cfg, dummy):
     right = [[r for r in group if stats.is_right(r)] for group in judged]
     wrong = [[r for r in group if not stats.is_right(r)] for group in judged]
     pairs = [(a[0], b[0]) for a, b in zip(right, wrong) if a and b]
-    total, sequences = dist.all_sum(len(pairs), sum(map(len, judged)))
+    total, sequences = ranks.all_sum(len(pairs), sum(map(len, judged)))
     rollouts = [r for pair in pairs for r in pair]
     ours = trainer.token_logps(policy, rollouts, dummy, cfg)
     with on_device(ref):
@@ -60,7 +61,7 @@ def assign_pairs(groups, policy, ref, beta, cfg, dummy):
     for pair, push in zip(pairs, (scale * beta * torch.sigmoid(-margins)).tolist()):
         for r, sign in zip(pair, (1, -1)):
             r.advantages = [sign * push] * len(r.completion)
-    [loss] = dist.all_sum(-torch.nn.functional.logsigmoid(margins).sum().item())
+    [loss] = ranks.all_sum(-torch.nn.functional.logsigmoid(margins).sum().item())
     return {"dpo/pairs": total, "dpo/loss": loss / max(1, total)}
 
 

@@ -20,7 +20,7 @@ import random
 from statistics import fmean
 
 import nano_rlvr as nr
-from runtime import dist, trainer
+from runtime import ranks, trainer
 
 LOW, HIGH = 1.0, 5.0
 
@@ -55,15 +55,15 @@ def clip_cov(rollouts, logps, share, rng):
     logps: per rollout, a list with the log-prob of each sampled token.
     """
     places = [(r, i) for r in rollouts for i, sampled in enumerate(r.loss_mask) if sampled]
-    own = [(r.prompt, r.completion, i, logp, r.advantages[i], dist.rank(), place)
+    own = [(r.prompt, r.completion, i, logp, r.advantages[i], ranks.rank(), place)
            for place, ((r, i), logp) in enumerate(zip(places, itertools.chain(*logps)))]
-    tokens = sorted(dist.all_gather(own))  # in an order that the number of ranks does not change
+    tokens = sorted(ranks.all_gather(own))  # in an order that the number of ranks does not change
     mean_logp, mean = (fmean([token[k] for token in tokens] or [0.0]) for k in (3, 4))
     found = [(rank, place) for *_, logp, a, rank, place in tokens
              if LOW <= (logp - mean_logp) * (a - mean) <= HIGH]
     drawn = rng.sample(found, min(len(found), int(share * len(tokens))))
     for rank, place in drawn:
-        if rank == dist.rank():
+        if rank == ranks.rank():
             r, i = places[place]
             r.advantages[i] = 0.0
     return len(drawn)

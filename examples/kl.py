@@ -23,7 +23,8 @@ import dataclasses
 import functools
 
 import nano_rlvr as nr
-from runtime import dist, trainer
+from runtime import ranks, trainer
+from runtime.messages import RunError
 from runtime.model import on_device
 
 ESTIMATORS = {  # (logp, ref, ratio), each (R,), -> (R,)
@@ -78,7 +79,7 @@ def train_with_kl_in_reward(run):
     def with_kl(groups, cfg, running_mean):
         rollouts = [r for group in groups for r in group]
         kls = sequence_kls(run.policy, ref, rollouts, run.dummy, cfg)
-        total, tokens = dist.all_sum(sum(kls), sum(r.length for r in rollouts))
+        total, tokens = ranks.all_sum(sum(kls), sum(r.length for r in rollouts))
         run.metrics["kl"] = total / max(tokens, 1)
         return assign_advantages(groups, kls, cfg, running_mean)
 
@@ -88,7 +89,7 @@ def train_with_kl_in_reward(run):
 def make_sampler(cfg):
     """The script's sampler, unless there is no KL."""
     if not cfg.kl_coef:
-        raise dist.RunError("kl.py is about the KL: --kl_coef must be above 0")
+        raise RunError("kl.py is about the KL: --kl_coef must be above 0")
     return nr.Sampler(cfg)
 
 

@@ -16,8 +16,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from rewards import each, final_answer
-from verify import pool
-from verify.answer import PLAIN, in_ascii, replaced
+from runtime.verify import pool
+from runtime.verify.answer import PLAIN, in_ascii, replaced
 
 PLAIN_NUMBER = re.compile(f"-?{PLAIN}")
 # as JSON, Python and calculators write them; 2e-5 may be Euler's number, 2e-05 and 2e5 are not

@@ -12,7 +12,7 @@ import sys
 import torch
 
 import nano_rlvr as nr
-from runtime import dist
+from runtime import ranks
 
 
 def gae(rewards, values, gamma=1.0, lam=1.0):
@@ -41,7 +41,7 @@ class Critic(torch.nn.Module):
         self.head = torch.nn.Linear(model.config.hidden_size, 1, bias=False)
         torch.nn.init.zeros_(self.head.weight)  # V is 0 before the first step
         self.cfg, self.minibatches, self.gamma, self.lam = cfg, minibatches, gamma, lam
-        self.to(dist.device())
+        self.to(ranks.device())
         self.adam = torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=0.0)
 
     def forward(self, batch):
@@ -59,7 +59,7 @@ class Critic(torch.nn.Module):
         batches = []
         for i in range(min(self.minibatches, len(rollouts))):
             part = rollouts[i::self.minibatches]  # completions of all prompts
-            batch = nr.collate(part, dist.device())
+            batch = nr.collate(part, ranks.device())
             batch.values = self(batch)  # (R,)
             for r, values in zip(part, batch.values.split(batch.lengths.tolist())):
                 rewards = [0.0] * len(values)
@@ -101,6 +101,6 @@ def train(run, critic):
 
 
 if __name__ == "__main__":
-    if dist.world_size() > 1:
+    if ranks.world_size() > 1:
         sys.exit("nano_rlvr: examples/ppo.py runs in one process: leave out torchrun")
     nr.main(train=lambda run: train(run, Critic(run.cfg)))

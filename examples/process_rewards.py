@@ -23,8 +23,9 @@ import torch
 
 import nano_rlvr as nr
 from rewards import each, final_number
-from runtime import dist
-from verify.user_code import load, user_error
+from runtime import ranks
+from runtime.messages import RunError
+from runtime.verify.user_code import load, user_error
 
 SUM = re.compile(r"\d{1,18}([+-]\d{1,18})+", re.A)
 RUNNING_TOTAL = re.compile(r"=[ \t]*(-?\w+(?:\.\d+)?)?", re.A)
@@ -109,7 +110,7 @@ def assign_advantages(groups, cfg, running_mean):
             if not r.steps:
                 r.steps = [(len(r.completion), math.nan if r.reward is None else r.reward)]
             rows.append([value for _, value in r.steps])
-    rows = dist.all_gather(rows)  # of all ranks, in their order
+    rows = ranks.all_gather(rows)  # of all ranks, in their order
     S = max(map(len, rows), default=1)
     rows = [row + [math.nan] * (S - len(row)) for row in rows]
     rewards = torch.tensor(rows).view(-1, cfg.samples * S)  # (P, G S)
@@ -117,7 +118,7 @@ def assign_advantages(groups, cfg, running_mean):
     if math.isnan(running_mean):
         running_mean = batch_mean
     advantages = nr.group_advantages(rewards, cfg.baseline, cfg.scale, running=running_mean)
-    first = dist.offset(len(groups))  # number of this rank's first group
+    first = ranks.offset(len(groups))  # number of this rank's first group
     for group, row in zip(groups, advantages[first:].tolist()):
         for i, r in enumerate(group):
             set_advantages(r, row[i * S:(i + 1) * S])
@@ -140,7 +141,7 @@ def train(run, function, name):
                     check_steps(steps, r.text)
                     r.steps = in_tokens(steps, r, tokenizer)
             except Exception as e:  # a user's file: any type
-                raise dist.RunError(
+                raise RunError(
                     f"--step_rewards {name}: {user_error(e, name)}") from e
         return assign_advantages(groups, cfg, running_mean)
 

@@ -4,7 +4,7 @@
 """
 import hashlib
 
-from verify.verifier import text_of
+from runtime.verify.verifier import text_of
 
 
 def random_reward(completions, prompts=None, sample_index=None, step=None, random_seed=0, **_):

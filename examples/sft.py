@@ -13,7 +13,8 @@ import dataclasses
 from pathlib import Path
 
 import nano_rlvr as nr
-from runtime import dist
+from runtime import ranks
+from runtime.messages import RunError
 
 
 def as_rollout(example, text, tokenizer, template):
@@ -24,7 +25,7 @@ def as_rollout(example, text, tokenizer, template):
                       parts={"sft": 1.0})
 
 
-def read_demos(path, tokenizer, cfg, held_out=(), notify=dist.print_once):
+def read_demos(path, tokenizer, cfg, held_out=(), notify=ranks.print_once):
     """The rows of a file -> Rollouts with reward 1. Wrong and truncated completions are left out.
     held_out: questions that are left out, too. notify(text) is called with the numbers of those
     that are left out. Raises RunError with one line for another file."""
@@ -43,7 +44,7 @@ def read_demos(path, tokenizer, cfg, held_out=(), notify=dist.print_once):
         new = [row for row in rows if row["question"] not in held_out]
         demos = [as_rollout(row, row["completion"], tokenizer, cfg.template) for row in new]
     except (ValueError, OSError) as e:
-        raise dist.RunError(f"--demos {location}: {e}") from e
+        raise RunError(f"--demos {location}: {e}") from e
     fit = [r for r in demos
            if len(r.prompt) <= cfg.max_prompt and len(r.completion) <= cfg.max_tokens]
     for count, why in ((len(rows) - len(new), "their questions are held out"),
@@ -51,7 +52,7 @@ def read_demos(path, tokenizer, cfg, held_out=(), notify=dist.print_once):
         if count:
             notify(f"{count} of {len(rows)} demonstrations left out: {why}")
     if not fit:
-        raise dist.RunError(f"--demos {path}: no completion is left to imitate")
+        raise RunError(f"--demos {path}: no completion is left to imitate")
     return fit
 
 
@@ -69,7 +70,7 @@ def train(run, path):
     def collect_rollouts(run, step):
         cfg = run.cfg
         batch = nr.data.batch_at(
-            demos, step, cfg.prompts, cfg.seed, dist.rank(), dist.world_size())
+            demos, step, cfg.prompts, cfg.seed, ranks.rank(), ranks.world_size())
         groups = [[dataclasses.replace(r)] for r in batch]
         return [groups[i::cfg.minibatches] for i in range(cfg.minibatches)], groups
 

@@ -12,7 +12,7 @@ from collections import Counter
 from examples.instructions import identifier, language_of
 from examples.math_reward import math_reward
 from rewards import each
-from verify.verifier import text_of
+from runtime.verify.verifier import text_of
 
 EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 

@@ -14,23 +14,23 @@ import os
 import torch
 
 import nano_rlvr as nr
-from runtime import dist, memory, sampler
+from runtime import memory, ranks, sync
+from runtime.messages import RunError
 
 
 class SharedEngine(nr.Sampler):
-    """nano_rlvr's Sampler, of which `ranks` ranks share one. All that it does is collective."""
+    """nano_rlvr's Sampler, of which `tp` ranks share one. All that it does is collective."""
 
-    def __init__(self, cfg, ranks):
-        if dist.world_size() % ranks:
-            raise dist.RunError(f"--tp {ranks}: must divide the number of ranks, "
-                                f"{dist.world_size()}")
-        self._group, _ = torch.distributed.new_subgroups(ranks)
-        sequences = min(memory.most_sequences(cfg) * ranks, 1024)
+    def __init__(self, cfg, tp):
+        if ranks.world_size() % tp:
+            raise RunError(f"--tp {tp}: must divide the number of ranks, {ranks.world_size()}")
+        self._group, _ = torch.distributed.new_subgroups(tp)
+        sequences = min(memory.most_sequences(cfg) * tp, 1024)
         # vLLM's own all-reduce ends the process if segments are expandable (vLLM issue 42609)
-        super().__init__(cfg, tensor_parallel_size=ranks, disable_custom_all_reduce=True,
+        super().__init__(cfg, tensor_parallel_size=tp, disable_custom_all_reduce=True,
                          max_num_seqs=sequences, process=self.gather(os.getpid())[0])
-        of_shard = sampler.own_checksums
-        sampler.own_checksums = lambda model, sent: of_engine(
+        of_shard = sync.own_checksums
+        sync.own_checksums = lambda model, sent: of_engine(
             self.gather(of_shard(model, sent)), sent)
 
     def gather(self, item):
@@ -49,23 +49,23 @@ class SharedEngine(nr.Sampler):
         requests = self.gather(list(zip(prompts, params)))  # a list per rank
         everything = list(itertools.chain(*requests))
         if any(p.temperature > 0 and p.seed is None for _, p in everything):
-            raise dist.RunError("--tp: a rollout function has to give each SamplingParams a seed")
+            raise RunError("--tp: a rollout function has to give each SamplingParams a seed")
         outputs = super().generate(
             [prompt for prompt, _ in everything], [p for _, p in everything], **options)
         first = sum(map(len, requests[:self._group.rank()]))
         return outputs[first:first + len(prompts)]
 
 
-def of_engine(ranks, sent):
-    """sampler.own_checksums of each shard -> of the whole engine, as if it were on one rank.
+def of_engine(shards, sent):
+    """sync.own_checksums of each shard -> of the whole engine, as if it were on one rank.
 
     The checksums of shards add up. Of what several ranks have a copy, all copies but one are
     subtracted: every rank has a whole norm. If there are few key heads, several ranks have the same
     rows of a fused parameter, but not of its first part (query, gate).
     """
     whole = {}
-    for name, (parts, *_) in ranks[0].items():
-        elements, total = (sum(rank[name][i] for rank in ranks) for i in (1, 2))
+    for name, (parts, *_) in shards[0].items():
+        elements, total = (sum(rank[name][i] for rank in shards) for i in (1, 2))
         if not elements:  # repacked for a kernel
             whole[name] = parts, 0, 0
             continue
@@ -79,12 +79,12 @@ def of_engine(ranks, sent):
     return whole
 
 
-def plan_shards(ranks):
+def plan_shards(tp):
     """Lets the memory plan count a share of vLLM's weights on each rank. Replaces two functions."""
     step_bytes, kv_cache_bytes = memory.step_bytes, memory.kv_cache_bytes
 
     def elsewhere(cfg, parameters):  # bytes of vLLM's weights on the other ranks of an engine
-        return parameters * getattr(torch, cfg.dtype).itemsize * (1 - 1 / ranks)
+        return parameters * getattr(torch, cfg.dtype).itemsize * (1 - 1 / tp)
 
     def step(cfg, shape, gpu):
         parts = step_bytes(cfg, shape, gpu)

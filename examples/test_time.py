@@ -13,7 +13,7 @@ from statistics import fmean
 import data
 import nano_rlvr as nr
 from examples.process_rewards import steps_reward
-from runtime import dist, memory, stats, stop
+from runtime import memory, ranks, stats, stop
 
 # texts of the bundled model; another model may need others
 OPENER, ANSWER = "</think><answer>", 16  # to force an answer, and the most tokens that it gets
@@ -200,7 +200,7 @@ def tree_search(sample, examples, width, branches, selector):
 def main(argv=None):
     with stop.with_one_line(ValueError, OSError, RuntimeError):
         cfg = nr.parse_config(argv)
-        dist.init_process_group(cfg.timeout)
+        ranks.init_process_group(cfg.timeout)
         train_set, examples = data.load_splits(cfg, nr.load_tokenizer(cfg))
         verifier = nr.rewards.start_verifier(cfg, train_set, examples)
         cfg, _ = memory.plan(cfg)

@@ -31,15 +31,15 @@ EXERCISES = {  # number -> (functions to write, test files); learn/exercises.md 
     6: ("nano_rlvr.py:importance", "vectors"),
     7: ("runtime/batch.py:pack", "math"),
     8: ("runtime/batch.py:collate", "savings"),
-    9: ("runtime/model.py:chunk_backward runtime/model.py:HeadLogps.backward", "precision"),
+    9: ("runtime/head.py:chunk_backward runtime/head.py:HeadLogps.backward", "precision"),
     10: ("examples/countdown.py:countdown_reward examples/countdown.py:_evaluate", "rewards"),
     11: ("nano_rlvr.py:group_advantages", "vectors"),
     12: ("examples/process_rewards.py:steps_reward examples/process_rewards.py:set_advantages",
          "vectors process_rewards"),
     13: ("runtime/stats.py:pass_at_k runtime/stats.py:majority_vote", "math stats"),
     14: ("data.py:batch_at", "data"),
-    15: ("runtime/sampler.py:checksum", "sampler"),
-    16: ("runtime/sampler.py:Sampler.load runtime/sampler.py:SentWeights.check", "sampler"),
+    15: ("runtime/sync.py:checksum", "sampler"),
+    16: ("runtime/engine.py:Sampler.load runtime/sync.py:SentWeights.check", "sampler"),
 }
 
 

@@ -14,6 +14,3 @@ os.environ |= {
 os.environ["PATH"] = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"  # pip's ninja first
 
 
-def plain(text):
-    """Text for the screen: control characters, which may come from a data set, become codes."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

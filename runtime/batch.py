@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from runtime import dist
-from runtime.dist import RunError
-from runtime.shape import ModelShape
+from runtime import ranks
+from runtime.memory import ModelShape
+from runtime.messages import RunError
 
 TOLERANCE = 1.05  # a rank's cost / the mean cost: at most this, if rollouts allow it
 
@@ -144,16 +144,16 @@ def divide(parts, cost):
 def balance(rollouts, model):
     """The rollouts that this rank trains, as divide() chose by FLOPs. Collective: every rank
     receives all rollouts and weights, at most 30 bytes per token, and 9 per number in extra."""
-    if dist.world_size() == 1:
+    if ranks.world_size() == 1:
         return rollouts
-    return divide(dist.all_gather([rollouts]), ModelShape.of(model).forward_flops)[dist.rank()]
+    return divide(ranks.all_gather([rollouts]), ModelShape.of(model).forward_flops)[ranks.rank()]
 
 
 def pack_evenly(rollouts, dummy, budget):
     """pack(), with the same number of packs on every rank, because each backward pass is
     collective: ranks with fewer add `dummy`, with weight 0. Collective."""
     packs = pack(rollouts, budget)
-    most = max(dist.all_gather([len(packs)]))
+    most = max(ranks.all_gather([len(packs)]))
     return packs + [[dataclasses.replace(dummy, weight=0.0)]] * (most - len(packs))
 
 

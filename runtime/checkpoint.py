@@ -10,19 +10,24 @@
 A folder is written under another name, synced to the disk and renamed: it is there whole or not.
 """
 import dataclasses
+import fcntl
+import hashlib
 import json
 import math
 import shutil
+import time
+from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from report.curve import series
-from runtime import dist, memory, trainer
-from runtime.dist import RunError
-from runtime.hub import first_line
+from runtime import memory, ranks, trainer
+from runtime.memory import ModelShape
+from runtime.messages import RunError, first_line
 from runtime.model import is_finite
-from runtime.records import replaced, sha256, sync
-from runtime.shape import ModelShape
+from runtime.records import replaced, sha256, sync_file
+from runtime.report.curve import series
+
+_held = []  # the open file whose lock this process holds
 
 
 @dataclasses.dataclass
@@ -42,7 +47,7 @@ class Checkpoints:
     def __init__(self, cfg, log):
         self.cfg, self.log, self.folder = cfg, log, log.folder
         self.progress, self.newest, self.state = Progress(), None, {"logs": {}}
-        if dist.rank() == 0:
+        if ranks.rank() == 0:
             for path in self.folder.glob("*.part"):  # of a run that was killed while it wrote
                 shutil.rmtree(path, ignore_errors=True)
             needed = memory.checkpoint_bytes(cfg, ModelShape.of(cfg.model))
@@ -53,7 +58,7 @@ class Checkpoints:
                     f"{free / 2**30:.2f}: make room or choose another --out")
             if cfg.resume:
                 self.newest = newest_whole(self.folder)
-        self.newest = dist.all_gather([self.newest])[0]
+        self.newest = ranks.all_gather([self.newest])[0]
         if self.newest:
             self.state = json.loads((self.newest / "trainer/state.json").read_text())
             self.progress = Progress(**self.state["progress"])
@@ -66,10 +71,10 @@ class Checkpoints:
             for name, p in trainer.trained_parameters(engine).items():
                 tensors = load_file(self.newest / f"trainer/{name}.safetensors")
                 for kind in trainer.KINDS:
-                    trainer.set_tensor(p, kind, tensors[kind].to(dist.device()))
+                    trainer.set_tensor(p, kind, tensors[kind].to(ranks.device()))
             for s in trainer.adamw_states(engine):
                 s["step"] = s["step"] * 0 + self.state["adamw_step"]  # on a CPU it may be an int
-            dist.print_once(f"continues from {self.newest}")
+            ranks.print_once(f"continues from {self.newest}")
         return self.progress
 
     def save(self, final=False):
@@ -85,12 +90,12 @@ class Checkpoints:
                 if not is_finite(w):
                     raise RunError(
                         f"weights of {name} are not finite: nothing was saved; is --lr too high?")
-                if dist.rank() == 0:
+                if ranks.rank() == 0:
                     weights[name] = w.to("cpu", copy=True)
             states = self._states()
             self._write(folder, lambda part: self._fill(part, weights, states), states)
             self.newest = folder
-            if dist.rank() == 0:
+            if ranks.rank() == 0:
                 self._delete_old()
         if final:
             ignore = shutil.ignore_patterns("trainer", "manifest.json")
@@ -102,18 +107,18 @@ class Checkpoints:
         states: a generator whose tensors all ranks gather while rank 0 writes."""
         problem = ""
         try:
-            if dist.rank() == 0:
+            if ranks.rank() == 0:
                 with replaced(folder) as part:
                     make(part)
                     for path in (part, *part.rglob("*")):
-                        sync(path)
+                        sync_file(path)
                     shutil.rmtree(folder, ignore_errors=True)  # final/, if there are more steps now
-                sync(folder.parent)
+                sync_file(folder.parent)
         except Exception as e:  # transformers, safetensors and the file system have their own types
             problem = f"{folder} could not be written ({first_line(e)}); older ones are whole"
         for _ in states:  # on ranks that do not write, and after a failed write
             pass
-        if problem := max(dist.all_gather([problem])):
+        if problem := max(ranks.all_gather([problem])):
             raise RunError(problem)
 
     def _fill(self, part, weights, states):
@@ -125,7 +130,8 @@ class Checkpoints:
         (part / "nano_rlvr.json").write_text(settings)
         for name, tensors in states:
             save_file(tensors, part / f"trainer/{name}.safetensors")
-            sync(part / f"trainer/{name}.safetensors")  # now: the other ranks wait for each tensor
+            # now: the other ranks wait for each tensor
+            sync_file(part / f"trainer/{name}.safetensors")
         (part / "trainer/state.json").write_text(json.dumps({
             "progress": dataclasses.asdict(self.progress), "logs": self.log.sizes(),
             "adamw_step": max(int(s["step"]) for s in trainer.adamw_states(self.engine))}))
@@ -179,8 +185,57 @@ def newest_whole(folder):
                 newer.rename(f"{newer}.damaged")
             return path
         damaged.append(path)
-        dist.note(f"{path} is damaged ({problem}); looking for an older one")
+        ranks.note(f"{path} is damaged ({problem}); looking for an older one")
     if damaged:
         raise ValueError(
             f"all checkpoints in {folder} are damaged; move them away to start from step 0")
 
+
+# ---- the folder of a run
+
+def claim_folder(cfg, examples=()):
+    """Takes the folder of the run, until this process ends. Returns cfg with its name. Collective.
+
+    Raises ValueError if another process runs in the folder, if it holds a run that cfg does not
+    resume, or if that run had other data."""
+    start = time.strftime("%Y%m%d-%H%M%S")
+    name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{start}"
+    folder = Path(cfg.out) / name
+    if ranks.rank() == 0:
+        _lock(folder, cfg.resume)
+        _check_inputs(folder, cfg, examples)
+    return dataclasses.replace(cfg, name=ranks.all_gather([name])[0])
+
+
+def _lock(folder, resume):
+    """Takes the lock of a folder until this process ends."""
+    _held.clear()  # closes the file of an earlier run in this process
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / "lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{folder}: another process is running there; choose another --name") from None
+    except OSError as e:
+        ranks.note(f"{folder} cannot be locked ({e}): start no second run there")
+    if not resume and ((folder / "metrics.jsonl").exists() or list(folder.glob("step-*"))):
+        raise ValueError(
+            f"{folder} holds a run; choose another --name, or continue it: --resume {folder}")
+    _held.append(lock)
+
+
+def _check_inputs(folder, cfg, examples):
+    """Keeps a checksum of data and starting weights, which a resumed run must have, too."""
+    from transformers.utils import cached_file
+    path = folder / "inputs.sha256"
+    checksum = hashlib.sha256(repr([sorted(e.items(), key=str) for e in examples]).encode())
+    model = Path(cached_file(cfg.model, "config.json")).parent  # of a hub id: in the local cache
+    for file in [model / "config.json", *sorted(model.glob("*.safetensors"))]:
+        checksum.update(bytes.fromhex(sha256(file)))
+    before = path.read_text(errors="replace") if path.exists() else ""
+    if cfg.resume and not cfg.resume_force and before != checksum.hexdigest():
+        raise ValueError(f"--resume {cfg.resume}: its data, tokenizer or --model have changed, or "
+                         f"{path.name} is missing; --resume_force continues nevertheless")
+    with replaced(path) as part:
+        part.write_text(checksum.hexdigest())

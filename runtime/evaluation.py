@@ -1,9 +1,9 @@
 """The evaluation of greedy completions and of samples, of one or several sets."""
 import rewards
-from runtime import dist
+from runtime import ranks
 from runtime.batch import in_groups
 from runtime.stats import first_part, is_right, majority_vote, mean_of, pass_at_k, wilson_interval
-from verify.answer import vote
+from runtime.verify.answer import vote
 
 
 def vote_of(rollout):
@@ -50,7 +50,7 @@ def summary(examples, indices, greedy, samples, cfg):
     answers = [{"set": e.get("eval_set", cfg.eval_data or cfg.data or cfg.task),
                 "question": e["question"], "answer": e.get("answer"), "right": is_right(r)}
                | r.record() for e, r in zip(examples, greedy)]
-    rows = sorted(dist.all_gather(list(zip(indices, values, answers))))  # no index occurs twice
+    rows = sorted(ranks.all_gather(list(zip(indices, values, answers))))  # no index occurs twice
     by_set = {}
     for _, value, answer in rows:
         by_set.setdefault(answer["set"], []).append(value)

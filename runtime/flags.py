@@ -16,8 +16,8 @@ from torch._appdirs import user_cache_dir
 
 import data
 import rewards
-from report.page import check_regular
-from runtime import __version__, dist
+from runtime import __version__, ranks
+from runtime.report.page import check_regular
 
 
 @dataclasses.dataclass
@@ -181,14 +181,15 @@ def check(cfg, defaults=None):
         for name in names.split():
             if not low <= (x := getattr(cfg, name)) <= high:
                 raise ValueError(f"--{name} {x}: must be from {low} to {high:.10g}")
-    ranks, tasks = dist.world_size(), data.TASKS
-    share = cfg.prompts // ranks
+    world = ranks.world_size()
+    tasks = data.TASKS
+    share = cfg.prompts // world
     for invalid, message in (
         (cfg.samples == 1 and (cfg.filter_groups or {cfg.baseline, cfg.scale} & {
             "group", "leave_one_out", "group_mean"}),
          "--samples 1 needs --baseline batch, running or none, --scale batch, centred or none and "
          "no --filter_groups: a group of one has no mean or deviation"),
-        (cfg.prompts % ranks, f"--prompts {cfg.prompts} cannot be shared evenly by {ranks} ranks"),
+        (cfg.prompts % world, f"--prompts {cfg.prompts} cannot be shared evenly by {world} ranks"),
         (share % cfg.minibatches,
          f"--minibatches {cfg.minibatches} must divide the {share} prompts of each rank"),
         (cfg.task not in tasks, f"--task {cfg.task}: choose one of {', '.join(tasks)} or --data"),
@@ -220,9 +221,9 @@ def check(cfg, defaults=None):
         given = [f"--{name} {getattr(cfg, name)}" for name in names.split()
                  if getattr(cfg, name) != getattr(defaults or type(cfg), name)]
         if given and not has_effect(cfg):
-            dist.note(f"{', '.join(given)}: no effect without {requirement}")
+            ranks.note(f"{', '.join(given)}: no effect without {requirement}")
     if cfg.scale == "group" and cfg.baseline not in ("group", "leave_one_out"):
-        dist.note(f"--baseline {cfg.baseline} --scale group: in a group with equal rewards, what "
+        ranks.note(f"--baseline {cfg.baseline} --scale group: in a group with equal rewards, what "
                   "is left is divided by 1e-4; see --scale")
     return dataclasses.replace(
         cfg, template=data.read_template(cfg.template), model=find_model(cfg.model), dtype=dtype,
@@ -237,7 +238,7 @@ def check_machine(dtype):
     gpu = torch.cuda.is_available()
     if torch.version.cuda and not gpu:  # it would run on the CPU
         raise ValueError("no usable GPU: install driver 580 or newer, or requirements-cpu.txt")
-    if gpu and dtype == "bfloat16" and torch.cuda.get_device_capability(dist.device()) < (8, 0):
+    if gpu and dtype == "bfloat16" and torch.cuda.get_device_capability(ranks.device()) < (8, 0):
         raise ValueError("--dtype bfloat16 needs compute capability 8.0: use --dtype float32")
     tools = os.environ.get("CC", "gcc"), os.environ.get("CXX", "g++"), "ninja"
     missing = [tool for tool in tools if not shutil.which(tool)]
@@ -247,11 +248,11 @@ def check_machine(dtype):
                          "(apt-get install g++ ninja-build python3-dev)")
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or user_cache_dir("torch_extensions"))
     for lock in cache.rglob("lock"):  # left by a run that was killed while it compiled
-        dist.note(f"DeepSpeed will wait for {lock} to be removed: delete it, unless another run is "
-                  "just starting")
+        ranks.note(f"DeepSpeed will wait for {lock} to be removed: delete it, unless another run "
+                   "is just starting")
     compiled = [file.read_text() for file in cache.rglob("build.ninja")]
     if not gpu and torch.__path__[0] not in str(compiled):  # also if the environment has moved
-        dist.print_once("the first start compiles DeepSpeed's CPU operators, for two minutes")
+        ranks.print_once("the first start compiles DeepSpeed's CPU operators, for two minutes")
 
 
 def check_resumed(cfg, saved):
@@ -318,7 +319,7 @@ def saved_config(config, /, resume, out="", name="", **_):
     if not (folder / "config.json").exists():
         if resume:
             raise ValueError(f"--resume {resume}: no folder of a run, and {folder} is none")
-        dist.print_once(f"note: there is no run {folder} yet: it starts")
+        ranks.print_once(f"note: there is no run {folder} yet: it starts")
         return {}
     folder = folder.resolve()
     if name not in ("", folder.name):

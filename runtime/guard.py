@@ -10,13 +10,13 @@ import random
 
 import torch
 
-from runtime import dist, memory, stop
+from runtime import memory, ranks, stop
 from runtime.batch import Rollout, collate
-from runtime.dist import RunError
+from runtime.memory import ModelShape
+from runtime.messages import RunError
 from runtime.model import on_device
-from runtime.shape import ModelShape
 from runtime.trainer import adamw_states, set_lr
-from verify.user_code import load, user_error
+from runtime.verify.user_code import load, user_error
 
 MOST_SKIPPED = 3  # steps in a row
 
@@ -39,10 +39,10 @@ def check_scored(prefix, values, metrics, verifier):
 
     values: a number or None per completion of this rank. metrics: counts of stats.add_counts under
     prefix. verifier: has `crashes`, the last line of the first crash of each reward function."""
-    total, scored = dist.all_sum(len(values), sum(value is not None for value in values))
+    total, scored = ranks.all_sum(len(values), sum(value is not None for value in values))
     if scored:
         return
-    crashes = dist.all_gather(list(verifier.crashes.values()))
+    crashes = ranks.all_gather(list(verifier.crashes.values()))
     timeouts, crashed = (metrics.get(f"{prefix}/{name}", 0) for name in ("timeouts", "crashes"))
     first = f"; first crash: {crashes[0][:300]}" if crashes else ""
     raise RunError(
@@ -57,10 +57,10 @@ def check_skipped(in_a_row, step, history, groups, folder):
     for metrics in history:
         in_a_row = in_a_row + 1 if metrics["skipped"] else 0
     if any(metrics["skipped"] for metrics in history):
-        path = folder / "quarantine" / f"step-{step}-rank-{dist.rank()}.jsonl"
+        path = folder / "quarantine" / f"step-{step}-rank-{ranks.rank()}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(vars(r)) + "\n" for group in groups for r in group))
-        dist.print_once(f"note: step {step} has a gradient that is not finite; see {path}")
+        ranks.print_once(f"note: step {step} has a gradient that is not finite; see {path}")
     if in_a_row >= MOST_SKIPPED:
         raise RunError(
             f"{in_a_row} optimizer steps in a row had a gradient that is not finite: is --lr too "
@@ -86,7 +86,7 @@ def check_packing(policy, cfg):
     def logps(sequences):
         rollouts = [Rollout(prompt, completion, "", False, [0.0] * len(completion))
                     for prompt, completion in sequences]
-        return policy(collate(rollouts, dist.device()))[0].view(len(sequences), -1)  # (B, R / B)
+        return policy(collate(rollouts, ranks.device()))[0].view(len(sequences), -1)  # (B, R / B)
 
     prompts = [tokens(cfg.max_prompt), tokens(cfg.max_prompt)]
     sequences = [(prompt, tokens(cfg.max_tokens)) for prompt in prompts for _ in range(2)]
@@ -94,7 +94,7 @@ def check_packing(policy, cfg):
     replaced[::2] = [(prompt, tokens(cfg.max_tokens)) for prompt in prompts]
     packed = logps(sequences)  # (4, R / 4)
     alone = torch.cat([logps([sequence]) for sequence in sequences])  # (4, R / 4)
-    repeats = all(dist.all_gather([torch.equal(packed, logps(sequences))]))
+    repeats = all(ranks.all_gather([torch.equal(packed, logps(sequences))]))
     experts = any("expert" in name for name, _ in policy.named_parameters())
     # two kernels differ by 0.02 to 0.05 in bfloat16; in float32 the bound is 8,000 roundings
     noise = max(cfg.mismatch_bound, 0.15 if cfg.dtype == "bfloat16" else 1e-3)
@@ -104,7 +104,7 @@ def check_packing(policy, cfg):
         ((packed - logps(replaced))[1::2], exact,
          "the log-probs of a sequence depend on the others in its pack"),
     ):
-        mean = max(dist.all_gather([difference.abs().nan_to_num(torch.inf).mean().item()]))
+        mean = max(ranks.all_gather([difference.abs().nan_to_num(torch.inf).mean().item()]))
         if mean > bound:
             raise RunError(f"--model {cfg.model}: {fault} (mean |difference| {mean:.2g}, bound "
                            f"{bound:.2g}): this model is not supported")
@@ -130,7 +130,7 @@ def rehearse(policy, ref, cfg):
     vocab = ModelShape.of(cfg.model).vocab
     smallest, largest = (collate([
         Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0)  # its own prompt
-        for i, (prompt, n) in enumerate(lengths)], dist.device())
+        for i, (prompt, n) in enumerate(lengths)], ranks.device())
         for lengths in ([(1, 2)], largest_pack(cfg)))  # a size of 1 is compiled apart
     set_lr(policy, 0, dataclasses.replace(cfg, lr=0.0))
     if ref is not None:

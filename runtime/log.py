@@ -1,8 +1,6 @@
 """The folder of a run, which one process holds at a time; what it writes there and prints."""
 import contextlib
 import dataclasses
-import fcntl
-import hashlib
 import json
 import math
 import os
@@ -19,17 +17,15 @@ import psutil
 import torch
 
 import data
-from report import curve, page, tokens
-from report.text import evaluation_text
-from runtime import __version__, dist, plain, records
-from runtime.dist import RunError
+from runtime import __version__, ranks, records
 from runtime.flags import ROUNDING
-from runtime.hub import first_line
-from runtime.records import STAGES, sha256, stage_seconds, sync
+from runtime.messages import RunError, first_line, plain
+from runtime.records import STAGES, stage_seconds, sync_file
+from runtime.report import curve, page, tokens
+from runtime.report.text import evaluation_text
 from runtime.stats import peak, timed
 from runtime.trainer import token_logps
 
-_held = []  # the open file whose lock this process holds
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")  # one JSON object per line
 # metrics on the screen's line per step, in this order
 SHOWN = {"reward/mean": "reward {:6.3f}", "reward/unscored": "no reward {:4.0%}",
@@ -54,54 +50,6 @@ def provenance(*packages):
     return {"version": __version__, "commit": commit, "device": device, "versions": versions}
 
 
-def claim_folder(cfg, examples=()):
-    """Takes the folder of the run, until this process ends. Returns cfg with its name. Collective.
-
-    Raises ValueError if another process runs in the folder, if it holds a run that cfg does not
-    resume, or if that run had other data."""
-    start = time.strftime("%Y%m%d-%H%M%S")
-    name = cfg.name or f"{Path(cfg.model).name}-{cfg.task}-{cfg.algo}-{start}"
-    folder = Path(cfg.out) / name
-    if dist.rank() == 0:
-        _lock(folder, cfg.resume)
-        _check_inputs(folder, cfg, examples)
-    return dataclasses.replace(cfg, name=dist.all_gather([name])[0])
-
-
-def _lock(folder, resume):
-    """Takes the lock of a folder until this process ends."""
-    _held.clear()  # closes the file of an earlier run in this process
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / "lock").open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(
-            f"{folder}: another process is running there; choose another --name") from None
-    except OSError as e:
-        dist.note(f"{folder} cannot be locked ({e}): start no second run there")
-    if not resume and ((folder / "metrics.jsonl").exists() or list(folder.glob("step-*"))):
-        raise ValueError(
-            f"{folder} holds a run; choose another --name, or continue it: --resume {folder}")
-    _held.append(lock)
-
-
-def _check_inputs(folder, cfg, examples):
-    """Keeps a checksum of data and starting weights, which a resumed run must have, too."""
-    from transformers.utils import cached_file
-    path = folder / "inputs.sha256"
-    checksum = hashlib.sha256(repr([sorted(e.items(), key=str) for e in examples]).encode())
-    model = Path(cached_file(cfg.model, "config.json")).parent  # of a hub id: in the local cache
-    for file in [model / "config.json", *sorted(model.glob("*.safetensors"))]:
-        checksum.update(bytes.fromhex(sha256(file)))
-    before = path.read_text(errors="replace") if path.exists() else ""
-    if cfg.resume and not cfg.resume_force and before != checksum.hexdigest():
-        raise ValueError(f"--resume {cfg.resume}: its data, tokenizer or --model have changed, or "
-                         f"{path.name} is missing; --resume_force continues nevertheless")
-    with records.replaced(path) as part:
-        part.write_text(checksum.hexdigest())
-
-
 class Log:
     """Writes config.json, the LOGS, report.html and curve.png to <out>/<name>/, and to the screen.
     Every rank has one, but only rank 0 writes. Raises ValueError if wandb cannot log in."""
@@ -110,7 +58,7 @@ class Log:
         self.cfg, self.tokenizer, self.folder = cfg, tokenizer, Path(cfg.out) / cfg.name
         self.rows, self.wandb, self.changes = [], None, ()  # changes: see token_changes
         self.page_due, self.page_every = 0.0, 10  # seconds: when report.html is written again
-        if dist.rank() > 0:
+        if ranks.rank() > 0:
             return
         from tqdm import tqdm
         curve.figure()  # a broken matplotlib: now, and not at the end of the run
@@ -135,7 +83,7 @@ class Log:
     def _describe(self, plan):
         """Writes config.json, and returns its content. A resumed run keeps that of its start."""
         command = re.sub(r"(?<=://)\S+@", "***@", " ".join(sys.argv))  # no password in a URL
-        start = {"command": command, "world": dist.world_size(), "memory plan": plan,
+        start = {"command": command, "world": ranks.world_size(), "memory plan": plan,
                  **provenance()}
         about = {"config": dataclasses.asdict(self.cfg), **start, "wandb_id": os.urandom(4).hex()}
         path = self.folder / "config.json"
@@ -153,12 +101,13 @@ class Log:
 
     def sizes(self):
         """{file: bytes} of the logs, which are then on the disk."""
-        return {name: sync(self.folder / name) for name in LOGS if (self.folder / name).exists()}
+        paths = [self.folder / name for name in LOGS]
+        return {path.name: sync_file(path) for path in paths if path.exists()}
 
     def cut_back(self, sizes):
         """Sets the logs back to these sizes. Logs without a size are renamed to .old. Raises
         ValueError if a log is shorter."""
-        if dist.rank() > 0:
+        if ranks.rank() > 0:
             return
         for path in map(self.folder.joinpath, LOGS):
             size, before = path.stat().st_size if path.exists() else 0, sizes.get(path.name, 0)
@@ -174,7 +123,7 @@ class Log:
 
     def say(self, text):
         """Prints a status line, prefixed with the seconds since this process began."""
-        if dist.rank() == 0:
+        if ranks.rank() == 0:
             seconds = time.time() - psutil.Process().create_time()  # with imports
             self.bar.write(plain(f"{seconds:6.1f} s  {text}"))
 
@@ -202,7 +151,7 @@ class Log:
 
         answers: the dicts of an evaluation, for eval.jsonl. Like the metrics, they are written
         after the checkpoint of their step: a run that continues there evaluates again."""
-        if dist.rank() > 0:
+        if ranks.rank() > 0:
             return
         self.rows.append({"step": step, **metrics})
         self._append("metrics.jsonl", self.rows[-1:])
@@ -251,7 +200,7 @@ class Log:
 
     def close(self):
         """At the end of a run: where its time went, its curve and report, where to look next."""
-        if dist.rank() > 0:
+        if ranks.rank() > 0:
             return
         if steps := [row for row in self.rows if "mfu" in row]:
             seconds = {stage: stage_seconds(self.rows, [stage]) for stage in (*STAGES, "evaluate")}

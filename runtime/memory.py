@@ -1,28 +1,115 @@
 """The memory plan, made before weights are loaded: upper bounds of what a step needs, what fits."""
 import ctypes
 import dataclasses
+import functools
 import itertools
+import re
 import resource
+import timeit
 from collections import namedtuple
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
-from runtime import dist
-from runtime.shape import ModelShape
+from runtime import ranks
 
 GIB = 2**30
 CUDA_CONTEXT = 1.5 * GIB  # PyTorch, the CUDA context and the kernels, before the first tensor
 VLLM_AWAKE = 3 * GIB  # vLLM's activations, CUDA graphs, and counts of tokens for penalties
 VLLM_ASLEEP = 1.2 * GIB  # what vLLM keeps while it sleeps (vLLM issue 28714, Qwen3-4B)
-CPU_KV_CACHE = 2 * GIB  # on a CPU: what sampler.start_vllm sets
+CPU_KV_CACHE = 2 * GIB  # on a CPU: what engine.start_vllm sets
 ZERO3_LIVE = 10**9  # weights that DeepSpeed keeps gathered: its stage3_max_live_parameters
 BUCKET = 2**26  # numbers in one gradient bucket of DeepSpeed (its default of 5e8 can take 3 GB)
 USABLE = 0.9  # the plan uses this fraction of the memory; the rest is for fragmentation
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
+# dense bf16 FLOP/s from the manufacturers' data sheets
+DATA_SHEET = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
+              "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 Device = namedtuple("Device", "gpu free total host", defaults=[float("inf")])  # bytes of memory
 
+
+# ---- the model's sizes, from its config.json
+
+_empty_models = {}
+
+
+def empty_model(model, trust_remote_code=False):
+    """The model of a folder or hub id on the meta device: modules and shapes, no weights. The first
+    call, in flags.py, decides whether code that comes with the model may run."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+    if model not in _empty_models:
+        code = {"trust_remote_code": trust_remote_code}
+        about = str(PretrainedConfig.get_config_dict(model))
+        if many := re.search(r"'\w*layers?': \d[\d.e+]{3,}", about):  # they would take minutes
+            raise ValueError(f"{many[0]} is not below 1000")
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(model, **code)
+            _empty_models[model] = AutoModelForCausalLM.from_config(config, **code)
+    return _empty_models[model]
+
+
+@dataclass
+class ModelShape:
+    """Sizes of a causal language model."""
+    parameters: int
+    hidden: int
+    layers: int
+    attention: int  # query heads times head size
+    mlp: int  # intermediate size of the MLP
+    vocab: int
+    kv_cache: int  # numbers in the keys and values of one token, over all layers
+    qk_norms: bool  # whether queries and keys are normalized
+
+    @classmethod
+    @functools.cache
+    def of(cls, model):
+        """The shape of a model folder or hub id."""
+        built = empty_model(model)
+        config = built.config.get_text_config()
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(
+            parameters=sum(p.numel() for p in built.parameters()),
+            hidden=config.hidden_size, layers=config.num_hidden_layers,
+            attention=heads * head_size,
+            mlp=getattr(config, "intermediate_size", 4 * config.hidden_size),  # GPT-2 has none
+            vocab=config.vocab_size,
+            kv_cache=2 * config.num_hidden_layers * kv_heads * head_size,
+            qk_norms=any("q_norm" in name for name, _ in built.named_parameters()))
+
+    def forward_flops(self, rollouts):
+        """FLOPs of one forward pass over the completions and, once each, their prompts. A query has
+        half of the sequence's keys on average; those of completions read the prompt."""
+        prompts = {tuple(r.prompt) for r in rollouts}
+        completion_tokens = sum(len(r.completion) for r in rollouts)
+        tokens = sum(map(len, prompts)) + completion_tokens
+        pairs = sum(len(prompt) ** 2 for prompt in prompts)  # twice the (query, key) pairs
+        pairs += sum(len(r) ** 2 - len(r.prompt) ** 2 for r in rollouts)
+        # the embedding is a look-up; an untied head is counted as body too: slightly too much
+        body = self.parameters - self.vocab * self.hidden
+        return (2 * body * tokens + 2 * self.vocab * self.hidden * completion_tokens
+                + 2 * self.layers * self.attention * pairs)
+
+
+@functools.cache
+def peak_flops(dtype):
+    """Dense FLOP/s of this device in `dtype`: from the data sheet, or measured in 0.5 s."""
+    cuda = torch.cuda.is_available()
+    if cuda and dtype == "bfloat16":
+        for name, flops in DATA_SHEET.items():
+            if re.search(rf"\b{name}\b", torch.cuda.get_device_name()):
+                return flops
+    n, device = (8192, "cuda") if cuda else (2048, "cpu")
+    a = torch.randn(n, n, dtype=getattr(torch, dtype), device=device)
+    # item() waits for a GPU
+    return 2 * n**3 / min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=4))
+
+
+# ---- the plan
 
 def keep_freed_memory():
     """On a CPU: glibc keeps what is freed for the next array. It would return large arrays to the
@@ -56,7 +143,7 @@ def checkpoint_bytes(cfg, shape):
 def most_sequences(cfg):
     """The most sequences that run at once in vLLM: those of the largest call, at most 1024."""
     sequences = max(cfg.prompts * cfg.samples, cfg.eval_size * max(cfg.eval_n, 1))
-    return min(sequences // dist.world_size() + 1, 1024)
+    return min(sequences // ranks.world_size() + 1, 1024)
 
 
 def kv_cache_bytes(cfg):
@@ -75,20 +162,20 @@ def step_bytes(cfg, shape, gpu):
     """Upper bounds of the bytes of a step, {part: [of a rank while vLLM generates, of a rank in the
     update, of host memory beside the GPUs of a machine]}, and their "total". On a GPU, vLLM has a
     KV cache for two sequences."""
-    ranks, size = dist.world_size(), getattr(torch, cfg.dtype).itemsize  # bytes of a number
+    world, size = ranks.world_size(), getattr(torch, cfg.dtype).itemsize  # bytes of a number
     whole, trained = shape.parameters * size, trained_parameters(cfg, shape)
-    pinned = 2 * dist.local_world_size()  # each pinned tensor is rounded up to a power of two
+    pinned = 2 * ranks.local_world_size()  # each pinned tensor is rounded up to a power of two
     offload, sharded = gpu and cfg.offload == "optimizer", cfg.zero_stage == 3
 
-    weights = whole / ranks if sharded else whole
+    weights = whole / world if sharded else whole
     gathered = size * sharded * min(shape.parameters, ZERO3_LIVE)
     moves = offload and cfg.lora_rank > 0  # see trainer.place_frozen_weights
     reference = whole if cfg.kl_coef and not cfg.lora_rank else 0
     stays = reference if not gpu or cfg.gradient_checkpointing == "off" else 0
-    adamw = 12 * trained / ranks  # fp32 weights, moments (twice that in host memory: `pinned`)
+    adamw = 12 * trained / world  # fp32 weights, moments (twice that in host memory: `pinned`)
     # DeepSpeed's sums in fp32. In stage 1 they are whole and always there, and those in bf16, too
     always = 6 * trained * (cfg.zero_stage == 1)
-    gradients = always or 4 * trained / ranks * (not (offload and sharded))
+    gradients = always or 4 * trained / world * (not (offload and sharded))
     # a bucket, its fp32 copy, the head's gradient or offload's buffer; or a checkpoint's copies
     largest = max(min(trained, shape.vocab * shape.hidden), shape.mlp * shape.hidden,
                   min(BUCKET, shape.parameters))
@@ -128,8 +215,8 @@ def plan(cfg, device=None, shape=None):
     device, shape: of this process and cfg.model, or others. Raises ValueError if nothing fits."""
     if device is None:
         gpu, host = torch.cuda.is_available(), free_host_bytes()
-        free, total = torch.cuda.mem_get_info() if gpu else [host // dist.world_size()] * 2
-        device = Device(gpu, min(dist.all_gather([free])), total, host)
+        free, total = torch.cuda.mem_get_info() if gpu else [host // ranks.world_size()] * 2
+        device = Device(gpu, min(ranks.all_gather([free])), total, host)
     shape = shape or ModelShape.of(cfg.model)
     available = min(device.free, cfg.memory_gb * GIB or device.free)
     usable = USABLE * available
@@ -161,11 +248,11 @@ def plan(cfg, device=None, shape=None):
             raise ValueError(
                 f"--gpu_memory_utilization: at least {least / device.total + 0.005:.2f} is needed")
     flags = " ".join(f"--{name} {x}" for name, x in decided.items())
-    dist.print_once(f"memory plan for {shape.parameters / 1e6:,.1f} M parameters in {cfg.dtype} "
+    ranks.print_once(f"memory plan for {shape.parameters / 1e6:,.1f} M parameters in {cfg.dtype} "
                     f"and {available / GIB:.1f} of {device.free / GIB:.1f} GiB: {flags}\n"
                     f"  {'GiB':24}  generate    update      host")
     for name, sizes in parts.items():
-        dist.print_once(f"  {name:24}" + "".join(f"{x / GIB:10.2f}" for x in sizes))
+        ranks.print_once(f"  {name:24}" + "".join(f"{x / GIB:10.2f}" for x in sizes))
     best = dataclasses.replace(cfg, **decided)
     return best, decided | {"reference_stays": device.gpu and best.gradient_checkpointing == "off"}
 
@@ -192,7 +279,7 @@ def smaller(cfg, in_host=False):
     if cfg.gpu_memory_utilization:  # planned for a GPU
         flags |= {"offload": "optimizer",
                   "gpu_memory_utilization": round(0.8 * cfg.gpu_memory_utilization, 2)}
-    if dist.world_size() > 1 and not cfg.lora_rank:
+    if ranks.world_size() > 1 and not cfg.lora_rank:
         flags |= {"zero_stage": 3, "lora_rank": 0, "kl_coef": 0}
     if in_host:
         flags = {"offload": "none"} if cfg.lora_rank else {"lora_rank": 32, "kl_coef": 0}

@@ -1,21 +1,16 @@
 """Tokenizer and model of the trainer, LoRA, the LM head, the reference's way to the GPU."""
 import contextlib
-import functools
 import os
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
-from runtime import dist
+from runtime import ranks
 from runtime.batch import packed_attention
-from runtime.dist import RunError
-from runtime.hub import empty_model, first_line, hub_answers
-from runtime.shape import ModelShape
+from runtime.memory import ModelShape, empty_model
+from runtime.messages import RunError, first_line, hub_answers
 
 CPU_HEADS = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512  # sizes that vLLM has kernels for
-COMPILED = 4  # times as many vocabulary tokens at a time: compiled, no array of fp32 is stored
-
 
 @contextlib.contextmanager
 def loading(part, cfg, hint):
@@ -114,15 +109,9 @@ def compile_layers(model, **options):
         if isinstance(module, GradientCheckpointingLayer):  # a decoder layer
             module.compile(dynamic=True, **options)
     model.is_compiled = True
-    dist.print_each_once(
+    ranks.print_each_once(
         "layers and LM head are compiled at their first call, for a minute or two; with "
         "--compile off a run starts at once, and a step takes longer")
-
-
-@functools.cache
-def compiled(function):
-    """torch.compile of a function, for any shapes; made at its first call."""
-    return torch.compile(function, dynamic=True)
 
 
 def is_finite(weight):
@@ -139,7 +128,7 @@ def on_device(model):
         if torch.cuda.is_available() and not p.is_pinned():
             p.data = p.data.pin_memory()
     in_host_memory = [p.data for p in returning]
-    model.to(dist.device())
+    model.to(ranks.device())
     yield
     for p, data in zip(returning, in_host_memory):
         p.data = data
@@ -183,98 +172,3 @@ def merge_adapter(model, name, tensor):
         tensor = tensor.to(delta.device).to(torch.float32, copy=True).add_(delta).to(tensor.dtype)
     if ".lora_" not in name:
         yield layer + suffix, tensor
-
-
-# ---- log-probs straight from hidden states: the (R, V) matrix of logits never exists
-
-def chunk_logits(hidden, weight, targets, temperature):
-    """-> logits (R, C) of one chunk, column of the target (R, 1), is it in this chunk (R, 1)."""
-    logits = F.linear(hidden, weight).float()  # (R, C)
-    if temperature != 1:  # every pass over the logits costs time
-        logits.div_(temperature)
-    column = targets[:, None].clamp(0, len(weight) - 1)  # (R, 1)
-    return logits, column, column == targets[:, None]
-
-
-def chunk_forward(hidden, weight, targets, temperature):
-    """-> of a chunk: log sum exp of logits (R,), entropy (R,), the target's logit or 0 (R, 1)."""
-    logits, column, in_chunk = chunk_logits(hidden, weight, targets, temperature)
-    logp = logits.log_softmax(-1)  # (R, C) as if this chunk were the whole vocabulary
-    norm = logits.amax(-1) - logp.amax(-1)  # (R,) log sum exp(logits): logp = logits - norm
-    target_logit = logits.gather(-1, column) * in_chunk  # (R, 1)
-    p = torch.exp(logp, out=logits)  # (R, C) reuses the memory of the logits
-    return norm, -logp.mul_(p).sum(-1), target_logit
-
-
-def chunk_backward(hidden, weight, targets, temperature, norm, grad, entropy, grad_entropy):
-    """-> gradient of hidden @ weight.T for one chunk (R, C). norm, grad, entropy, grad_entropy:
-    (R, 1). grad is d loss / d logp, grad_entropy d loss / d entropy, both divided by the
-    temperature."""
-    logits, column, in_chunk = chunk_logits(hidden, weight, targets, temperature)
-    logp, factor = logits.sub_(norm), grad  # (R, C), (R, 1)
-    if grad_entropy is not None:
-        factor = (logp + entropy).mul_(grad_entropy).add_(grad)  # (R, C)
-    grad_logits = logp.exp_().mul_(factor).neg_()  # (R, C) -p * factor
-    if torch.compiler.is_compiling():  # scatter_add would store it in fp32
-        is_target = torch.arange(len(weight), device=column.device) == column  # (R, C)
-        grad_logits += torch.where(is_target & in_chunk, grad, 0.0)  # (R, C)
-    else:
-        grad_logits.scatter_add_(-1, column, grad * in_chunk)  # (R, C)
-    return grad_logits.to(weight.dtype)
-
-
-class HeadLogps(torch.autograd.Function):
-    """The LM head and log_softmax as one operation, on one chunk of the vocabulary at a time.
-
-    apply(hidden (R, H), weight (V, H), targets (R,), temperature, chunk, compiles=False) ->
-    logp (R,), entropy (R,) in fp32:
-
-        logp[i] = log_softmax(hidden[i] @ weight.T / temperature)[targets[i]]
-
-    At most two fp32 arrays of (R, chunk) exist at a time. compiles: torch.compile fuses the passes
-    over a chunk, which is larger then. The forward pass combines log sum exp(logits) and entropy of
-    the chunks at the end. The backward pass computes the logits again, and from them, in place,
-    with p = softmax(logits),
-    grad_logits = grad_logp * (onehot(target) - p) - grad_entropy * p * (log p + entropy)."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk, compiles=False):
-        of_chunk, chunk = (compiled(chunk_forward), COMPILED * chunk) if compiles else (
-            chunk_forward, chunk)
-        norms, entropies, target_logit = [], [], 0
-        for i in range(0, len(weight), chunk):
-            norm, entropy, logit = of_chunk(
-                hidden, weight[i:i + chunk], targets - i, temperature)
-            norms.append(norm)
-            entropies.append(entropy)
-            target_logit = target_logit + logit  # (R, 1) in one of the chunks it is not 0
-        norms = torch.stack(norms, -1)  # (R, chunks)
-        entropies = torch.stack(entropies, -1)  # (R, chunks)
-        norm = norms.logsumexp(-1, keepdim=True)  # (R, 1) log sum exp over the whole vocabulary
-        chunk_logp = norms - norm  # (R, chunks) log-prob that the token is in this chunk
-        # chain rule: entropy between the chunks plus the mean entropy within them
-        entropy = (chunk_logp.exp() * (entropies - chunk_logp)).sum(-1)  # (R,)
-        ctx.temperature, ctx.chunk, ctx.compiles = temperature, chunk, compiles
-        ctx.save_for_backward(hidden, weight, targets, norm, entropy[:, None])
-        ctx.set_materialize_grads(False)  # that of the entropy is None if the loss does not use it
-        return (target_logit - norm)[:, 0], entropy  # (R,), (R,)
-
-    @staticmethod
-    def backward(ctx, grad_logp, grad_entropy):
-        # (R, H), (V, H), (R,), (R, 1), (R, 1)
-        hidden, weight, targets, norm, entropy = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # (R, H) sum of chunks in fp32
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # (V, H)
-        grad = grad_logp[:, None] / ctx.temperature  # (R, 1)
-        if grad_entropy is not None:
-            grad_entropy = grad_entropy[:, None] / ctx.temperature  # (R, 1)
-        of_chunk = compiled(chunk_backward) if ctx.compiles else chunk_backward
-        for i in range(0, len(weight), ctx.chunk):
-            w = weight[i:i + ctx.chunk]  # (C, H)
-            grad_logits = of_chunk(
-                hidden, w, targets - i, ctx.temperature, norm, grad, entropy, grad_entropy)
-            grad_hidden += grad_logits @ w  # (R, H)
-            if grad_weight is not None:
-                torch.mm(grad_logits.T, hidden, out=grad_weight[i:i + ctx.chunk])  # (C, H)
-            del grad_logits  # (R, C) before the next chunk is computed
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from runtime import plain
+from runtime.messages import plain
 
 STAGES = ("rollout", "reward", "update", "sync")
 
@@ -23,7 +23,7 @@ def replaced(path):
         part.replace(path)
 
 
-def sync(path):
+def sync_file(path):
     """Returns when a file or folder is on the disk: its bytes."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)

@@ -6,9 +6,9 @@ from statistics import fmean, mode, pstdev
 
 import torch
 
-from runtime import dist, memory
+from runtime import memory, ranks
+from runtime.memory import ModelShape, peak_flops
 from runtime.records import stage_seconds
-from runtime.shape import ModelShape, peak_flops
 
 MAX_LOG_RATIO = 20.0  # a ratio beyond e^20 is constant; the value of verl, SkyRL and OpenRLHF
 
@@ -96,7 +96,7 @@ def token_means(sums):
     tokens, except for the sum of `loss`, the maximum of `mismatch/max`, and `tokens`, their number.
     """
     rows = torch.stack([torch.stack([x.double() for x in pack.values()]) for pack in sums])
-    columns = dict(zip(sums[0], zip(*dist.all_gather(rows.tolist()))))
+    columns = dict(zip(sums[0], zip(*ranks.all_gather(rows.tolist()))))
     totals = {name: sum(column) for name, column in columns.items()}
     means = {name: x / totals["tokens"] for name, x in totals.items()}
     return means | {"loss": totals["loss"], "tokens": totals["tokens"],
@@ -129,7 +129,7 @@ def mean_of(rows):
 def add_counts(metrics, counts, prefix):
     """Adds a verifier's counts {"reward/<name>": number}, over all ranks, to metrics as
     "<prefix>/<name>". Collective."""
-    for name, count in zip(counts, dist.all_sum(*counts.values())):
+    for name, count in zip(counts, ranks.all_sum(*counts.values())):
         name = prefix + name.removeprefix("reward")
         metrics[name] = metrics.get(name, 0) + count
 
@@ -168,7 +168,7 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
     lengths are those of all sampled groups. `trained` is the share of their rollouts that the
     update runs; the FLOPs in `mfu` are those of these rollouts."""
     own = [(r.reward, r.length, r.truncated, r.parts) for group in sampled_groups for r in group]
-    rewards, lengths, truncated, parts = zip(*dist.all_gather(own))
+    rewards, lengths, truncated, parts = zip(*ranks.all_gather(own))
     judged = [x for x in rewards if x is not None] or [0.0]
     means = {}
     for name in parts[0]:
@@ -178,18 +178,18 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
     passes = cfg.epochs * (2 if cfg.lora_rank else 3)  # LoRA: no gradients of the frozen weights
     passes += (cfg.epochs * cfg.minibatches > 1) + bool(cfg.kl_coef)  # old policy, reference
     trained = [r for group in trained_groups for r in group if r.weight]
-    flops, count = dist.all_sum(
+    flops, count = ranks.all_sum(
         passes * ModelShape.of(cfg.model).forward_flops(trained), len(trained))
     return {
         "reward/mean": fmean(judged),
         "reward/std": pstdev(judged),
         "reward/unscored": rewards.count(None) / len(rewards),
         **means,
-        "group/zero_std": fmean(dist.all_gather([has_zero_std(group) for group in sampled_groups])),
+        "group/zero_std": fmean(ranks.all_gather(list(map(has_zero_std, sampled_groups)))),
         "completion/length": fmean(lengths),
         "completion/truncated": fmean(truncated),
         "trained": count / len(lengths),
         "tokens": sum(lengths),
         "tokens_per_second": sum(lengths) / stage_seconds([metrics]),
-        "mfu": flops / (metrics["seconds/update"] * peak_flops(cfg.dtype) * dist.world_size()),
+        "mfu": flops / (metrics["seconds/update"] * peak_flops(cfg.dtype) * ranks.world_size()),
     }

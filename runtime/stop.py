@@ -14,8 +14,8 @@ import traceback
 
 import torch
 
-from runtime import dist, memory, plain
-from runtime.dist import RunError
+from runtime import memory, ranks
+from runtime.messages import RunError, plain
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SAME = 2.0  # seconds in which a repeated signal is the same: torchrun repeats the terminal's
@@ -30,7 +30,7 @@ def _handle(number, frame):
                 "the same signal again ends it at once\n")
         with contextlib.suppress(OSError):  # nobody reads
             # a handler must not print(): it may have interrupted one
-            os.write(2, text.encode() * (dist.rank() == 0))
+            os.write(2, text.encode() * (ranks.rank() == 0))
     elif number == received and time.monotonic() - received_at > SAME:
         os._exit(128 + number)
 
@@ -55,10 +55,10 @@ def on_signals():
 
 def check(checkpoints):
     """Ends the run with a checkpoint if one of the ranks got a signal. Collective."""
-    if number := max(dist.all_gather([received])):
+    if number := max(ranks.all_gather([received])):
         checkpoints.save()
         again = [] if "--resume" in sys.argv else ["--resume", str(checkpoints.folder)]
-        dist.print_once(
+        ranks.print_once(
             f"nano_rlvr: stopped by {signal.Signals(number).name} at step "
             f"{checkpoints.progress.step}; continue with: "
             f"python {shlex.join([*sys.orig_argv[1:], *again])}", file=sys.stderr)
@@ -82,7 +82,7 @@ def with_one_line(*kinds, cfg=None, folder=None):
     except Exception as e:
         where = ""
         if folder:
-            path = folder / "errors" / f"rank-{dist.rank()}.txt"
+            path = folder / "errors" / f"rank-{ranks.rank()}.txt"
             with contextlib.suppress(OSError):  # the disk may be full
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(traceback.format_exc(), errors="backslashreplace")
@@ -95,7 +95,7 @@ def with_one_line(*kinds, cfg=None, folder=None):
             line = f"nano_rlvr: {e}"
         else:
             raise
-        if dist.rank() > 0:
+        if ranks.rank() > 0:
             time.sleep(3)  # if rank 0 failed too, it prints the line, and torchrun sends a signal
         line = plain(" ".join(f"{line}{where}".splitlines()))
-        raise SystemExit(1 if dist.rank() > 0 and received else line) from None
+        raise SystemExit(1 if ranks.rank() > 0 and received else line) from None

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from runtime import dist, memory
+from runtime import memory, ranks
 from runtime.batch import collate, pack_evenly
 from runtime.model import merge_adapter
 
@@ -85,7 +85,7 @@ def set_tensor(p, kind, value):
     sharded, place, part = hasattr(p, "ds_id"), "full", value
     if sharded:  # ZeRO-3: safe_set_full_* fails if the shards are padded
         place, size = "local", p.ds_tensor.numel()
-        part = value.flatten()[dist.rank() * size:][:size]
+        part = value.flatten()[ranks.rank() * size:][:size]
         part = torch.nn.functional.pad(part, (0, size - len(part)))
     if kind != "fp32":
         getattr(utils, f"safe_set_{place}_optimizer_state")(p, part, kind)
@@ -110,7 +110,7 @@ def place_frozen_weights(engine, device=None):
         engine.frozen_weights = [x.view_as(p).copy_(p.data)
                                  for x, p in zip(pinned.split(sizes), frozen)]
     for p, in_host_memory in zip(frozen, engine.frozen_weights):
-        p.data = in_host_memory.to(device or dist.device())  # itself, if it is there already
+        p.data = in_host_memory.to(device or ranks.device())  # itself, if it is there already
 
 
 # before vLLM wakes up, the frozen weights make room for its own; once it sleeps, they come back
@@ -123,7 +123,7 @@ def token_logps(model, rollouts, dummy, cfg):
     dummy: a rollout for ranks with fewer packs."""
     found = {}  # id of the rollout -> its list
     for packed in pack_evenly(rollouts, dummy, cfg.pack_tokens):
-        batch = collate(packed, dist.device())
+        batch = collate(packed, ranks.device())
         logp, _ = model(batch)  # (R,)
         for r, own in zip(packed, logp.split(batch.lengths.tolist())):
             found[id(r)] = own.tolist()

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 import nano_rlvr as nr
 import runtime.flags
 import runtime.model
-from runtime import dist
+from runtime import ranks
 from runtime.checkpoint import Checkpoints
 from runtime.log import Log
 
@@ -222,7 +222,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def group():
-    dist.init_process_group()
+    ranks.init_process_group()
 
 
 @pytest.fixture(scope="session")

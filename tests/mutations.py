@@ -36,12 +36,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/*.py", "report/*", "verify/*.py",
+PRODUCT = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/*.py", "runtime/report/*",
+           "runtime/verify/*.py",
            "examples/*.py")  # where faults are planted
 DRAWN = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/batch.py", "runtime/evaluation.py",
-         "runtime/guard.py", "runtime/model.py", "runtime/shape.py", "runtime/stats.py")
+         "runtime/guard.py", "runtime/head.py", "runtime/memory.py", "runtime/model.py",
+         "runtime/stats.py")
 JUDGES = ("rewards.py", "examples/math_reward.py", "examples/code_reward.py",
-          "verify/*.py")  # they also run in worker processes, where coverage does not see them
+          "runtime/verify/*.py")  # they also run in processes that coverage does not see
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "wandb", "exercises",
                                   "smollm2")  # a model of 269 MB
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import nano_rlvr as nr
 from conftest import ROOT, fixed_rollouts, float64, make_checkpoints, make_config
-from runtime import dist, guard, stats, trainer
+from runtime import guard, ranks, stats, trainer
 
 SETTINGS = {  # differences from Config
     "all on rank 0": dict(zero_stage=1, aggregate="constant"),
@@ -39,16 +39,16 @@ def batches_of(name, cfg, tokenizer):
                 ends = (max(1, len(r.completion) // 2), len(r.completion))
                 r.steps = list(zip(ends, (j / 4, r.reward)))[:1 + j % 2]
                 r.reward = sum(value for _, value in r.steps)
-    groups = groups[dist.rank()::dist.world_size()]
+    groups = groups[ranks.rank()::ranks.world_size()]
     dummy = groups[0][0]
     nr.assign_advantages(groups, cfg, math.nan)
     kept = [g for g in groups if not (cfg.filter_groups and stats.has_zero_std(g))]
     trained = nr.assign_token_weights([r for g in kept for r in g], cfg)
     if "all on rank 0" in name:
-        trained = dist.all_gather(trained)[:None if dist.rank() == 0 else 0]
+        trained = ranks.all_gather(trained)[:None if ranks.rank() == 0 else 0]
     if "balanced" in name:
         trained = nr.balance(trained, cfg.model)
-    elif dist.rank() and "left" in name:
+    elif ranks.rank() and "left" in name:
         assert not trained  # a rank without anything to train on takes part nevertheless
     return [nr.collate(p) for p in nr.pack_evenly(trained, dummy, cfg.pack_tokens)]
 
@@ -67,7 +67,7 @@ def train(name, tokenizer, steps=2, **changes):
 
 def train_one_more_step(tokenizer):
     """A step of the run in FOLDER/run, from its last checkpoint, if there is one, to the next."""
-    cfg = config(zero_stage=dist.world_size())
+    cfg = config(zero_stage=ranks.world_size())
     policy = nr.make_policy(cfg)
     guard.rehearse(policy, None, cfg)  # makes AdamW's moments
     checkpoints = make_checkpoints(policy, model=cfg.model, prompts=6, out=str(FOLDER), name="run",
@@ -99,7 +99,7 @@ def main(set_attribute=setattr):
     with float64():
         tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/tiny")
         found = {name: train(name, tokenizer, **SETTINGS[name]) for name in SETTINGS}
-        if dist.world_size() == 3:
+        if ranks.world_size() == 3:
             train_one_more_step(tokenizer)
         else:
             found["two steps"] = train("", tokenizer, steps=2)
@@ -108,7 +108,7 @@ def main(set_attribute=setattr):
 
 
 if __name__ == "__main__":
-    dist.init_process_group()
+    ranks.init_process_group()
     found = main()
-    if dist.rank() == 0:
+    if ranks.rank() == 0:
         torch.save(found, FOLDER / "found")

@@ -6,7 +6,7 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from runtime.batch import packed_attention
-from runtime.shape import ModelShape
+from runtime.memory import ModelShape
 
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "vocab_size")

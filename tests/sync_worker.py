@@ -14,7 +14,7 @@ import vllm._custom_ops
 import nano_rlvr as nr
 from conftest import make_config
 from examples import tensor_parallel
-from runtime import dist
+from runtime import ranks
 
 POLICIES = dict(zero_stage=2, lora_rank=4, lr=0.1), dict(zero_stage=3)
 EMBEDDING = "model.embed_tokens.weight"
@@ -30,7 +30,7 @@ def bit_on_the_last_rank(llm, rpc):
         bits = model.get_parameter(EMBEDDING).data.view(-1).view(torch.int32)
         bits[len(bits) // 2] ^= 1
 
-    if dist.rank() == dist.world_size() - 1:
+    if ranks.rank() == ranks.world_size() - 1:
         llm.apply_model(flip)
 
 
@@ -54,11 +54,11 @@ def prompts_of(rank):
 
 def main(folder, model):
     vllm._custom_ops._supports_onednn = False  # before LLM(): it would keep repacked weights only
-    dist.init_process_group()
+    ranks.init_process_group()
     base = dict(model=model, lr=0.01, kl_coef=0.0)
-    llm = tensor_parallel.SharedEngine(make_config(**base), dist.world_size())
+    llm = tensor_parallel.SharedEngine(make_config(**base), ranks.world_size())
     results = {"sampled": [], "mismatch": [], "damaged": {}}
-    prompts, seeds = prompts_of(dist.rank())
+    prompts, seeds = prompts_of(ranks.rank())
     for changes in POLICIES:
         cfg = make_config(**base | changes)
         policy = nr.make_policy(cfg)
@@ -80,7 +80,7 @@ def main(folder, model):
         with mock.patch.object(llm._llm, "collective_rpc", damaged):
             results["damaged"][harm.__name__] = outcome(policy, llm)
     results["repaired"] = outcome(policy, llm)
-    with open(f"{folder}/{dist.rank()}.json", "w") as f:
+    with open(f"{folder}/{ranks.rank()}.json", "w") as f:
         json.dump(results, f)
 
 

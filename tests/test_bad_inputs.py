@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import data
 import nano_rlvr as nr
 from conftest import ROOT
-from runtime.dist import RunError
+from runtime.messages import RunError
 
 ROWS = [{"question": f"{i}+{i}", "answer": str(2 * i)} for i in range(40)]
 LINES = "\n".join(json.dumps(row) for row in ROWS)

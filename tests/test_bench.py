@@ -7,9 +7,8 @@ import sys
 import pytest
 
 import nano_rlvr as nr
-from bench import faults, habits, plan, random_model, ranks, roofline, update, vs_trl
+from bench import common, faults, habits, plan, random_model, ranks, roofline, seeds, update, vs_trl
 from conftest import FAKE_RUN
-from measure import common, seeds
 from runtime import memory
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import nano_rlvr as nr
+import runtime.engine
 import runtime.flags
-import runtime.hub
-import runtime.sampler
+import runtime.messages
 from conftest import ENV, ROOT, close, fixed_rollouts, make_config
 
 HINTS = typing.get_type_hints(nr.Config)
@@ -121,7 +121,7 @@ def test_the_file_of_a_run_repeats_it_and_any_flag_overrides_it(tmp_path):
 def test_too_little_memory_for_vllm_is_out_of_memory_with_vllms_own_reason(group, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "5000")
     with pytest.raises(torch.OutOfMemoryError, match="less than requested memory for kv"):
-        runtime.sampler.start_vllm(seed=0, model=str(ROOT / "models/tiny"), dtype="float32",
+        runtime.engine.start_vllm(seed=0, model=str(ROOT / "models/tiny"), dtype="float32",
                                    max_num_seqs=8, max_model_len=128, cuda_args={})
 
 
@@ -130,7 +130,7 @@ def test_without_the_hub_its_libraries_are_told_at_once_that_they_are_offline(mo
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert not runtime.hub.hub_answers.__wrapped__()  # without its cache
+    assert not runtime.messages.hub_answers.__wrapped__()  # without its cache
     assert constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
 
 
@@ -159,9 +159,10 @@ def test_defaults_follow_the_preset_the_model_and_the_dtype_and_a_flag_overrides
 def test_importing_the_script_loads_no_slow_library_and_shares_the_cores_also_on_a_mac():
     slow = "vllm", "deepspeed", "transformers", "wandb", "datasets", "torch._dynamo"
     code = (f"import sys, os, nano_rlvr; print([m for m in {slow} if m in sys.modules]);"
-            "print(nano_rlvr.dist.CORES, os.environ['PYTORCH_CUDA_ALLOC_CONF']);"
-            "del os.sched_getaffinity; sys.modules.pop('verify.pool'); import verify.pool;"
-            "import importlib; importlib.reload(nano_rlvr.dist)")
+            "print(nano_rlvr.ranks.CORES, os.environ['PYTORCH_CUDA_ALLOC_CONF']);"
+            "del os.sched_getaffinity; sys.modules.pop('runtime.verify.pool');"
+            "import runtime.verify.pool;"
+            "import importlib; importlib.reload(nano_rlvr.ranks)")
     env = ENV | {"LOCAL_WORLD_SIZE": "999"}
     shown = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env, text=True)
     assert shown.splitlines() == ["[]", "1 expandable_segments:True"]

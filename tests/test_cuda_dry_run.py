@@ -20,10 +20,10 @@ import nano_rlvr as nr
 import runtime.model
 from card import CARD, HOST, attention_kernel, simulated_card, stub_cuda
 from conftest import ENV, EPS, ROOT, close, fixed_rollouts, make_config, within
-from runtime import dist, guard, log, memory, stats
+from runtime import guard, log, memory, ranks, stats
 from runtime.checkpoint import Checkpoints
 from runtime.log import Log
-from runtime.shape import ModelShape
+from runtime.memory import ModelShape
 from runtime.trainer import KINDS, adamw_states, get_tensor, trained_parameters
 from shapes import SIZES, make
 
@@ -32,12 +32,12 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs th
 
 def make_engine(cfg):
     """In the place of vLLM's LLM: a model on the card, in a Mock that keeps the calls it gets."""
-    model = runtime.model.load_model(dataclasses.replace(cfg, lora_rank=0)).to(dist.device())
+    model = runtime.model.load_model(dataclasses.replace(cfg, lora_rank=0)).to(ranks.device())
     parameters = dict(model.named_parameters())
 
     def reload(name, kwargs):
         for name, w in kwargs["weights_iterator"]:
-            assert (w.device, w.dtype) == (dist.device(), torch.bfloat16)
+            assert (w.device, w.dtype) == (ranks.device(), torch.bfloat16)
             if name in parameters:  # a tied head is not
                 parameters[name].data.copy_(w)
 
@@ -161,12 +161,12 @@ def plan_and_start(group, monkeypatch, tmp_path):
     for file in (ROOT / "models/tiny").glob("tokenizer*"):
         shutil.copy(file, folder)
 
-    def start(gib, *flags, ranks=1):
+    def start(gib, *flags, world=1):
         stub_cuda(monkeypatch, gib)
         monkeypatch.setattr(memory, "free_host_bytes", lambda: 256 * memory.GIB)
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            monkeypatch.setenv(name, str(ranks))
-        monkeypatch.setattr(dist, "all_gather", lambda items, group=None: [*items] * ranks)
+            monkeypatch.setenv(name, str(world))
+        monkeypatch.setattr(ranks, "all_gather", lambda items, group=None: [*items] * world)
         given = [] if "--resume" in flags else ["--model", str(folder)]
         cfg, decided = memory.plan(nr.parse_config([*given, "--out", str(tmp_path), *flags]))
         with pytest.raises(KeyboardInterrupt):
@@ -176,12 +176,12 @@ def plan_and_start(group, monkeypatch, tmp_path):
     return start
 
 
-@pytest.mark.parametrize("gib, flags, ranks, offload, checkpointing", [
+@pytest.mark.parametrize("gib, flags, world, offload, checkpointing", [
     (24, "", 1, "optimizer", "on"), (40, "", 1, "none", "on"), (80, "", 1, "none", "off"),
     (80, "--memory_gb 24", 1, "optimizer", "on"), (80, "", 2, "none", "off")])
 def test_vllm_gets_what_the_plan_says_on_each_card_of_the_readme(
-        plan_and_start, gib, flags, ranks, offload, checkpointing):
-    cfg, decided, args = plan_and_start(gib, "--seed", "7", *flags.split(), ranks=ranks)
+        plan_and_start, gib, flags, world, offload, checkpointing):
+    cfg, decided, args = plan_and_start(gib, "--seed", "7", *flags.split(), world=world)
     assert (cfg.offload, cfg.gradient_checkpointing) == (offload, checkpointing)
     assert decided["reference_stays"] is (checkpointing == "off")
     assert (args.model, args.seed, args.dtype, args.max_model_len) == (
@@ -190,7 +190,7 @@ def test_vllm_gets_what_the_plan_says_on_each_card_of_the_readme(
     assert args.kv_cache_memory_bytes == memory.kv_cache_bytes(cfg)
     weights = 2 * ModelShape.of(cfg.model).parameters
     assert 0 < args.kv_cache_memory_bytes < cfg.gpu_memory_utilization * gib * memory.GIB - weights
-    assert args.max_num_seqs == memory.most_sequences(cfg) > 64 * 8 // ranks
+    assert args.max_num_seqs == memory.most_sequences(cfg) > 64 * 8 // world
     assert args.enable_sleep_mode and args.enable_prefix_caching and not args.enforce_eager
     assert args.distributed_executor_backend == "external_launcher"
 
@@ -220,6 +220,6 @@ def drawn(tmp_path_factory):
 def test_log_probs_of_the_gpu_sampler_are_those_of_the_trainer(drawn, name, temperature):
     """vLLM's own code, with its Triton kernels interpreted on the CPU."""
     hidden, head, tokens, logps = drawn[name]  # (4, H), (V, H), (4,), (4,)
-    ours, _ = runtime.model.HeadLogps.apply(hidden, head, tokens, temperature, 2048)
+    ours, _ = runtime.head.HeadLogps.apply(hidden, head, tokens, temperature, 2048)
     logits = hidden @ head.T / temperature  # (4, V)
     within((ours - logps).abs().max(), 16 * EPS * logits.abs().max())

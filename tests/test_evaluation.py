@@ -11,8 +11,8 @@ import runtime.flags
 from conftest import make_config, write_rows
 from examples import test_time as example
 from examples.process_rewards import steps_reward
-from report.text import evaluation_text
 from runtime import evaluation, stats
+from runtime.report.text import evaluation_text
 
 ROWS = [{"question": "3+4+5", "answer": "12"}, {"question": "3+4-5", "answer": "2"}]
 

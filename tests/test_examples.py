@@ -14,7 +14,7 @@ import nano_rlvr as nr
 from conftest import ROOT, close, fixed_rollouts, make_config, naive_logps, write_rows
 from examples import async_rl, curriculum, distill, dpo, entropy, kl, products, sft, stories, tags
 from examples.ppo import Critic, gae
-from runtime.dist import RunError
+from runtime.messages import RunError
 
 
 @pytest.fixture

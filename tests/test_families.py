@@ -15,10 +15,10 @@ import nano_rlvr as nr
 import runtime.guard
 import runtime.model
 from conftest import EXACT, close, fixed_rollouts, float64, make_config, naive_logps, within
-from runtime import dist, trainer
+from runtime import ranks, trainer
 from runtime.batch import pack
-from runtime.dist import RunError
-from runtime.shape import ModelShape
+from runtime.memory import ModelShape
+from runtime.messages import RunError
 
 SIZES = dict(
     vocab_size=263, hidden_size=128, intermediate_size=96, num_hidden_layers=4,
@@ -114,7 +114,7 @@ def largest_differences(configs):
     makes a group for experts if the first model has some; an engine that goes ends all groups."""
     vllm._custom_ops._supports_onednn = False  # it would keep repacked weights only
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    dist.init_process_group()
+    ranks.init_process_group()
     found, engines = [], [nr.Sampler(cfg, num_gpu_blocks_override=64) for cfg in configs]
     for llm, cfg in zip(engines, configs):
         policy = nr.TokenLogps(runtime.model.load_model(cfg)).requires_grad_(False)

@@ -7,7 +7,7 @@ import torch
 
 import nano_rlvr as nr
 from conftest import fixed_rollouts, judged, make_checkpoints, make_config
-from runtime.dist import RunError
+from runtime.messages import RunError
 from runtime.trainer import named_weights
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import nano_rlvr as nr
+from bench import stale
 from conftest import FAKE_RUN, ROOT, within
 from learn.lab import faulty_rewards, lab, r1
-from measure import stale
 
 FINDINGS = lab.findings()
 
@@ -118,7 +118,7 @@ def test_a_result_that_is_older_than_its_code_says_so():
         pytest.skip("no git history, or a shallow one: the commits of the results are not there")
     for path in stale.pages():
         text = path.read_text()
-        assert bool(stale.changed(text)) == (stale.MARK in text), f"{path}: python -m measure.stale"
+        assert bool(stale.changed(text)) == (stale.MARK in text), f"{path}: python -m bench.stale"
     for name, finding in FINDINGS.items():
         result = lab.stored(name)
         if lab.current(finding, result):

@@ -13,8 +13,7 @@ import runtime.model
 from conftest import ROOT, fixed_rollouts, make_config
 from examples import tensor_parallel
 from runtime import memory
-from runtime.memory import GIB
-from runtime.shape import ModelShape
+from runtime.memory import GIB, ModelShape
 from shapes import SIZES, make, shape_of
 
 TOKENS = 8192  # in a simulated forward pass

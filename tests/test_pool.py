@@ -14,7 +14,7 @@ import pytest
 import data
 import rewards
 from conftest import ROOT, descendants, eventually, gone
-from verify import pool
+from runtime.verify import pool
 
 MARK = f"my-child-{os.getpid()}"
 FUNCTIONS = """

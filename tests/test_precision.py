@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from conftest import EPS, close, float64, within
-from runtime import dist, stats
-from runtime.model import HeadLogps
+from runtime import ranks, stats
+from runtime.head import HeadLogps
 
 pytestmark = pytest.mark.numeric
 U32, U16 = EPS / 2, 2**-8  # unit roundoff of float32 and of bfloat16, which has 8 bits of precision
@@ -94,4 +94,4 @@ def test_numbers_of_tokens_above_2_to_the_24_are_exact():
     sums = [{"tokens": torch.tensor(2**24 + 1), "ratio": torch.tensor(2.0**24),
              "mismatch/max": torch.tensor(0.0), "loss": torch.tensor(0.5)} for _ in range(3)]
     close(stats.token_means(sums)["ratio"], 2**24 / (2**24 + 1), 1e-9)
-    assert dist.all_sum(2**24 + 1, 0.5) == [2**24 + 1, 0.5]
+    assert ranks.all_sum(2**24 + 1, 0.5) == [2**24 + 1, 0.5]

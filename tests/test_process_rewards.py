@@ -7,7 +7,7 @@ import pytest
 import nano_rlvr as nr
 from conftest import close, make_config
 from examples import process_rewards
-from runtime.dist import RunError
+from runtime.messages import RunError
 
 REAL = [  # completions of the bundled model: question, text, the ends of the steps and their values
     ("13-2-3-1+6-13", "<think></think><answer>0</answer>", [("</answer>", 1)]),  # a right guess

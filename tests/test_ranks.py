@@ -12,7 +12,7 @@ import runtime.batch
 import runtime.model
 from conftest import ENV, EXACT, ROOT, TORCHRUN, close, make_config, save_untied, within
 from runtime.batch import Rollout
-from runtime.shape import ModelShape
+from runtime.memory import ModelShape
 
 ENV = ENV | {"PYTHONPATH": str(ROOT)}
 
@@ -68,19 +68,19 @@ def test_a_run_continues_on_another_number_of_ranks_and_in_another_zero_stage(tr
 PROGRAM = """if True:
     import os, sys, time, torch
     from pathlib import Path
-    from runtime import dist, stop
-    from runtime.dist import RunError
+    from runtime import ranks, stop
+    from runtime.messages import RunError
     with stop.on_signals(), stop.with_one_line(folder=Path(sys.argv[1])):
-        dist.init_process_group(timeout=float(sys.argv[2]))
+        ranks.init_process_group(timeout=float(sys.argv[2]))
         group = torch.distributed.new_group([0, 1])
         torch.distributed.all_reduce(torch.ones(3), group=group)
-        if dist.rank() == 1:
+        if ranks.rank() == 1:
             exec(sys.argv[3])
         try:
             torch.distributed.all_reduce(torch.ones(3), group=group)
         except RuntimeError:
             print("no answer in the group of a library")
-        dist.all_gather([1])
+        ranks.all_gather([1])
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 import data
 import nano_rlvr as nr
 from conftest import ROOT
-from verify import user_code
+from runtime.verify import user_code
 
 FOLDERS = ("", "docs", "learn", "learn/lab", "learn/ladder", "examples")
 PAGES = {path: path.read_text() for folder in FOLDERS

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import nano_rlvr as nr
-import report.__main__
-import report.page
-import report.tokens
+import runtime.report.__main__
+import runtime.report.page
+import runtime.report.tokens
 from bench import screenshots
 from conftest import EPS, fixed_rollouts, make_config, within, write_rows
 from runtime import records
@@ -123,7 +123,7 @@ def visit(page, states, width=1280, dark=False, visitor=VISITOR):
 def one(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one") / "run"
     rollouts = write_run(folder)
-    report.page.write([folder], folder / "report.html")
+    runtime.report.page.write([folder], folder / "report.html")
     return folder / "report.html", rollouts
 
 
@@ -187,11 +187,11 @@ def test_the_color_of_a_token_has_the_sign_and_the_size_of_its_number(one, seen)
 
 def test_a_chart_has_values_on_hover_and_its_hint_and_marks_the_step_of_a_click(seen):
     charts = {chart["title"]: chart for chart in seen[""]["charts"]}
-    titles = [title for title, *_ in report.page.CHARTS if title != "Accuracy by set"]
+    titles = [title for title, *_ in runtime.report.page.CHARTS if title != "Accuracy by set"]
     assert list(charts) == [*titles, "Any metric"]
     assert charts["Held-out accuracy"]["tip"] == "step 4\n● Held-out accuracy 76.7 % (40 % to 95 %)"
     assert charts["Reward parts"]["tip"] == "step 3\n● a 0.5\n● b 0.5"
-    for title, _, _, _, hint in report.page.CHARTS:
+    for title, _, _, _, hint in runtime.report.page.CHARTS:
         assert not hint or charts[title]["hint"] == "Is this normal?" + hint
         assert set(re.findall(r"--(\w+)", hint)) <= nr.Config.__dataclass_fields__.keys()
     assert {chart["marks"] for chart in seen["click"]["charts"]} == {1}
@@ -222,9 +222,9 @@ def test_charts_groups_and_tokens_can_be_reached_by_the_keyboard(one):
 @pytest.mark.parametrize("live, age", [(1000, 0), (1000, 1e6), (0, 0)])
 def test_a_page_says_how_often_it_reads_itself_again_and_when_a_run_has_gone_silent(
         live, age, one, tmp_path, monkeypatch):
-    now = report.page.time.time()
-    monkeypatch.setattr(report.page.time, "time", lambda: now - age)
-    report.page.write([one[0].parent], tmp_path / "a.html", live=live)
+    now = runtime.report.page.time.time()
+    monkeypatch.setattr(runtime.report.page.time, "time", lambda: now - age)
+    runtime.report.page.write([one[0].parent], tmp_path / "a.html", live=live)
     *_, seen = visit(tmp_path / "a.html", ["step=2&group=2:1&token=1.2"])
     assert seen["hash"] == "#step=2&group=2:1&token=1.2"
     assert seen["group"].startswith("Step 2, prompt 1") and seen["token"].startswith("token 3 ")
@@ -235,7 +235,7 @@ def test_a_page_says_how_often_it_reads_itself_again_and_when_a_run_has_gone_sil
 def test_a_phone_scrolls_in_one_direction_is_dark_and_draws_400_tokens_of_a_long_text(
         seen, tmp_path):
     write_run(tmp_path / "long", length=410)
-    report.page.write([tmp_path / "long"], tmp_path / "report.html")
+    runtime.report.page.write([tmp_path / "long"], tmp_path / "report.html")
     [dark] = visit(tmp_path / "report.html", [""], width=390, dark=True)
     assert dark["wide"] <= 0
     assert len({card["box"]["top"] for card in dark["cards"]}) == 1  # still side by side
@@ -259,7 +259,7 @@ def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(tmp_pat
     for seed in range(2):
         write_run(tmp_path / f"run-{seed}", seed=seed)
     runs = [f"{tmp_path}/run-0", f"{tmp_path}/run-1"]
-    report.__main__.main([*runs, "--out", f"{tmp_path}/all.html"])
+    runtime.report.__main__.main([*runs, "--out", f"{tmp_path}/all.html"])
     page = (tmp_path / "all.html").read_text()
     flags = re.findall(r"<tr><td>(\w*)<td>", page[page.index("Settings</summary>"):])
     assert flags == ["", "seed", "steps", "samples"]
@@ -268,7 +268,8 @@ def test_several_runs_overlay_in_each_chart_and_what_differs_comes_first(tmp_pat
         assert colors == (0,) * (len(names) // 2) + (1,) * (len(names) // 2)
         assert dashes == (*range(len(names) // 2),) * 2
         assert {name.split()[0] for name in names} == {"run-0", "run-1"}
-    report.page.write([*runs, runs[0]], tmp_path / "all.html")  # the page finds a run by its name
+    # the page finds a run by its name
+    runtime.report.page.write([*runs, runs[0]], tmp_path / "all.html")
     title = re.search("<title>(.*)</title>", (tmp_path / "all.html").read_text())[1]
     assert len({*title.split(", ")}) == 3
 
@@ -278,11 +279,11 @@ def test_a_report_replaces_no_other_file_and_leaves_nothing_behind(tmp_path):
     (precious := tmp_path / "x.html").write_text("precious")
     for name in ("report.part", "report.html"):
         (tmp_path / "run" / name).symlink_to(precious)
-    report.__main__.main([str(tmp_path / "run")])
+    runtime.report.__main__.main([str(tmp_path / "run")])
     assert precious.read_text() == "precious"
     for out in ("/dev/full", "run", "run/config.json", "nowhere/a.html"):
         with pytest.raises(SystemExit, match="--out .* must be a file that ends in .html or .png"):
-            report.__main__.main([str(tmp_path / "run"), "--out", str(tmp_path / out)])
+            runtime.report.__main__.main([str(tmp_path / "run"), "--out", str(tmp_path / out)])
     assert [path.name for path in tmp_path.glob("**/*.part")] == ["report.part"]
 
 
@@ -292,7 +293,7 @@ def test_a_damaged_file_of_a_run_is_one_line_and_no_traceback(tmp_path, name):
     for line in (b"no json", b"[]", b"\xff", b'{"step": "x"}', b"[" * 9**5):
         (tmp_path / "run" / name).write_bytes(line + b'\n{"step": 1}\n')
         with pytest.raises(SystemExit, match=r"\Areport: .*/run: damaged, or not .*\Z"):
-            report.__main__.main([str(tmp_path / "run")])
+            runtime.report.__main__.main([str(tmp_path / "run")])
 
 
 def test_a_last_line_that_is_cut_off_is_skipped_with_a_note(tmp_path, capsys):
@@ -304,13 +305,14 @@ def test_a_last_line_that_is_cut_off_is_skipped_with_a_note(tmp_path, capsys):
 
 
 def test_the_report_has_whole_groups_of_at_most_2000_rollouts_in_every_kth_step():
-    rng, limit = random.Random(0), report.tokens.LIMIT
+    rng, limit = random.Random(0), runtime.report.tokens.LIMIT
     for _ in range(100):
         samples, groups, steps = rng.randint(1, 3000), rng.randint(1, 900), rng.randint(1, 400)
         per_step = min(samples * groups, max(samples, limit // samples * samples))
         rollouts = range(samples * groups)
-        shown = [s for s in range(steps) if report.tokens.shown(s, rollouts, samples, steps)]
-        assert report.tokens.shown(0, rollouts, samples, steps) == rollouts[:per_step]
+        shown_of = runtime.report.tokens.shown
+        shown = [s for s in range(steps) if shown_of(s, rollouts, samples, steps)]
+        assert shown_of(0, rollouts, samples, steps) == rollouts[:per_step]
         k = shown[1] if len(shown) > 1 else steps
         assert shown == list(range(0, steps, k))
         assert len(shown) * per_step <= limit or shown == [0]
@@ -320,7 +322,7 @@ def test_the_report_has_whole_groups_of_at_most_2000_rollouts_in_every_kth_step(
 @pytest.mark.numeric
 def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
         group, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(report.tokens, "SHARE", 1)
+    monkeypatch.setattr(runtime.report.tokens, "SHARE", 1)
     cfg = make_config(keep_rollouts=5, lr=1e-3, out=str(tmp_path), correction="none",
                       mismatch_bound=1e9, kl_coef=0.0, wandb="offline")
     rollouts = fixed_rollouts(tokenizer)
@@ -358,7 +360,7 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
 def test_the_texts_of_the_tokens_are_the_text_also_where_a_character_has_several_tokens(tokenizer):
     text = "<think>1+2=3\né 漢字 🙂</think>"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces = report.tokens.texts(ids, tokenizer)
+    pieces = runtime.report.tokens.texts(ids, tokenizer)
     assert "".join(pieces) == text and len(pieces) == len(ids) > len(text) - len("<think></think>")
     assert pieces[0] == "<think>" and "" in pieces and "漢" in pieces
 

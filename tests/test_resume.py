@@ -17,11 +17,11 @@ import transformers
 
 import nano_rlvr as nr
 from conftest import ROOT, fixed_rollouts, make_checkpoints, make_config
-from runtime import checkpoint, log, memory, stop
+from runtime import checkpoint, memory, stop
 from runtime.checkpoint import on_disk
-from runtime.dist import RunError
 from runtime.log import Log
-from runtime.shape import ModelShape
+from runtime.memory import ModelShape
+from runtime.messages import RunError
 from runtime.trainer import named_weights
 
 
@@ -254,10 +254,10 @@ def test_resume_without_a_value_means_the_run_of_this_name_or_a_new_one(saved, t
 
 def test_a_folder_belongs_to_one_process(group, tmp_path):
     cfg = make_config(out=str(tmp_path), name="mine")
-    assert log.claim_folder(cfg).name == "mine"
-    held = log._held.pop()  # as another process, with its own open file
+    assert checkpoint.claim_folder(cfg).name == "mine"
+    held = checkpoint._held.pop()  # as another process, with its own open file
     with pytest.raises(ValueError, match="another process is running there"):
-        log.claim_folder(cfg)
+        checkpoint.claim_folder(cfg)
     held.close()
 
 
@@ -265,16 +265,16 @@ def test_a_run_does_not_continue_with_other_inputs(group, tmp_path):
     model = shutil.copytree(ROOT / "models/tiny", tmp_path / "model")
     examples = [{"question": "1+1", "prompt_ids": [1, 2]}]
     cfg = make_config(out=str(tmp_path), name="run", model=str(model))
-    log.claim_folder(cfg, examples)
+    checkpoint.claim_folder(cfg, examples)
     cfg = dataclasses.replace(cfg, resume=str(tmp_path / "run"))
     for change in (lambda: examples[0].update(prompt_ids=[1, 3]),
                    lambda: flip_a_bit(model / "model.safetensors"),
                    lambda: (tmp_path / "run/inputs.sha256").unlink()):
-        log.claim_folder(cfg, examples)
+        checkpoint.claim_folder(cfg, examples)
         change()
         with pytest.raises(ValueError, match="data, tokenizer or --model have changed, or"):
-            log.claim_folder(cfg, examples)
-        log.claim_folder(dataclasses.replace(cfg, resume_force=True), examples)
+            checkpoint.claim_folder(cfg, examples)
+        checkpoint.claim_folder(dataclasses.replace(cfg, resume_force=True), examples)
 
 
 def test_passwords_in_urls_are_not_written_and_a_template_is_as_it_was(saving, monkeypatch):

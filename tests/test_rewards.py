@@ -27,7 +27,7 @@ from examples import judge as judging
 from examples import math_reward as by_latex
 from examples import shaping_rewards as shaping
 from runtime import batch, stats
-from verify import answer, user_code, verifier
+from runtime.verify import answer, user_code, verifier
 
 needs_jail = pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
 JUDGE = f"{ROOT}/examples/judge.py:judge"

@@ -7,7 +7,7 @@ import pytest
 
 import nano_rlvr as nr
 from bench import plan, roofline, step
-from runtime.shape import ModelShape
+from runtime.memory import ModelShape
 
 SMALL = plan.SHAPES["Qwen2.5-1.5B"]  # tied embeddings
 WEIGHTS = 28 * (2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960)  # q and o, k and v, the MLP

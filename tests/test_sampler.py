@@ -12,9 +12,9 @@ import nano_rlvr as nr
 import sync_worker
 from conftest import ENV, ROOT, TORCHRUN, make_config, save_untied, within
 from examples import tensor_parallel
-from runtime import dist, model, sampler
-from runtime.dist import RunError
-from runtime.sampler import CHUNK, SentWeights, checksum
+from runtime import engine, model, ranks, sync, vllm_patches
+from runtime.messages import RunError
+from runtime.sync import CHUNK, SentWeights, checksum
 
 
 @pytest.mark.exercise_15
@@ -75,7 +75,7 @@ def test_tokens_that_vllm_computes_twice_are_noticed_and_the_plain_path_is_taken
         llm.lean.steps.insert(1, llm.lean.steps[0])
         return fill(requests)
 
-    dist.print_each_once.cache_clear()
+    ranks.print_each_once.cache_clear()
     with mock.patch.object(llm.lean, "fill", with_a_step_twice):
         found = generated(llm, True)
     assert found == generated(llm, False)
@@ -85,7 +85,7 @@ def test_tokens_that_vllm_computes_twice_are_noticed_and_the_plain_path_is_taken
 def test_another_vllm_keeps_its_own_path_and_a_note_says_so(llm, capsys):
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     with mock.patch.object(scheduler, "update_from_output", lambda outputs: None):
-        assert sampler.lean_engine(llm) is None
+        assert vllm_patches.lean_engine(llm) is None
     assert "vLLM's engine runs as it is" in capsys.readouterr().out
 
 
@@ -99,13 +99,14 @@ def test_a_token_is_drawn_as_often_as_its_probability_says_and_never_at_probabil
     grid = torch.arange(n, dtype=torch.float64)[:, None] / n
     with monkeypatch.context() as patch:
         patch.setattr(torch, "rand", lambda *shape, **_: grid.clone())
-        tokens = sampler.sample_by_inversion(p.expand(n, -1), {})
+        tokens = vllm_patches.sample_by_inversion(p.expand(n, -1), {})
     counts = tokens.bincount(minlength=len(p))
     assert (counts - n * p / p.sum()).abs().max() <= 1 and not counts[p == 0].any()
     probs = torch.rand(3, 1000).softmax(-1)
-    drawn = [sampler.sample_by_inversion(probs, {1: torch.Generator().manual_seed(seed)})[1].item()
+    draw = vllm_patches.sample_by_inversion
+    drawn = [draw(probs, {1: torch.Generator().manual_seed(seed)})[1].item()
              for seed in (5, 5, 6)]
-    alone = sampler.sample_by_inversion(probs[1:2], {0: torch.Generator().manual_seed(5)})
+    alone = vllm_patches.sample_by_inversion(probs[1:2], {0: torch.Generator().manual_seed(5)})
     assert drawn[0] == drawn[1] == alone.item() != drawn[2]
 
 
@@ -115,7 +116,7 @@ def test_vllm_draws_its_tokens_in_this_way(llm):
                            side_effect=topk_topp_sampler.random_sample) as draw:
         llm.generate([{"prompt_token_ids": [5, 6]}], SamplingParams(max_tokens=3, seed=1),
                      use_tqdm=False)
-    assert draw.call_count and draw.side_effect is sampler.sample_by_inversion
+    assert draw.call_count and draw.side_effect is vllm_patches.sample_by_inversion
 
 
 def test_samples_share_the_whole_blocks_of_their_prompt(llm):
@@ -164,7 +165,7 @@ def vllm_name(name):
 def check(vllm_model, weights, loads=list):
     """Sampler.load into a stand-in for vLLM, which has a model and does loads(the iterator).
     Returns the error or ""."""
-    llm = sampler.Sampler.__new__(sampler.Sampler)
+    llm = engine.Sampler.__new__(engine.Sampler)
     llm._llm = SimpleNamespace(
         collective_rpc=lambda name, kwargs: loads(kwargs["weights_iterator"]),
         reset_prefix_cache=int, apply_model=lambda function: [function(vllm_model)])
@@ -197,7 +198,7 @@ def test_fused_padded_and_tied_weights_are_compared_under_the_checkpoint_s_names
     for name, parameter in list(fused.named_parameters()):
         if name.endswith("proj.weight"):
             fused.weights[name] = torch.empty(0)  # vLLM has repacked it
-    dist.print_each_once.cache_clear()
+    ranks.print_each_once.cache_clear()
     assert check(fused, weights) == check(fused, weights) == ""
     assert capsys.readouterr().out.count("checksums see 35,840 of 822,272 weights of vLLM") == 1
 
@@ -252,8 +253,8 @@ def check_shards(models, weights):
     """What each rank says, once they have exchanged the checksums of their shards."""
     weights = SentWeights(weights.items())
     list(weights)
-    of_shards = [sampler.own_checksums(part, weights.sent) for part in models]
-    return sampler.compare(tensor_parallel.of_engine(of_shards, weights.sent), weights.sent)
+    of_shards = [sync.own_checksums(part, weights.sent) for part in models]
+    return sync.compare(tensor_parallel.of_engine(of_shards, weights.sent), weights.sent)
 
 
 def test_every_wrong_bit_of_a_shard_is_noticed(weights, ranks=4):

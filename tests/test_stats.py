@@ -12,9 +12,9 @@ import torch
 
 import nano_rlvr as nr
 from conftest import close, make_config, write_rows
-from report import page
-from runtime import evaluation, guard, memory, shape, stats
-from runtime.dist import RunError
+from runtime import evaluation, guard, memory, stats
+from runtime.messages import RunError
+from runtime.report import page
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 SECONDS = {"seconds/rollout": 1.0, "seconds/update": 2.0}
@@ -161,13 +161,13 @@ def test_mfu_counts_three_passes_per_epoch_one_for_the_reference_and_one_for_the
                            parts={"x": 1.0})
                 for i, weight in ((1, 0.1), (2, 0.0))]  # the second one had no gradient
     metrics = stats.step_summary(cfg, [rollouts], [rollouts], SECONDS)
-    one = shape.ModelShape.of(cfg.model).forward_flops(rollouts[:1])
+    one = memory.ModelShape.of(cfg.model).forward_flops(rollouts[:1])
     close(metrics["mfu"], passes * one / (2.0 * 1e9))
 
 
 def test_the_plan_by_hand():
     """1,000 parameters in bfloat16."""
-    sizes = shape.ModelShape(parameters=1000, hidden=10, layers=2, attention=10, mlp=30, vocab=50,
+    sizes = memory.ModelShape(parameters=1000, hidden=10, layers=2, attention=10, mlp=30, vocab=50,
                              kv_cache=40, qk_norms=False)
     parts = memory.step_bytes(nr.Config(dtype="bfloat16", offload="optimizer"), sizes, True)
     buffers = 1.5 * 2**30 + (2 + 4 + 2) * 1000  # a bucket in bf16 and in fp32, one for offload

@@ -16,7 +16,7 @@ import data
 import nano_rlvr as nr
 from conftest import close, fixed_rollouts, judged, make_config, naive_logps
 from examples import python_tool, tool_model
-from runtime.dist import RunError
+from runtime.messages import RunError
 from runtime.model import load_model
 
 MAX_TOKENS = 96

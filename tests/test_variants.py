@@ -15,9 +15,9 @@ import nano_rlvr as nr
 from conftest import close, judged, make_config, read_rows
 from examples import entropy
 from examples.random_reward import random_reward
-from runtime import dist, stats
+from runtime import ranks, stats
 from runtime.checkpoint import Progress
-from runtime.dist import RunError
+from runtime.messages import RunError
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64", "sampled")]
 TRAIN = [{"question": str(i), "answer": str(i), "prompt_ids": [i % 200, i // 200]}
@@ -100,9 +100,9 @@ def as_ranks(world, monkeypatch, function):
         return function()
 
     with monkeypatch.context() as patched, ThreadPoolExecutor(world) as pool:
-        patched.setattr(dist, "rank", lambda: own.rank)
-        patched.setattr(dist, "world_size", lambda: world)
-        patched.setattr(dist, "all_gather", all_gather)
+        patched.setattr(ranks, "rank", lambda: own.rank)
+        patched.setattr(ranks, "world_size", lambda: world)
+        patched.setattr(ranks, "all_gather", all_gather)
         return list(pool.map(on_rank, range(world)))
 
 
@@ -123,8 +123,8 @@ def test_any_number_of_ranks_trains_what_one_rank_trains(monkeypatch, resample):
         drawn = entropy.clip_cov(sum(groups, []), logps, 0.1, random.Random(step))
         trained = [nr.assign_token_weights(sum(part, []), cfg) for part in parts]
         numbers = stats.step_summary(cfg, groups, sampled, SECONDS)
-        numbers |= {"draws": metrics["draws"], "mfu": numbers["mfu"] * dist.world_size(),
-                    "timeouts": metrics["reward/timeouts"] / dist.world_size(), "drawn": drawn}
+        numbers |= {"draws": metrics["draws"], "mfu": numbers["mfu"] * ranks.world_size(),
+                    "timeouts": metrics["reward/timeouts"] / ranks.world_size(), "drawn": drawn}
         return [[(r.prompt, r.completion, r.reward, r.advantages, r.weight) for r in rollouts]
                 for rollouts in trained], numbers
 

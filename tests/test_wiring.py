@@ -19,7 +19,7 @@ import nano_rlvr as nr
 import rewards
 from conftest import ROOT, judged, make_config, write_rows
 from examples import tensor_parallel
-from runtime import dist, memory, model, sampler
+from runtime import memory, model, ranks, sync
 
 TINY = str(ROOT / "models/tiny")
 
@@ -124,7 +124,7 @@ def prompts_around(cfg):
 def group_timeout(cfg):
     """What main() gives to init_process_group."""
     with patched((nr, "parse_config", lambda argv: cfg)):
-        return arrival(lambda: nr.main([]), dist, "init_process_group").args
+        return arrival(lambda: nr.main([]), ranks, "init_process_group").args
 
 
 def torch_seed(cfg):
@@ -286,7 +286,7 @@ def test_an_engine_has_the_sequences_and_the_cache_of_its_ranks(monkeypatch):
     assert (args["max_num_seqs"], args["kv_cache_memory_bytes"]) == (33, kv_cache)
     shared = tensor_parallel.SharedEngine
     with patched((torch.distributed, "new_subgroups", lambda n: (None, None)),
-                 (shared, "gather", lambda self, item: [item] * 2), (sampler, "own_checksums", 0),
+                 (shared, "gather", lambda self, item: [item] * 2), (sync, "own_checksums", 0),
                  (nr, "Sampler", lambda cfg: shared(cfg, 2)),
                  (memory, "step_bytes", memory.step_bytes),  # to be restored
                  (memory, "kv_cache_bytes", memory.kv_cache_bytes)):

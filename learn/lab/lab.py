@@ -26,8 +26,8 @@ from typing import Callable
 from statsmodels.stats.power import TTestPower
 from statsmodels.stats.weightstats import DescrStatsW
 
-from measure import common, seeds, stale
-from measure.seeds import at, cell, late, number, share
+from bench import common, seeds, stale
+from bench.seeds import at, cell, late, number, share
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -28,13 +28,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nano_rlvr as nr
+from bench import common
+from bench import seeds as over_seeds
 from examples import sft
 from examples.arithmetic import arithmetic, generate
 from examples.shaping_rewards import format_reward
-from measure import common
-from measure import seeds as over_seeds
 from models.tiny.make_tiny import cold_start, training_example, worked
-from report.curve import figure
+from runtime.report.curve import figure
 
 ROOT = common.ROOT
 TINY = ROOT / "models/tiny"

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import data
-from measure import common
+from bench import common
 from models.tiny.make_tiny import worked
 
 

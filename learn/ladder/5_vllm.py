@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from learn.ladder import ladder
 from learn.ladder.ladder import MODEL, timed
-from runtime import dist
-from runtime.sampler import SentWeights, start_vllm
+from runtime import ranks
+from runtime.engine import start_vllm
+from runtime.sync import SentWeights
 
 STEPS = 20
 PROMPTS = 16  # per step
@@ -123,7 +124,7 @@ def update(model, ref, optimizer, sequences, reward):
 
 
 def train(seed=0):
-    dist.init_process_group()  # of one process: vLLM wants one
+    ranks.init_process_group()  # of one process: vLLM wants one
     llm = start_vllm(model=MODEL, dtype="float32", seed=seed, max_num_seqs=256, max_model_len=256,
                      cuda_args={})
     torch.manual_seed(seed)

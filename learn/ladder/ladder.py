@@ -161,7 +161,7 @@ def cell(values):
 
 def write_table(results):
     """Writes the table and its conditions between the marks of README.md."""
-    from measure import common
+    from bench import common
     from runtime.log import provenance
     rows = []
     for name, runs in results.items():
@@ -180,7 +180,7 @@ def write_table(results):
 
 def draw(results):
     """The mean reward of each batch, a line per step of the ladder."""
-    from report.curve import figure
+    from runtime.report.curve import figure
     fig = figure(figsize=(7, 4))
     axis = fig.subplots()
     for name, runs in results.items():

@@ -1,18 +1,17 @@
 """Writes the report of one or several runs: one HTML file, which needs no network.
 
-    python -m report runs/a                        writes runs/a/report.html, as a run does
-    python -m report runs/a runs/b --out ab.html   several runs in one report
-    python -m report runs/a runs/b --out ab.png    only reward, accuracy and length
+    python -m runtime.report runs/a                        writes runs/a/report.html, as a run does
+    python -m runtime.report runs/a runs/b --out ab.html   several runs in one report
+    python -m runtime.report runs/a runs/b --out ab.png    only reward, accuracy and length
 
-A run is a line; measure/seeds.py has means over seeds. docs/report.md says how to read the report.
+A run is a line; bench/seeds.py has means over seeds. docs/report.md says how to read the report.
 """
 import argparse
 import sys
 from pathlib import Path
 
-from report import page
-from runtime import plain
-from runtime.hub import first_line
+from runtime.messages import first_line, plain
+from runtime.report import page
 
 
 def main(argv):

@@ -10,9 +10,9 @@ import re
 import time
 from pathlib import Path
 
-from report.curve import points, series, write_curve
-from report.tokens import shown
 from runtime.records import STAGES, read, replaced, stage_seconds
+from runtime.report.curve import points, series, write_curve
+from runtime.report.tokens import shown
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 QUESTIONS = 1000  # of the evaluation, the first ones, are shown

@@ -1,6 +1,6 @@
 """Which results are older than the code that they measure.
 
-    python -m measure.stale        lists them, and says so below the conditions of each page
+    python -m bench.stale        lists them, and says so below the conditions of each page
 
 A page of results names the commits of its runs, and in its commands the files that were run. It is
 stale if the code of one of these files or of LOOP (comments and docstrings left out) is not that of
@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 
-from measure.common import ROOT
+from bench.common import ROOT
 
 MARK = "Stale: "  # begins the paragraph
 LOOP = {f"{name}.py" for name in (

@@ -7,9 +7,9 @@ import sys
 import traceback
 from dataclasses import dataclass
 
-from runtime import plain
-from verify.pool import Pool
-from verify.user_code import load
+from runtime.messages import plain
+from runtime.verify.pool import Pool
+from runtime.verify.user_code import load
 
 # by the trainer and by Verifier
 ADDED_COLUMNS = set("prompts step sample_index completion_ids index correct".split())

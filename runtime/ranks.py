@@ -6,11 +6,7 @@ import sys
 
 import torch
 
-from runtime import plain
-
-
-class RunError(RuntimeError):
-    """Ends a run. Its text is the line that main() prints: what happened and what to do."""
+from runtime.messages import plain
 
 
 def local_world_size():

@@ -1,6 +1,6 @@
 """A command of nano_rlvr with several seeds: means, intervals over the seeds, curves with a band.
 
-    python -m measure.seeds --out runs/lr --setting low="--lr 1e-5" --setting high="--lr 1e-4" -- \\
+    python -m bench.seeds --out runs/lr --setting low="--lr 1e-5" --setting high="--lr 1e-4" -- \\
         python nano_rlvr.py --steps 20 --eval_every 5
 
 The command is what follows `--`: any command that takes the flags of nano_rlvr.py, also torchrun.
@@ -28,9 +28,9 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from measure import common
-from measure.common import read, series
-from report.curve import figure
+from bench import common
+from bench.common import read, series
+from runtime.report.curve import figure
 
 PANELS = {"held-out accuracy": "eval/accuracy", "reward of the training samples": "reward/mean",
           "tokens per completion": "completion/length"}
