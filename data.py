@@ -10,12 +10,14 @@ reward functions receive every column. Nothing here keeps state: the examples ar
 import csv
 import datetime
 import functools
+import itertools
 import json
 import os
 import pickle
 import random
 import re
 import signal
+import zlib
 from collections import namedtuple
 from pathlib import Path
 from resource import RLIMIT_DATA, getrlimit, setrlimit
@@ -27,20 +29,96 @@ from runtime import messages
 from runtime.verify import pool, user_code
 from runtime.verify.verifier import ADDED_COLUMNS, SETTINGS
 
-EXAMPLES = os.path.relpath(Path(__file__).parent / "examples")
+# ------------------------------------------------------------------------------- the built-in tasks
+
+def generate(draw, split, size, seed):
+    """Yields `size` distinct examples from draw(rng). The checksum of a question decides its split:
+    whatever the seed, no test question is in the training split."""
+    rng = random.Random(f"{draw.__name__}/{split}/{seed}")
+    seen = set()
+    while len(seen) < size:
+        example = draw(rng)
+        question = example["question"]
+        is_test = zlib.crc32(question.encode()) % 8 == 0
+        if is_test == (split == "test") and question not in seen:
+            seen.add(question)
+            yield example
+
+
+def arithmetic(rng):
+    """A sum of 3 to 6 terms such as 14+2+9. Every running total is in 0..99."""
+    total = rng.randint(1, 20)
+    question = str(total)
+    terms = 1
+    for _ in range(rng.randint(2, 5)):
+        x = rng.choice([x for x in range(-20, 21) if x and 0 <= total + x <= 99])
+        total += x
+        question += f"{x:+d}"
+        terms += 1
+    return {"question": question, "answer": str(total), "terms": terms}
+
+
+def countdown(rng):
+    """Make `target` from 3 or 4 numbers, each used once (TinyZero's task)."""
+    while True:
+        numbers = [rng.randint(1, 99) for _ in range(rng.randint(3, 4))]
+        value = numbers[0]
+        text = str(value)
+        for x in numbers[1:]:
+            operator = rng.choice([op for op in "+-*/" if op != "/" or value % x == 0])
+            value = {"+": value + x, "-": value - x, "*": value * x, "/": value // x}[operator]
+            text = f"({text} {operator} {x})"
+        if 10 <= value <= 99:
+            break
+    shuffled = rng.sample(numbers, len(numbers))
+    question = (f"Combine the numbers {shuffled} with + - * / and brackets, each number exactly "
+                f"once, so that the result is {value}. Put the expression between <answer> and "
+                "</answer>.")
+    return {"question": question, "answer": text[1:-1], "numbers": shuffled, "target": value}
+
+
+PRODUCT_FORMS = (
+    "What is {} times {}?", "What is {} multiplied by {}?", "Compute {} x {}.",
+    "How much is {} times {}?", "Calculate the product of {} and {}.", "Multiply {} by {}.",
+    "Find {} x {}.", "What do you get if you multiply {} by {}?", "{} x {} = ?")
+
+
+def products(split, size, seed):
+    """Products of two numbers from 2 to 12, asked in words. A quarter of the pairs is for
+    evaluation: no training question multiplies these two numbers, in either order."""
+    rng = random.Random(0)  # not the seed: the split must be the same in every run
+    pairs = list(itertools.combinations_with_replacement(range(2, 13), 2))
+    rng.shuffle(pairs)
+    held_out = len(pairs) // 4
+    return ask_products(pairs[:held_out] if split == "test" else pairs[held_out:], rng)[:size]
+
+
+def ask_products(pairs, rng):
+    """The questions about pairs of numbers in all forms and both orders, shuffled."""
+    both_orders = sorted({*pairs, *[(b, a) for a, b in pairs]})
+    rows = []
+    for form, (a, b) in itertools.product(PRODUCT_FORMS, both_orders):
+        question = f"{form.format(a, b)} Answer with the number only."
+        rows.append({"question": question, "answer": str(a * b)})
+    rng.shuffle(rows)
+    return rows
+
+
+# source: make(split, size, seed) -> rows, or a hub dataset. rewards: the default of --rewards
 Task = namedtuple("Task", "source rewards test_only", defaults=[False])
-# name -> where its examples come from, as in load, and its default for --rewards
 TASKS = {
-    "arithmetic": Task(f"{EXAMPLES}/arithmetic.py:make", "gsm8k:1"),
-    "countdown": Task(f"{EXAMPLES}/countdown.py:make", "countdown:1,format:0.1"),
-    "products": Task(f"{EXAMPLES}/products.py:make",
-                     f"{EXAMPLES}/products.py:right,{EXAMPLES}/products.py:anywhere:0"),
+    "arithmetic": Task(functools.partial(generate, arithmetic), "gsm8k:1"),
+    "countdown": Task(functools.partial(generate, countdown), "countdown:1,format:0.1"),
+    "products": Task(products, "right:1,anywhere:0"),
     "gsm8k": Task("openai/gsm8k:main", "gsm8k:1"),
     "math": Task("DigitalLearningGmbH/MATH-lighteval", "math:1"),
     "math500": Task("HuggingFaceH4/MATH-500", "math:1", test_only=True),
     "aime24": Task("HuggingFaceH4/aime_2024", "math:1", test_only=True),
     "amc23": Task("math-ai/amc23", "math:1", test_only=True),
 }
+
+# ------------------------------------------------------------------------------- files and hub sets
+
 # without --question_key and --answer_key, the first of these columns that a source has
 ASKED = ("question", "problem", "prompt")
 KEYS = {"question": (*ASKED, "messages", "conversations"),
@@ -57,8 +135,6 @@ with_bar = functools.partial(tqdm, delay=5, mininterval=5, leave=False,  # after
 MAKE = ("; or yield {'question': text, 'answer': text} per row from def make(split, size, seed) in "
         "a file of yours, --data my_file.py:make (docs/data_and_rewards.md has one)")
 
-
-# ------------------------------------------------------------------------------- files and hub sets
 
 def unique(pairs):
     """dict(pairs). Raises ValueError if a key is there twice: its first value would be lost."""
@@ -118,9 +194,17 @@ def hub_rows(repo, name, split):
     yield from numbered(f"{repo}[{split}]", rows)
 
 
+def is_made(source):
+    """Whether a function makes the rows of a source."""
+    if source in TASKS:
+        return callable(TASKS[source].source)
+    return bool(re.fullmatch(r".+\.py:\w+", source))
+
+
 def function_rows(source, split, size, seed):
-    """What make(split, size, seed) of my_file.py:make gives -> iterator of (location, row)."""
-    make, room = user_code.load(source, kind="data"), 2**30
+    """Rows of a task or of my_file.py:make -> iterator of (location, row)."""
+    make = TASKS[source].source if source in TASKS else user_code.load(source, kind="data")
+    room = 2**30
     try:
         for location, row in numbered(source, make(split, size, seed)):
             room -= 1000 + len(json.dumps(row))  # only what a file can hold: plain values
@@ -199,11 +283,14 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
     Returns a list of dicts with `question` and, unless answer_key is "none", `answer` as strings.
     Raises ValueError with one line that names file, row and column."""
     if source in TASKS:
-        source, question_key, answer_key = TASKS[source].source, "", ""
-    keys, path = {"question": question_key, "answer": answer_key}, Path(source)
-    if path.is_file():
+        question_key = answer_key = ""
+        if not is_made(source):
+            source = TASKS[source].source
+    keys = {"question": question_key, "answer": answer_key}
+    path = Path(source)
+    if path.is_file() and source not in TASKS:
         rows = read_rows(path)
-    elif re.fullmatch(r".+\.py:\w+", source):
+    elif is_made(source):
         rows = function_rows(source, split, size or 8192, seed)
     elif source.count("/") == 1 and path.suffix.lower() not in FILES:
         repo, _, name = source.partition(":")
@@ -232,11 +319,22 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
 
 # ------------------------------------------------------------------------------ prompts and batches
 
-TEMPLATES = {"chat": "",  # the prompt comes from the tokenizer's own chat template
-             "none": "{question}"}  # "{question}" is replaced by the question
-TEMPLATES |= {name: Path(EXAMPLES, f"{name}.txt").read_text().removesuffix("\n") for name in (
-    "r1",  # DeepSeek-R1, arXiv:2501.12948, table 1
-    "qwen_math")}  # Qwen2.5-Math's own prompt (its model card)
+TEMPLATES = {  # "{question}" is replaced by the question
+    "chat": "",  # the prompt comes from the tokenizer's own chat template
+    "none": "{question}",
+    "r1": (  # DeepSeek-R1, arXiv:2501.12948, table 1
+        "A conversation between User and Assistant. The user asks a question, and the Assistant "
+        "solves it. The assistant first thinks about the reasoning process in the mind and then "
+        "provides the user with the answer. The reasoning process and answer are enclosed within "
+        "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning "
+        "process here </think> <answer> answer here </answer>. User: {question}. Assistant:"),
+    "qwen_math": (  # Qwen2.5-Math's own prompt (its model card)
+        "<|im_start|>system\n"
+        "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
+        "<|im_start|>user\n"
+        "{question}<|im_end|>\n"
+        "<|im_start|>assistant\n"),
+}
 # for a chat template that writes today's date: --resume must not see other prompts. Llama 3.1's
 TODAY = datetime.datetime(2024, 7, 26)
 
@@ -331,8 +429,8 @@ def load_eval_sets(cfg, **keys):
     if len(set(names)) < len(names) or "" in names:
         raise ValueError(f"--eval_data {cfg.eval_data}: two sets have one name, or a set has none")
     for source, name in zip(sources, names):
-        is_made = ".py:" in TASKS.get(source, [source])[0]  # by a function, which may have no end
-        rows = load(source, "test", cfg.eval_size if is_made else 0, **keys)
+        # a function makes no more rows than are needed
+        rows = load(source, "test", cfg.eval_size if is_made(source) else 0, **keys)
         own = {"eval_of": len(rows)}
         if len(sources) > 1:
             own["eval_set"] = name
@@ -356,7 +454,7 @@ def load_splits(cfg, tokenizer, at_least=1, notify=print):
     if cfg.eval_data or not cfg.data:
         eval_set = load_eval_sets(cfg, **keys)
     else:
-        rows = load(source, "train", **keys) if ".py:" in source else train_set
+        rows = load(source, "train", **keys) if is_made(source) else train_set
         size = min(cfg.eval_size or len(rows), max(1, len(rows) // 10))
         order = epoch_order(len(rows), 0, "held out")
         eval_set = [rows[i] for i in sorted(order[:size])]

@@ -187,6 +187,25 @@ def final_number(text):
     return read_number(said)
 
 
+# ------------------------------------------------------------------------------ the task `products`
+
+def numbers_in(text):
+    return re.findall(r"-?\d+", text.replace(",", ""))
+
+
+@each
+def right(text, answer):
+    """1.0 if the last number of the text is the answer."""
+    return float(numbers_in(text)[-1:] == [answer])
+
+
+@each
+def anywhere(text, answer):
+    """1.0 if any number of the text is the answer: what the format alone can gain is the difference
+    to `right`. With weight 0 it is only shown."""
+    return float(answer in numbers_in(text))
+
+
 # --------------------------------------------------------------------------------------- by name
 
 EXAMPLES = Path(__file__).parent / "examples"
@@ -194,6 +213,8 @@ KNOWN = {  # name: function  # the columns it reads; what 1.0 means
     "gsm8k": "rewards:gsm8k_reward",  # answer; the final answer is this number
     "math": f"{EXAMPLES}/math_reward.py:math_reward",  # answer (LaTeX); they are equal
     "countdown": f"{EXAMPLES}/countdown.py:countdown_reward",  # numbers, target
+    "right": "rewards:right",  # answer; the last number of the text is this number
+    "anywhere": "rewards:anywhere",  # answer; any number of the text is this number
     "format": f"{EXAMPLES}/shaping_rewards.py:format_reward",  # <think>...</think><answer>...
     "overlong": f"{EXAMPLES}/shaping_rewards.py:overlong",  # completion_ids; -1 at max_tokens
     "random": f"{EXAMPLES}/random_reward.py:random_reward",  # heads of a coin: a control

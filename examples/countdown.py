@@ -1,4 +1,4 @@
-"""The task Countdown and its reward: make a number from others (TinyZero's task).
+"""The reward of Countdown: make a number from others (TinyZero's task).
 
     python nano_rlvr.py --task countdown --model Qwen2.5-1.5B --template r1
 """
@@ -6,31 +6,8 @@ import ast
 import re
 from fractions import Fraction
 
-from examples.arithmetic import generate
+from data import countdown  # noqa: F401
 from rewards import each, final_answer
-
-
-def countdown(rng):
-    """Make `target` from 3 or 4 numbers, each used once (TinyZero's task)."""
-    while True:
-        numbers = [rng.randint(1, 99) for _ in range(rng.randint(3, 4))]
-        value, text = numbers[0], str(numbers[0])
-        for x in numbers[1:]:
-            op = rng.choice([op for op in "+-*/" if op != "/" or value % x == 0])
-            value = {"+": value + x, "-": value - x, "*": value * x, "/": value // x}[op]
-            text = f"({text} {op} {x})"
-        if 10 <= value <= 99:
-            shown = rng.sample(numbers, len(numbers))
-            question = (f"Combine the numbers {shown} with + - * / and brackets, each number "
-                        f"exactly once, so that the result is {value}. Put the expression between "
-                        "<answer> and </answer>.")
-            return {"question": question, "answer": text[1:-1], "numbers": shown, "target": value}
-
-
-def make(split, size, seed):
-    """The rows of a split."""
-    return generate(countdown, split, size, seed)
-
 
 SIGNS = {"×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "−": "-", "（": "(", "）": ")",
          r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": "",
