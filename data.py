@@ -387,6 +387,31 @@ def encode(example, tokenizer, template):
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the text has its BOS
 
 
+def completion_texts(rollouts, tokenizer):
+    """The texts of completions as the rewards read them, one per rollout.
+
+    EOS, BOS and padding are left out, and also another special token at the end, which has stopped
+    vLLM. Other special tokens stay, because some tokenizers have <think> or <answer> as a special
+    token. If the prompt ends with <think>, as the chat templates of some thinking models do, the
+    text begins with <think>: a completion that never closes it has no answer.
+    """
+    left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    special = set(tokenizer.all_special_ids)
+    opened = {}  # prompt -> "<think>" or ""
+    completions = []
+    for r in rollouts:
+        ids = list(r.completion)
+        if not r.truncated and ids and ids[-1] in special:
+            ids.pop()
+        completions.append([token for token in ids if token not in left_out])
+        prompt = tuple(r.prompt[-16:])
+        if prompt not in opened:
+            end = tokenizer.decode(prompt).rstrip()
+            opened[prompt] = "<think>" if end.endswith("<think>") else ""
+    texts = tokenizer.batch_decode(completions)
+    return [opened[tuple(r.prompt[-16:])] + text for r, text in zip(rollouts, texts)]
+
+
 def request_seed(*key):
     """A seed for one vLLM request from (run seed, step, index of the prompt, ...).
 

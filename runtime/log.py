@@ -15,9 +15,9 @@ from statistics import fmean
 import psutil
 import torch
 
-import data
 from runtime import __version__, ranks, records
 from runtime.batch import flatten
+from runtime.card import write_card
 from runtime.flags import ROUNDING
 from runtime.messages import RunError, first_line, plain
 from runtime.records import STAGES, stage_seconds, sync_file
@@ -33,7 +33,6 @@ SHOWN = {"reward/mean": "reward {:6.3f}", "reward/unscored": "no reward {:4.0%}"
          "kl": "kl {:.4f}", "entropy": "entropy {:.3f}",
          "tokens_per_second": "{:6.0f} tok/s"}
 TABLE = ["prompt", "completion", "reward", "advantage"]  # columns of wandb's table of rollouts
-CARD = Path(__file__).with_name("model_card.md")
 
 
 def provenance(*packages):
@@ -226,36 +225,9 @@ class Log:
             page.write([self.folder], self.folder / name)
         final, about = self.folder / "final", "the numbers: docs/metrics.md"
         if final.exists():
-            self.describe(final)
+            write_card(final, self.cfg, self.tokenizer, self.about, self.rows)
             about = f"python -m examples.chat {self.folder}; more: docs/after_the_run.md; {about}"
         self.bar.close()
         print(f"next: open {self.folder / 'report.html'}; {about}")
         if self.wandb:
             self.wandb.finish()
-
-    def describe(self, final):
-        """Lets others prompt the model in final/ as the run did, and writes its card, README.md.
-
-        The run's template becomes the chat template; generation_config.json gets its temperature,
-        length and stop tokens (those of rollout in nano_rlvr.py)."""
-        from transformers import GenerationConfig
-        cfg, tokenizer = self.cfg, self.tokenizer
-        if prompt := data.TEMPLATES.get(cfg.template, cfg.template):  # not `chat`: it is there
-            if tokenizer("")["input_ids"]:  # the tokenizer adds a BOS, but not to a chat
-                prompt = tokenizer.bos_token + prompt.removeprefix(tokenizer.bos_token)
-            text = "{{ %s.replace('{question}', messages[-1]['content']) }}" % ascii(prompt)
-            (final / "chat_template.jinja").write_text(text)
-        stop = GenerationConfig.from_pretrained(final).eos_token_id or []  # an int or a list
-        stop = {*(stop if isinstance(stop, list) else [stop]), tokenizer.eos_token_id,
-                tokenizer.get_vocab().get("<|im_end|>")} - {None}
-        GenerationConfig(
-            do_sample=True, temperature=cfg.temperature, top_p=cfg.top_p, top_k=0,
-            max_new_tokens=cfg.max_tokens, eos_token_id=sorted(stop),
-            pad_token_id=tokenizer.pad_token_id).save_pretrained(final)
-        found = [f"step {row['step']}, {evaluation_text(row)}" for row in self.rows
-                 if "eval/accuracy" in row]
-        prompt = tokenizer.decode(data.encode({"question": "{question}"}, tokenizer, cfg.template))
-        (final / "README.md").write_text(CARD.read_text().format(**self.about | vars(cfg) | {
-            "base": f"\nbase_model: {cfg.model}" * (not Path(cfg.model).is_dir()),
-            "data": cfg.data or cfg.task, "first": found[0], "last": found[-1], "prompt": prompt,
-            "versions": ", ".join(map(" ".join, self.about["versions"].items()))}))
