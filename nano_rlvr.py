@@ -446,11 +446,12 @@ def is_clipped(ratio, advantage, cfg):
 def policy_loss(logp, old, ref, batch, cfg):
     """Surrogate times correction plus k3 KL, weighted and summed. logp, old, ref: (R,).
 
-    old: log-probs before the first update of the step. ref None: no KL. Returns (loss, terms).
-    loss, a scalar: this pack's share of the global mean. terms: values per token (R,) for the
-    metrics. A loss of yours must put `mismatch` into terms, and `correction` unless --correction
-    is none. batch: see collate.
+    old None: on-policy, old = logp. ref None: no KL. Returns (loss, terms). loss, a scalar: this
+    pack's share of the global mean. terms: values per token (R,) for the metrics. A loss of yours
+    must put `mismatch` into terms, and `correction` unless --correction is none. batch: see collate.
     """
+    if old is None:
+        old = logp.detach()  # (R,)
     log_ratio = logp - old  # (R,) on-policy it is 0, but has a gradient
     if cfg.ratio == "sequence":  # GSPO: geometric mean of the sequence's ratios
         log_ratio = sequence_mean(log_ratio, batch)  # (R,) one value per sequence, at each token
@@ -539,8 +540,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
     sums = []  # per pack: each metric summed over its tokens
     for batch in batches:
         logp, batch.entropy = policy(batch)  # (R,), (R,) both have a gradient
-        if batch.old is None:  # the only update of the step: pi_old is the policy itself
-            batch.old = logp.detach()  # (R,)
+        batch.logp = logp.detach()  # (R,) for the report
         loss, terms = policy_loss(logp, batch.old, batch.ref, batch, cfg)  # loss: ()
         # Collective. ZeRO averages over the ranks; we want the sum
         policy.backward(loss * ranks.world_size())

@@ -139,9 +139,10 @@ class Log:
     def token_changes(self, step, groups, batches, policy, metrics):
         """After the update, for the report: keeps log-probs before and after it, of one rollout in
         SHARE that was trained. If that is less than one per step, of one rollout in some steps.
-        batches: those of the update, which has filled batch.old. Collective."""
+        batches: those of the update, which has filled batch.logp. Collective."""
         with timed(metrics, "report"):
-            before = rollout_logps(batches, [batch.old for batch in batches])
+            logps = [batch.logp if batch.old is None else batch.old for batch in batches]
+            before = rollout_logps(batches, logps)
             shown = tokens.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
             trained = [r for r in shown if id(r) in before]
             count = sum(map(len, groups)) / tokens.SHARE  # rollouts per step; may be below 1
