@@ -15,7 +15,7 @@ import itertools
 import random
 import re
 
-from rewards import each
+from rewards import anywhere, right  # noqa: F401 (--rewards of earlier commands name them)
 
 FORMS = ("What is {} times {}?", "What is {} multiplied by {}?", "Compute {} x {}.",
          "How much is {} times {}?", "Calculate the product of {} and {}.",
@@ -57,16 +57,3 @@ def primed(split, size, seed):
 
 def numbers(text):
     return re.findall(r"-?\d+", text.replace(",", ""))
-
-
-@each
-def right(text, answer):
-    """1 if the last number of the text is the answer."""
-    return float(numbers(text)[-1:] == [answer])
-
-
-@each
-def anywhere(text, answer):
-    """1 if any number of the text is the answer: what the format alone can gain is the difference
-    to `right`. With weight 0 it is only shown."""
-    return float(answer in numbers(text))
