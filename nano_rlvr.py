@@ -447,8 +447,8 @@ def policy_loss(logp, old, ref, batch, cfg):
     """Surrogate times correction plus k3 KL, weighted and summed. logp, old, ref: (R,).
 
     old None: on-policy, old = logp. ref None: no KL. Returns (loss, terms). loss, a scalar: this
-    pack's share of the global mean. terms: values per token (R,) for the metrics. A loss of yours
-    must put `mismatch` into terms, and `correction` unless --correction is none. batch: see collate.
+    pack's share of the global mean. terms: values per token (R,) for the metrics. batch: see
+    collate. A loss of yours must put mismatch into terms, and correction if --correction is on.
     """
     if old is None:
         old = logp.detach()  # (R,)

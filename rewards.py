@@ -215,25 +215,6 @@ def random_reward(completions, prompts=None, sample_index=None, step=None, rando
     return rewards
 
 
-# ------------------------------------------------------------------------------ the task `products`
-
-def numbers_in(text):
-    return re.findall(r"-?\d+", text.replace(",", ""))
-
-
-@each
-def right(text, answer):
-    """1.0 if the last number of the text is the answer."""
-    return float(numbers_in(text)[-1:] == [answer])
-
-
-@each
-def anywhere(text, answer):
-    """1.0 if any number of the text is the answer: what the format alone can gain is the difference
-    to `right`. With weight 0 it is only shown."""
-    return float(answer in numbers_in(text))
-
-
 # --------------------------------------------------------------------------------------- by name
 
 KNOWN = {  # name: function  # the columns it reads; what 1.0 means

@@ -15,21 +15,8 @@ import itertools
 import random
 import re
 
+from data import ask_products, products
 from rewards import anywhere, right  # noqa: F401 (--rewards of earlier commands name them)
-
-FORMS = ("What is {} times {}?", "What is {} multiplied by {}?", "Compute {} x {}.",
-         "How much is {} times {}?", "Calculate the product of {} and {}.",
-         "Multiply {} by {}.", "Find {} x {}.", "What do you get if you multiply {} by {}?",
-         "{} x {} = ?")
-
-
-def make(split, size, seed):
-    """Questions. A quarter of the pairs, in both orders, is for evaluation: in no training question
-    are these two numbers multiplied."""
-    rng = random.Random(0)  # not the seed: the split must be the same in every run
-    pairs = list(itertools.combinations_with_replacement(range(2, 13), 2))
-    rng.shuffle(pairs)
-    return ask(pairs[:len(pairs) // 4] if split == "test" else pairs[len(pairs) // 4:], rng)[:size]
 
 
 def larger(split, size, seed):
@@ -46,7 +33,3 @@ def primed(split, size, seed):
     for row in products(split, size, seed):
         a, b = re.findall(r"\d+", row["question"])
         yield row | {"question": f"{row['question']}{turn}{a} x {b} ="}
-
-
-def numbers(text):
-    return re.findall(r"-?\d+", text.replace(",", ""))

@@ -15,7 +15,7 @@ from runtime import guard, ranks, stats, trainer
 
 SETTINGS = {  # differences from Config
     "all on rank 0": dict(zero_stage=1, aggregate="constant"),
-    "process rewards, all on rank 0, balanced": dict(zero_stage=2, aggregate="token"),
+    "process rewards, all on rank 0": dict(zero_stage=2, aggregate="token"),
     "one group left, untied": dict(
         zero_stage=3, filter_groups=True, correction="token_mask", correction_cap=3.0),
 }
