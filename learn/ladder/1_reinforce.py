@@ -2,9 +2,15 @@
 
     python -m learn.ladder.1_reinforce [seed]
 
-The model answers sums such as 14+2-9. In the words of RL, the model is the policy. A right answer
-has reward 1, and a wrong answer has reward 0. Nobody shows the model a right answer. The model
-samples answers, a line of code judges them, and the update makes the rewarded ones more probable.
+The model answers sums. It reads a prompt and writes a completion, one token after the other:
+
+    prompt      <|user|>14+2-9<|assistant|>
+    completion  <think>14+2=16  16-9=7</think><answer>7</answer>
+
+It has two habits. It works a sum out, as above, or it guesses: <think></think><answer>9</answer>.
+Nobody shows it a right answer. The model samples completions, `score` gives reward 1 to those with
+the right answer and reward 0 to the others, and `update` makes the rewarded ones more probable. In
+the words of RL, the model is the policy.
 
 Let p(o) be the probability that the model writes the completion o, and r(o) its reward. We want a
 larger mean reward J. Because grad p = p * grad log p,
@@ -145,4 +151,5 @@ def train(seed=0):
 
 
 if __name__ == "__main__":
-    train(seed=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    seed = sys.argv[1] if len(sys.argv) > 1 else 0
+    train(int(seed))

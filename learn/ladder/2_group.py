@@ -19,6 +19,8 @@ May we subtract something from the rewards? The mean of grad log p(o) is the sum
 p(o) * grad log p(o) = grad p(o). All p(o) sum to 1, whose gradient is 0. So a number that is the
 same for all completions of a question adds nothing to the mean of the gradient. The mean of a group
 contains the completion itself, so it also makes the mean of the gradient shorter, by 1 / SAMPLES.
+(All this is exact for a loss that divides by a constant. Ours divides by the number of tokens,
+which depends on the samples.)
 
 Divided by the deviation, the advantages have the same size for rewards of any scale. The 1e-4
 avoids a division by 0. This advantage is the G of GRPO, group relative (arXiv:2402.03300). GRPO
@@ -160,4 +162,5 @@ def train(seed=0):
 
 
 if __name__ == "__main__":
-    train(seed=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    seed = sys.argv[1] if len(sys.argv) > 1 else 0
+    train(int(seed))

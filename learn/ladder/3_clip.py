@@ -15,7 +15,8 @@ it counts twice:
     token_loss = -ratio * advantage
 
 The gradient of the ratio is ratio * grad log p. At the first optimizer step the ratio is 1, and the
-gradient is that of step 2. One ratio per token is only right as long as the two models are close.
+gradient is that of step 2. A ratio per token, and not per completion, is nearly right as long as
+the two models are close.
 
 2. The clip (PPO, arXiv:1707.06347). A token whose ratio has moved far enough has no gradient:
 
@@ -145,7 +146,7 @@ def policy_loss(logp, old, ref, advantage, mask):
 def update(model, ref_model, optimizer, batch, reward):
     """Takes MINIBATCHES optimizer steps, each on its own part of the completions."""
     advantage = advantages(reward)  # (N,)
-    with torch.no_grad():
+    with torch.no_grad():  # before the first optimizer step
         old = log_probs(model, batch)  # (N, C)
         ref = log_probs(ref_model, batch)  # (N, C)
     order = torch.randperm(len(reward))  # (N,)
@@ -191,4 +192,5 @@ def train(seed=0):
 
 
 if __name__ == "__main__":
-    train(seed=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    seed = sys.argv[1] if len(sys.argv) > 1 else 0
+    train(int(seed))

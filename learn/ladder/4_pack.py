@@ -99,19 +99,24 @@ def advantages(reward):
 
 
 def collate(sequences, weight):
-    """Lays sequences end to end in one row. weight: of each token in the loss. -> pack"""
-    ids = []  # T token ids
-    positions = []  # T, each the place of a token in its sequence
-    owner = []  # T, each the number of the sequence
-    predictors = []  # R, each the place whose logits predict a completion token
-    advantage = []  # R, each that of the whole completion
+    """Lays sequences end to end in one row. weight: of each token in the loss. -> pack
+
+    Two sequences of three and two prompt tokens p, each with two completion tokens c:
+
+        ids         p p p c c p p c c
+        positions   0 1 2 3 4 0 1 2 3
+        owner       0 0 0 0 0 1 1 1 1
+        predictors  2, 3, 6 and 7: the places before each c, because logits are of the next token
+    """
+    ids, positions, owner = [], [], []  # T entries each
+    predictors, advantage = [], []  # R entries each
     for number, sequence in enumerate(sequences):
         tokens = sequence.prompt + sequence.completion
         first = len(ids) + len(sequence.prompt)  # place of the first completion token
         ids += tokens
         positions += range(len(tokens))
         owner += [number] * len(tokens)
-        predictors += range(first - 1, len(ids) - 1)  # the logits at a place are of the next token
+        predictors += range(first - 1, len(ids) - 1)
         advantage += [sequence.advantage] * len(sequence.completion)
     ids = torch.tensor(ids)  # (T,)
     positions = torch.tensor(positions)  # (T,)
@@ -174,7 +179,7 @@ def update(model, ref_model, optimizer, sequences, reward):
     for rows in order.chunk(MINIBATCHES):  # (N / MINIBATCHES,)
         part = [sequences[row] for row in rows]
         minibatches.append(make_packs(part))
-    with torch.no_grad():
+    with torch.no_grad():  # before the first optimizer step
         for packs in minibatches:
             for pack in packs:
                 pack.old = log_probs(model, pack)  # (R,)
@@ -217,4 +222,5 @@ def train(seed=0):
 
 
 if __name__ == "__main__":
-    train(seed=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    seed = sys.argv[1] if len(sys.argv) > 1 else 0
+    train(int(seed))

@@ -2,26 +2,29 @@
 
     python -m learn.ladder.5_vllm [seed]
 
-The model answers sums. It reads a prompt and writes a completion:
+The model answers sums. It reads a prompt and writes a completion, one token after the other:
 
     prompt      <|user|>14+2-9<|assistant|>
     completion  <think>14+2=16  16-9=7</think><answer>7</answer>
 
-It can work a sum out, as above, but more often it guesses: <think></think><answer>9</answer>.
-Nobody shows it a right answer. It learns from its own completions. Each of 20 steps does this:
+It has two habits. It works a sum out, as above, or it guesses: <think></think><answer>9</answer>.
+Nobody shows it a right answer, and nobody tells it which habit is the better one. It learns from
+its own completions. Each of 20 steps does this:
 
-1. `sample`       vLLM writes 8 completions of each of 16 prompts. The 8 are a group.
+1. `sample`       vLLM, an engine that only generates, writes 8 completions of each of 16 prompts.
+                  The 8 completions of a prompt are a group.
 2. `score`        A right answer has reward 1, a wrong answer has reward 0.
 3. `advantages`   Each reward is compared with the rewards of its group.
-4. `update`       Tokens of completions that are better than their group become more probable,
+4. `update`       The tokens of completions that are better than their group become more probable,
                   the tokens of worse ones less probable. `policy_loss` says by how much.
-5. `sync`         vLLM gets the new weights.
+5. `sync`         vLLM has its own copy of the weights, and now gets the new ones.
 
-The functions stand in this order, and `train` at the end calls them. Step 5 of the ladder adds vLLM
-to step 4. vLLM has its own copy of the weights. If new weights did not arrive, vLLM would sample
-from the old ones without any error, so two checks can stop the run. `sync` compares checksums of
-the weights (on a CPU, it sees 4 % of them, because vLLM stores the others in another layout).
-`update` compares the log-probs that vLLM and the trainer compute for the same tokens.
+The functions stand in this order, and `train` at the end calls them. All runs on one CPU core. What
+this file adds to step 4 of the ladder: vLLM, the sync, and its own questions in plain lines.
+
+If a sync failed, vLLM would go on sampling from old weights, without any error. So two checks can
+stop the run. `sync` compares checksums of the weights. `update` compares the log-probs that vLLM
+and the trainer compute for the same tokens.
 
 Shapes: N completions. A pack has T tokens, R of them in completions. V vocabulary.
 """
@@ -45,10 +48,10 @@ STEPS = 20
 PROMPTS = 16  # per step
 SAMPLES = 8  # completions of each prompt: a group
 MAX_TOKENS = 96  # of a completion
-MINIBATCHES = 4  # optimizer steps per batch of completions
-PACK = 8  # sequences in a pack
+MINIBATCHES = 4  # optimizer steps per step, each on a quarter of the completions
+PACK = 8  # sequences in a row of the trainer
 LR = 1e-4
-CLIP = 0.2  # a token whose probability changes by more than 20 % is not pushed further
+CLIP = 0.2  # a token whose probability has moved by 20 % is not pushed further in this step
 KL_COEF = 0.01  # the price for leaving the model of the start
 MAX_GAP = 0.01  # between a log-prob of vLLM and the trainer's
 
@@ -80,7 +83,7 @@ def make_questions(tokenizer, split, size, seed):
     answers = {}  # text -> answer
     while len(answers) < size:
         text, answer = make_sum(rng)
-        is_test = zlib.crc32(text.encode()) % 8 == 0  # one of eight
+        is_test = zlib.crc32(text.encode()) % 8 == 0  # one sum of eight
         if is_test == (split == "test"):
             answers[text] = answer
     questions = []
@@ -98,8 +101,8 @@ class Sequence:
     """A prompt and a completion that vLLM has written."""
     prompt: list  # token ids
     completion: list  # token ids
-    vllm_logps: list  # vLLM's log p of each token of the completion
-    advantage: float = 0.0
+    vllm_logps: list  # vLLM's log p of each token of the completion, for the check of the sync
+    advantage: float = 0.0  # update() fills it in
 
 
 def sample(llm, questions, greedy=False):
@@ -118,7 +121,7 @@ def sample(llm, questions, greedy=False):
         logps = []
         for token, candidates in zip(output.token_ids, output.logprobs):
             logps.append(candidates[token].logprob)
-        completion = list(output.token_ids)  # the last one is the end token
+        completion = list(output.token_ids)  # the last one is the end token, unless it was cut
         sequences.append(Sequence(question.prompt, completion, logps))
         texts.append(output.text)
     return sequences, texts
@@ -136,31 +139,39 @@ def score(texts, questions):
 # ------------------------------------------------------------------------------------ 3. advantages
 
 def advantages(reward):
-    """Compares each reward with those of its group, SAMPLES neighbours. (N,) -> (N,)"""
+    """Compares each reward with those of its group, SAMPLES neighbours. (N,) -> (N,)
+
+    The advantages of a group have mean 0 and deviation 1. If one answer of eight is right, its
+    advantage is 2.65, and each wrong one has -0.38. If all rewards of a group are equal, all its
+    advantages are 0: there is nothing to prefer."""
     groups = reward.view(-1, SAMPLES)  # (PROMPTS, SAMPLES)
     mean = groups.mean(1, keepdim=True)  # (PROMPTS, 1)
     std = groups.std(1, keepdim=True, correction=0)  # (PROMPTS, 1)
-    advantage = (groups - mean) / (std + 1e-4)  # (PROMPTS, SAMPLES) 0 if all rewards are equal
+    advantage = (groups - mean) / (std + 1e-4)  # (PROMPTS, SAMPLES)
     return advantage.flatten()  # (N,)
 
 
 # ---------------------------------------------------------------------------------------- 4. update
 
 def collate(sequences, weight):
-    """Lays sequences end to end in one row. weight: of each token in the loss. -> pack"""
-    ids = []  # T token ids
-    positions = []  # T, each the place of a token in its sequence
-    owner = []  # T, each the number of the sequence
-    predictors = []  # R, each the place whose logits predict a completion token
-    vllm_logps = []  # R
-    advantage = []  # R, each that of the whole completion
+    """Lays sequences end to end in one row. weight: of each token in the loss. -> pack
+
+    Two sequences of three and two prompt tokens p, each with two completion tokens c:
+
+        ids         p p p c c p p c c
+        positions   0 1 2 3 4 0 1 2 3
+        owner       0 0 0 0 0 1 1 1 1
+        predictors  2, 3, 6 and 7: the places before each c, because logits are of the next token
+    """
+    ids, positions, owner = [], [], []  # T entries each
+    predictors, vllm_logps, advantage = [], [], []  # R entries each
     for number, sequence in enumerate(sequences):
         tokens = sequence.prompt + sequence.completion
         first = len(ids) + len(sequence.prompt)  # place of the first completion token
         ids += tokens
         positions += range(len(tokens))
         owner += [number] * len(tokens)
-        predictors += range(first - 1, len(ids) - 1)  # the logits at a place are of the next token
+        predictors += range(first - 1, len(ids) - 1)
         vllm_logps += sequence.vllm_logps
         advantage += [sequence.advantage] * len(sequence.completion)
     ids = torch.tensor(ids)  # (T,)
@@ -207,14 +218,15 @@ def log_probs(model, pack):
 
 def policy_loss(logp, old, ref, advantage, weight):
     """The pack's part of the mean over all tokens. Tensors (R,) -> ()"""
-    # The gradient of ratio * advantage is advantage * grad log p at ratio 1. It makes a token with
-    # a positive advantage more probable, and a token with a negative advantage less probable.
+    # At the first optimizer step the ratio is 1, but it still has a gradient, that of log p. So a
+    # token with a positive advantage becomes more probable, and one with a negative less.
     ratio = (logp - old).exp()  # (R,) p now / p before the update
-    # The minimum takes the gradient from a token that has moved far enough in its direction.
+    # A token that has moved by CLIP in the direction of its advantage has no gradient any more: the
+    # minimum takes the clipped ratio, which is constant there.
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)  # (R,)
     objective = torch.minimum(ratio * advantage, clipped * advantage)  # (R,)
-    # k3 is 0 where the model agrees with the model of the start, and positive elsewhere. If the
-    # tokens are sampled from the model, the mean of k3 is the KL divergence between the two.
+    # k3 is 0 where the model agrees with the model of the start, and positive elsewhere. Its mean
+    # over tokens that the model samples is the KL divergence from the model to that of the start.
     d = ref - logp  # (R,)
     k3 = d.exp() - d - 1  # (R,)
     token_loss = -objective + KL_COEF * k3  # (R,)
@@ -230,7 +242,7 @@ def update(model, ref_model, optimizer, sequences, reward):
     for rows in order.chunk(MINIBATCHES):  # (N / MINIBATCHES,)
         part = [sequences[row] for row in rows]
         minibatches.append(make_packs(part))
-    with torch.no_grad():
+    with torch.no_grad():  # before the first optimizer step
         for packs in minibatches:
             for pack in packs:
                 pack.old = log_probs(model, pack)  # (R,)
@@ -249,10 +261,14 @@ def update(model, ref_model, optimizer, sequences, reward):
 # ------------------------------------------------------------------------------------------ 5. sync
 
 def sync(model, llm):
-    """Copies the weights into vLLM. Raises RunError if vLLM does not have them afterwards."""
+    """Copies the weights into vLLM. Raises RunError if a weight that can be read there differs.
+
+    On a CPU, only 4 % of this model's weights can be read: vLLM stores the others in the layout of
+    a kernel. Old weights among these show in the log-probs, which update() compares."""
     # named_parameters() would leave out the head, which shares its weights with the embedding.
     weights = SentWeights(model.state_dict().items())  # keeps a checksum of each tensor
-    # Without an iterator, vLLM would load the weights of the start from the disk again.
+    # vLLM's own method takes the weights. Without an iterator, it would silently load those of the
+    # start from the disk again.
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     weights.check(llm)
     llm.reset_prefix_cache()  # it has keys and values that the old weights have computed
@@ -268,7 +284,7 @@ def train(seed=0):
         seed=seed,
         max_num_seqs=256,  # completions at a time
         max_model_len=256,  # tokens of a prompt and its completion
-        cuda_args={},
+        cuda_args={},  # more arguments for a GPU
     )
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # as in all steps of the ladder, so that their seconds compare
@@ -302,4 +318,5 @@ def train(seed=0):
 
 
 if __name__ == "__main__":
-    train(seed=int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    seed = sys.argv[1] if len(sys.argv) > 1 else 0
+    train(int(seed))
