@@ -125,9 +125,9 @@ def package_folder(name):
     return Path(spec.origin).parents[1] if spec else None
 
 
-def packages_in(text):
-    """Those of PACKAGES that are installed and that the text names."""
-    return [name for name in PACKAGES if name in text and package_folder(name)]
+def installed_packages():
+    """Those of PACKAGES that are installed."""
+    return [name for name in PACKAGES if package_folder(name)]
 
 
 def _run(job, seconds, jailed):
@@ -137,7 +137,8 @@ def _run(job, seconds, jailed):
     """
     job |= {"jailed": jailed, "seconds": seconds, "memory": JAIL_MEMORY,
             "processes": JAIL_PROCESSES}
-    packages = packages_in(json.dumps([job["program"], job["runs"]]))
+    text = json.dumps([job["program"], job["runs"]])
+    packages = [name for name in installed_packages() if name in text]
     command = ["-S", "-s", "-B", "-X", "utf8", "-c", SUPERVISOR]
     if jailed:
         command = _jailed(command, packages)
