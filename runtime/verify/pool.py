@@ -192,10 +192,10 @@ class Pool:
         self.fork_server.wait()
 
     def _start_fork_server(self):
-        root = str(Path(__file__).resolve().parents[1])
+        root = str(Path(__file__).resolve().parents[2])
         self.control, theirs = socket.socketpair()
         # os._exit does not wait for threads of a user's file, but drops buffers, hence -u
-        code = (f"import os, sys; sys.path.insert(0, {root!r}); from verify import pool; "
+        code = (f"import os, sys; sys.path.insert(0, {root!r}); from runtime.verify import pool; "
                 "pool._serve(); os._exit(0)")
         command = [sys.executable, "-u", "-c", code, str(theirs.fileno())]
         # One thread each and no GPU, whatever a user's reward function imports. A session of its
