@@ -41,6 +41,7 @@ class RunFlags:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # bfloat16 has fp32 master weights
     lora_rank: int = 0  # train adapters of this rank on all linear layers; 0 = train all weights
     memory_gb: float = 0.0  # GiB of the device for this run, 0 = all; the next four must fit it
+    layout: Literal["auto", "packed", "rows"] = "auto"  # of a batch: end to end, or padded rows
     pack_tokens: int = 0  # most tokens per forward pass (a longer sequence goes alone), 0 = auto
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # recompute activations
     compile: Literal["auto", "on", "off"] = "auto"  # layers and head by torch.compile: on a GPU
@@ -105,7 +106,7 @@ NEEDS = (
 # Flags that may differ in a resumed run: they change no result (log.py compares the data) ...
 FREE = set("name out resume resume_force config save_every keep timeout wandb data "
            "eval_data".split())
-ROUNDING = set("compile zero_stage pack_tokens gradient_checkpointing offload memory_gb "
+ROUNDING = set("layout compile zero_stage pack_tokens gradient_checkpointing offload memory_gb "
                "gpu_memory_utilization versions world device".split())  # ... or its rounding
 
 MOVED = {  # flags of former versions -> what to use now

@@ -54,7 +54,8 @@ class ModelShape:
     parameters: int
     hidden: int
     layers: int
-    attention: int  # query heads times head size
+    attention: int  # query heads times head size; 0 without attention
+    head_size: int
     mlp: int  # intermediate size of the MLP
     vocab: int
     kv_cache: int  # numbers in the keys and values of one token, over all layers
@@ -66,14 +67,17 @@ class ModelShape:
         """The shape of a model folder or hub id."""
         built = empty_model(model)
         config = built.config.get_text_config()
-        heads = config.num_attention_heads
+        heads = getattr(config, "num_attention_heads", None) or 0  # Mamba has none
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+        mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size  # GPT-2: none
         return cls(
             parameters=sum(p.numel() for p in built.parameters()),
-            hidden=config.hidden_size, layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            layers=config.num_hidden_layers,
             attention=heads * head_size,
-            mlp=getattr(config, "intermediate_size", 4 * config.hidden_size),  # GPT-2 has none
+            head_size=head_size if heads else 0,
+            mlp=mlp,
             vocab=config.vocab_size,
             kv_cache=2 * config.num_hidden_layers * kv_heads * head_size,
             qk_norms=any("q_norm" in name for name, _ in built.named_parameters()))
