@@ -10,11 +10,13 @@ import typing
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import data
 import nano_rlvr as nr
 import runtime.engine
 import runtime.flags
+import runtime.memory
 import runtime.messages
 from conftest import ENV, ROOT, close, fixed_rollouts, make_config
 
@@ -201,6 +203,13 @@ def test_a_gpu_that_cannot_be_used_or_has_no_bfloat16_is_refused_with_what_to_do
     with pytest.raises(ValueError, match="use --dtype float32"):
         nr.parse_config([])
     nr.parse_config(["--dtype", "float32"])
+
+
+def test_the_peak_rate_of_a_cpu_in_bfloat16_is_measured_with_few_operations():
+    """One product of 2048 x 2048 took 40 s on a CPU without instructions for bfloat16."""
+    with FlopCounterMode(display=False) as counter:
+        assert runtime.memory.peak_flops.__wrapped__("bfloat16") > 0
+    assert 0 < counter.get_total_flops() <= 2 * 2048**3 / 8
 
 
 def test_a_machine_that_cannot_compile_is_refused_and_one_that_will_says_so(
