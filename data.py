@@ -354,14 +354,15 @@ def read_template(template):
     run stores the text: one with "{question}" is taken as it is. Raises ValueError for others."""
     if template in TEMPLATES or "{question}" in template:
         return template
+    problem = "it needs {question} where the question belongs"
     try:
         text = Path(template).read_text(encoding="utf-8-sig").removesuffix("\n")
-        if "{question}" not in text:
-            raise ValueError("it needs {question} where the question belongs")
-        return text
+        if "{question}" in text:
+            return text
     except (OSError, ValueError) as e:
-        raise ValueError(f"--template {template}: not one of {', '.join(TEMPLATES)}, and no file "
-                         f"that can be used ({e})") from None
+        problem = e
+    raise ValueError(f"--template {template}: not one of {', '.join(TEMPLATES)}, and no file that "
+                     f"can be used ({problem})")
 
 
 @functools.lru_cache(maxsize=2)
