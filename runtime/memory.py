@@ -99,14 +99,16 @@ class ModelShape:
 
 @functools.cache
 def peak_flops(dtype):
-    """Dense FLOP/s of this device in `dtype`: from the data sheet, or measured in 0.5 s."""
+    """Dense FLOP/s of this device in `dtype`: from the data sheet, or measured in a few seconds."""
     cuda = torch.cuda.is_available()
     if cuda and dtype == "bfloat16":
         for name, flops in DATA_SHEET.items():
             if re.search(rf"\b{name}\b", torch.cuda.get_device_name()):
                 return flops
-    n, device = (8192, "cuda") if cuda else (2048, "cpu")
-    a = torch.randn(n, n, dtype=getattr(torch, dtype), device=device)
+    n = 8192 if cuda else 2048
+    if not cuda and dtype == "bfloat16":
+        n = 512  # a CPU without instructions for bfloat16 does less than 10^9 operations per second
+    a = torch.randn(n, n, dtype=getattr(torch, dtype), device="cuda" if cuda else "cpu")
 
     def product():
         (a @ a)[0, 0].item()  # item() waits for a GPU
