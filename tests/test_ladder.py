@@ -49,13 +49,13 @@ def padded(prompts, completions):
     return reinforce.Batch(ids, attention, mask=attention[:, P:])
 
 
-def moved(step, completions, *ref_model):
+def moved(step, completions, advantage, *ref_model):
     """How far one update of a step moves the weights by plain gradient descent, in float64."""
     with float64():
         model, start = tiny(0.01), tiny(0.01)
         descent = torch.optim.SGD(model.parameters(), 1e-4)
         torch.manual_seed(0)  # of the order of the completions
-        step.update(model, *ref_model, descent, completions, REWARD.double())
+        step.update(model, *ref_model, descent, completions, advantage.double())
         changes = [(a - b).flatten() for a, b in zip(model.parameters(), start.parameters())]
         return torch.cat(changes)
 
@@ -69,19 +69,20 @@ def test_each_step_does_what_the_one_before_does_without_what_it_adds(rollouts, 
             sequences.append(packs.Sequence(r.prompt, r.completion))
             logps, _ = naive_logps(model, r)  # (R,)
             sampled.append(vllm.Sequence(r.prompt, r.completion, logps.tolist()))
-    first = moved(reinforce, batch)
-    second = moved(in_groups, batch)
-    third = moved(clip, batch, ref_model)
+    advantage = in_groups.advantages(REWARD.double())  # (16,)
+    assert all(step.advantages(REWARD.double()).equal(advantage) for step in STEPS[2:])
+    first = moved(reinforce, batch, REWARD)
+    second = moved(in_groups, batch, advantage)
+    third = moved(clip, batch, advantage, ref_model)
     assert not torch.allclose(first, second) and not torch.allclose(second, third)
-    monkeypatch.setattr(clip, "MINIBATCHES", 1)
-    monkeypatch.setattr(clip, "KL_COEF", 0.0)
-    close(moved(clip, batch, ref_model), second)
+    close(moved(in_groups, batch, REWARD), first)
     for size in (packs.PACK, 3):
         monkeypatch.setattr(packs, "PACK", size)
-        close(moved(packs, sequences, ref_model), third)
-    close(moved(vllm, sampled, ref_model), third)
-    monkeypatch.setattr(in_groups, "advantages", lambda reward: reward)
-    close(moved(in_groups, batch), first)
+        close(moved(packs, sequences, advantage, ref_model), third)
+    close(moved(vllm, sampled, advantage, ref_model), third)
+    monkeypatch.setattr(clip, "MINIBATCHES", 1)
+    monkeypatch.setattr(clip, "KL_COEF", 0.0)
+    close(moved(clip, batch, advantage, ref_model), second)
 
 
 def test_the_loss_of_step_4_has_the_gradient_of_the_scripts(rollouts, group, monkeypatch):
@@ -121,7 +122,7 @@ def test_the_questions_and_rewards_of_step_5_are_the_scripts(llm, tokenizer):
 
 def test_step_5_stops_if_vllm_has_old_weights_and_a_sync_brings_the_new(fresh_llm, tokenizer):
     model = tiny(0.01)
-    questions = vllm.make_questions(tokenizer, "test", vllm.SAMPLES, seed=0)
+    questions = vllm.make_questions(tokenizer, "test", 8, seed=0)
 
     def update():
         sequences, _ = vllm.sample(fresh_llm, questions)
