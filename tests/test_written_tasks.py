@@ -129,6 +129,33 @@ def test_a_question_of_follow_names_every_argument_and_the_reward_reads_it():
 
 # ---- programs
 
+BY_HAND = {  # kind: (k, an argument, what the text of the kind says of it)
+    "count_above": (2, [1, 2, 3, 4], 2),
+    "scaled": (3, [1, -2], [3, -6]),
+    "multiples": (2, [1, -2, 0], [-2, 0]),
+    "clipped": (2, [1, 2, 3, -4], [1, 2, 2, -4]),
+    "largest": (2, [3, 9, 5], [9, 5]),
+    "gaps": (2, [1, 2, 5, 9], [4, 7]),
+    "rotated": (2, [1, 2, 3], [3, 1, 2]),
+    "repeated": (2, "ab", "ab-ab"),
+    "shifted": (3, "ayz", "dbc"),
+    "every": (2, "abcde", "ace"),
+    "chunks": (2, "abcde", ["ab", "cd", "e"]),
+    "long_words": (2, "a bee is far", ["bee", "far"]),
+    "initials": (2, "a bee far", "abefa"),
+    "digit_powers": (2, 34, 25),
+    "steps": (4, 13, [4, 8, 12]),
+}
+
+
+@pytest.mark.parametrize("kind", programs.KINDS)
+def test_a_solution_does_what_the_question_says(kind):
+    k, argument, value = BY_HAND[kind]
+    names = {}
+    exec(programs.solution(kind, k), names)
+    assert names[kind](argument) == value
+
+
 @needs_jail
 def test_a_right_program_of_each_kind_passes_and_one_that_returns_its_argument_fails():
     rows = {}
