@@ -1,4 +1,4 @@
-"""Tokenizer and model of the trainer, LoRA, the LM head, the reference's way to the GPU."""
+"""Tokenizer and model of the trainer, torch.compile, the reference's way to the GPU, LoRA."""
 import contextlib
 import os
 from pathlib import Path
@@ -16,7 +16,8 @@ CPU_HEADS = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512  # sizes that vLLM
 def loading(part, cfg, hint):
     """Any exception in this block becomes a ValueError with one line about a part of the model."""
     is_folder = Path(cfg.model).is_dir()
-    is_folder or hub_answers()  # decides whether the libraries try to reach it
+    if not is_folder:
+        hub_answers()  # decides whether the libraries try to reach it
     try:
         yield
     except Exception as e:  # a config.json is free text, and a model may have its own code
@@ -57,17 +58,18 @@ def load_tokenizer(cfg):
 
 def check_architecture(cfg, model):
     """Raises ValueError for what the rehearsal does not notice: see guard.rehearse."""
-    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
     settings = "final_logit_softcapping logit_scale logits_scaling attention_chunk_size".split()
-    found = [name for name in settings if getattr(config, name, None) not in (None, 1.0)]
+    faults = [name for name in settings if getattr(config, name, None) not in (None, 1.0)]
     if type(head) is not torch.nn.Linear or head.bias is not None:
-        found += ["an LM head that is no plain matrix"]
+        faults.append("an LM head that is no plain matrix")
     size = ModelShape.of(cfg.model).attention // config.num_attention_heads
     if not torch.cuda.is_available() and size not in CPU_HEADS:
-        found += [f"attention heads of size {size}, for which vLLM has no kernel on a CPU"]
-    if found:
+        faults.append(f"attention heads of size {size}, for which vLLM has no kernel on a CPU")
+    if faults:
         raise ValueError(f"--model {cfg.model} ({config.model_type}) is not supported: it has "
-                         f"{' and '.join(found)}")
+                         f"{' and '.join(faults)}")
 
 
 def load_model(cfg):
@@ -156,10 +158,10 @@ class WithoutAdapters(torch.nn.Module):
     def forward(self, batch):
         for layer in self.layers:
             layer.enable_adapters(False)
-        found = self.policy[0](batch)  # (R,), (R,)
+        logp, entropy = self.policy[0](batch)  # (R,), (R,)
         for layer in self.layers:
             layer.enable_adapters(True)
-        return found
+        return logp, entropy
 
 
 def merge_adapter(model, name, tensor):
