@@ -65,22 +65,24 @@ class ModelShape:
     @functools.cache
     def of(cls, model):
         """The shape of a model folder or hub id."""
-        built = empty_model(model)
-        config = built.config.get_text_config()
+        empty = empty_model(model)
+        config = empty.config.get_text_config()
+        hidden = config.hidden_size
+        layers = config.num_hidden_layers
         heads = getattr(config, "num_attention_heads", None) or 0  # Mamba has none
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-        mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size  # GPT-2: none
+        head_size = getattr(config, "head_dim", None) or hidden // max(heads, 1)
+        names = [name for name, _ in empty.named_parameters()]
         return cls(
-            parameters=sum(p.numel() for p in built.parameters()),
-            hidden=config.hidden_size,
-            layers=config.num_hidden_layers,
+            parameters=sum(p.numel() for p in empty.parameters()),
+            hidden=hidden,
+            layers=layers,
             attention=heads * head_size,
             head_size=head_size if heads else 0,
-            mlp=mlp,
+            mlp=getattr(config, "intermediate_size", None) or 4 * hidden,  # GPT-2 has none
             vocab=config.vocab_size,
-            kv_cache=2 * config.num_hidden_layers * kv_heads * head_size,
-            qk_norms=any("q_norm" in name for name, _ in built.named_parameters()))
+            kv_cache=2 * layers * kv_heads * head_size,
+            qk_norms=any("q_norm" in name for name in names))
 
     def forward_flops(self, rollouts):
         """FLOPs of one forward pass over the completions and, once each, their prompts. A query has
@@ -88,8 +90,11 @@ class ModelShape:
         prompts = {tuple(r.prompt) for r in rollouts}
         completion_tokens = sum(len(r.completion) for r in rollouts)
         tokens = sum(map(len, prompts)) + completion_tokens
-        pairs = sum(len(prompt) ** 2 for prompt in prompts)  # twice the (query, key) pairs
-        pairs += sum(len(r) ** 2 - len(r.prompt) ** 2 for r in rollouts)
+        pairs = 0  # twice the (query, key) pairs
+        for prompt in prompts:
+            pairs += len(prompt) ** 2
+        for r in rollouts:
+            pairs += len(r) ** 2 - len(r.prompt) ** 2
         # the embedding is a look-up; an untied head is counted as body too: slightly too much
         head = self.vocab * self.hidden
         body = self.parameters - head
@@ -123,8 +128,9 @@ def keep_freed_memory():
     kernel, which fills each page with zeros again: a fifth of an update of a real model."""
     libc = ctypes.CDLL(None)
     if not torch.cuda.is_available():
-        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
-            libc.mallopt(option, value)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(M_ARENA_MAX, 1)
 
 
 def free_host_bytes():
@@ -156,8 +162,11 @@ def bytes_per_number(cfg):
 
 def trained_parameters(cfg, shape):
     """Number of trained parameters: all, or those of adapters: r * (a + b) per matrix (a, b)."""
-    sides = 7 * shape.hidden + 2 * shape.attention + 3 * shape.mlp + shape.kv_cache // shape.layers
-    return cfg.lora_rank * shape.layers * sides or shape.parameters
+    if not cfg.lora_rank:
+        return shape.parameters
+    keys_and_values = shape.kv_cache // shape.layers
+    sides = 7 * shape.hidden + 2 * shape.attention + 3 * shape.mlp + keys_and_values
+    return cfg.lora_rank * shape.layers * sides
 
 
 def checkpoint_bytes(cfg, shape):
@@ -331,8 +340,9 @@ def peak_gib():
 
 def is_out_of_memory(error):
     """Whether an exception means that the device is full: vLLM's and cuBLAS' are RuntimeErrors."""
-    full = ("out of memory", "allocate memory", "ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in full)
+    texts = ("out of memory", "allocate memory", "ALLOC_FAILED")
+    is_named = any(text in str(error) for text in texts)
+    return is_named or isinstance(error, torch.OutOfMemoryError)
 
 
 def smaller(cfg, in_host=False):

@@ -1,4 +1,4 @@
-"""Tokenizer and model of the trainer, LoRA, the LM head, the reference's way to the GPU."""
+"""Tokenizer and model of the trainer, torch.compile, the reference's way to the GPU, LoRA."""
 import contextlib
 import dataclasses
 import os
@@ -19,7 +19,8 @@ CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2; RecurrentGemma
 def loading(part, cfg, hint):
     """Any exception in this block becomes a ValueError with one line about a part of the model."""
     is_folder = Path(cfg.model).is_dir()
-    is_folder or hub_answers()  # decides whether the libraries try to reach it
+    if not is_folder:
+        hub_answers()  # decides whether the libraries try to reach it
     try:
         yield
     except Exception as e:  # a config.json is free text, and a model may have its own code
@@ -217,10 +218,10 @@ class WithoutAdapters(torch.nn.Module):
     def forward(self, batch):
         for layer in self.layers:
             layer.enable_adapters(False)
-        found = self.policy[0](batch)  # (R,), (R,)
+        logp, entropy = self.policy[0](batch)  # (R,), (R,)
         for layer in self.layers:
             layer.enable_adapters(True)
-        return found
+        return logp, entropy
 
 
 def merge_adapter(model, name, tensor):
