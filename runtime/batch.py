@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from runtime import ranks
 from runtime.messages import RunError
 
+SIMILAR = 0.85  # in the layout `rows`: length of a sequence / the longest one's of its batch
+
 
 @dataclass
 class Rollout:
@@ -165,13 +167,16 @@ def pack(rollouts, budget):
 
 def rows(rollouts, budget):
     """Lists of rollouts of similar length: B rows of the longest one's L tokens, with B * L at most
-    `budget`. A longer rollout goes alone."""
+    `budget`. A longer rollout goes alone. No row is filled to less than SIMILAR."""
     lists = []
+    longest = 0
     for r in sorted(rollouts, key=len, reverse=True):
-        if lists and (len(lists[-1]) + 1) * len(lists[-1][0]) <= budget:
+        fits = lists and (len(lists[-1]) + 1) * longest <= budget
+        if fits and len(r) >= SIMILAR * longest:
             lists[-1].append(r)
         else:
             lists.append([r])
+            longest = len(r)
     return lists
 
 
