@@ -105,7 +105,8 @@ def test_each_step_does_what_the_one_before_does_without_what_it_adds(
     close(moved(clip, batch, advantage, ref_model), second)
 
 
-def test_the_loss_of_step_4_has_the_gradient_of_the_scripts(rollouts, group, monkeypatch):
+def test_the_losses_of_steps_3_to_5_have_the_gradient_of_the_scripts(
+        rollouts, group, monkeypatch):
     """With other log-probs as old and reference: the clip acts."""
     monkeypatch.setattr(packs, "PACK", len(rollouts))
     cfg = make_config(samples=8, prompts=2, aggregate="token", correction="none",
@@ -126,9 +127,18 @@ def test_the_loss_of_step_4_has_the_gradient_of_the_scripts(rollouts, group, mon
             sequences.append(packs.Sequence(r.prompt, r.completion, value))
         [pack] = packs.make_packs(sequences)
         assert pack.targets.equal(batch.targets)
-        loss = packs.policy_loss(logp, old, ref, pack.advantage, pack.weight)  # ()
-        [gradient_of_step_4] = torch.autograd.grad(loss, logp)  # (R,)
-        close(gradient_of_step_4, gradient)
+        losses = [
+            packs.policy_loss(logp, old, ref, pack.advantage, pack.weight),  # ()
+            vllm.policy_loss(logp, old, ref, pack.advantage, pack.weight),  # ()
+        ]
+        # for step 3, each token is a completion of its own
+        column = logp.unsqueeze(-1)  # (R, 1)
+        mask = torch.ones_like(column)  # (R, 1)
+        losses.append(clip.policy_loss(
+            column, old.unsqueeze(-1), ref.unsqueeze(-1), pack.advantage, mask))  # ()
+        for loss in losses:
+            [gradient_of_step] = torch.autograd.grad(loss, logp)  # (R,)
+            close(gradient_of_step, gradient)
 
 
 def rows(questions):
