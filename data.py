@@ -10,100 +10,159 @@ reward functions receive every column. Nothing here keeps state: the examples ar
 import csv
 import datetime
 import functools
+import itertools
 import json
+import math
 import os
-import pickle
 import random
 import re
-import signal
+import zlib
 from collections import namedtuple
 from pathlib import Path
-from resource import RLIMIT_DATA, getrlimit, setrlimit
-from statistics import mode
 
 from tqdm import tqdm
 
 from runtime import messages
-from runtime.verify import pool, user_code
+from runtime.verify import user_code
 from runtime.verify.verifier import ADDED_COLUMNS, SETTINGS
 
-EXAMPLES = os.path.relpath(Path(__file__).parent / "examples")
+with_bar = functools.partial(tqdm, delay=5, mininterval=5, leave=False,  # after 5 s, on rank 0
+                             disable=os.environ.get("RANK", "0") != "0")
+
+
+# ------------------------------------------------------------------------------- the built-in tasks
+
+def generate(draw, split, size, seed):
+    """Yields `size` distinct examples from draw(rng). The checksum of a question decides its split:
+    whatever the seed, no test question is in the training split."""
+    rng = random.Random(f"{draw.__name__}/{split}/{seed}")
+    seen = set()
+    while len(seen) < size:
+        example = draw(rng)
+        question = example["question"]
+        is_test = zlib.crc32(question.encode()) % 8 == 0
+        if is_test == (split == "test") and question not in seen:
+            seen.add(question)
+            yield example
+
+
+def arithmetic(rng):
+    """A sum of 3 to 6 terms such as 14+2+9. Every running total is in 0..99."""
+    total = rng.randint(1, 20)
+    question = str(total)
+    terms = 1
+    for _ in range(rng.randint(2, 5)):
+        x = rng.choice([x for x in range(-20, 21) if x and 0 <= total + x <= 99])
+        total += x
+        question += f"{x:+d}"
+        terms += 1
+    return {"question": question, "answer": str(total), "terms": terms}
+
+
+def countdown(rng):
+    """Make `target` from 3 or 4 numbers, each used once (TinyZero's task)."""
+    while True:
+        numbers = [rng.randint(1, 99) for _ in range(rng.randint(3, 4))]
+        value = numbers[0]
+        text = str(value)
+        for x in numbers[1:]:
+            operator = rng.choice([op for op in "+-*/" if op != "/" or value % x == 0])
+            value = {"+": value + x, "-": value - x, "*": value * x, "/": value // x}[operator]
+            text = f"({text} {operator} {x})"
+        if 10 <= value <= 99:
+            break
+    shuffled = rng.sample(numbers, len(numbers))
+    question = (f"Combine the numbers {shuffled} with + - * / and brackets, each number exactly "
+                f"once, so that the result is {value}. Put the expression between <answer> and "
+                "</answer>.")
+    return {"question": question, "answer": text[1:-1], "numbers": shuffled, "target": value}
+
+
+PRODUCT_FORMS = (
+    "What is {} times {}?", "What is {} multiplied by {}?", "Compute {} x {}.",
+    "How much is {} times {}?", "Calculate the product of {} and {}.", "Multiply {} by {}.",
+    "Find {} x {}.", "What do you get if you multiply {} by {}?", "{} x {} = ?")
+
+
+def products(split, size, seed):
+    """Products of two numbers from 2 to 12, asked in words. A quarter of the pairs is for
+    evaluation: no training question multiplies these two numbers, in either order."""
+    rng = random.Random(0)  # not the seed: the split must be the same in every run
+    pairs = list(itertools.combinations_with_replacement(range(2, 13), 2))
+    rng.shuffle(pairs)
+    held_out = len(pairs) // 4
+    return ask_products(pairs[:held_out] if split == "test" else pairs[held_out:], rng)[:size]
+
+
+def ask_products(pairs, rng):
+    """The questions about pairs of numbers in all forms and both orders, shuffled."""
+    both_orders = sorted({*pairs, *[(b, a) for a, b in pairs]})
+    rows = []
+    for form, (a, b) in itertools.product(PRODUCT_FORMS, both_orders):
+        question = f"{form.format(a, b)} Answer with the number only."
+        rows.append({"question": question, "answer": str(a * b)})
+    rng.shuffle(rows)
+    return rows
+
+
+# source: make(split, size, seed) -> rows, or a hub dataset. rewards: the default of --rewards
 Task = namedtuple("Task", "source rewards test_only", defaults=[False])
-# name -> where its examples come from, as in load, and its default for --rewards
 TASKS = {
-    "arithmetic": Task(f"{EXAMPLES}/arithmetic.py:make", "gsm8k:1"),
-    "countdown": Task(f"{EXAMPLES}/countdown.py:make", "countdown:1,format:0.1"),
-    "products": Task(f"{EXAMPLES}/products.py:make",
-                     f"{EXAMPLES}/products.py:right,{EXAMPLES}/products.py:anywhere:0"),
+    "arithmetic": Task(functools.partial(generate, arithmetic), "gsm8k:1"),
+    "countdown": Task(functools.partial(generate, countdown), "countdown:1,format:0.1"),
+    "products": Task(products, "right:1,anywhere:0"),
     "gsm8k": Task("openai/gsm8k:main", "gsm8k:1"),
     "math": Task("DigitalLearningGmbH/MATH-lighteval", "math:1"),
     "math500": Task("HuggingFaceH4/MATH-500", "math:1", test_only=True),
     "aime24": Task("HuggingFaceH4/aime_2024", "math:1", test_only=True),
     "amc23": Task("math-ai/amc23", "math:1", test_only=True),
 }
-# without --question_key and --answer_key, the first of these columns that a source has
-ASKED = ("question", "problem", "prompt")
-KEYS = {"question": (*ASKED, "messages", "conversations"),
-        "answer": ("answer", "solution", "ground_truth")}
-FILES = (".jsonl", ".json", ".csv", ".parquet")
-# "\frac" in a text of JSON, or of Python that is not raw, is a form feed and "rac"
-LOST_BACKSLASH = re.compile(
-    r"[\a\b\f\v][a-z]|[\t\r](?:heta|imes|frac|ext\w*(?=\{)|ight(?:arrow)?|ho|au|riangle)(?![a-z])")
-TAKEN = {"eval_set": "the trainer uses this name",  # columns that a row may not have
-         "eval_of": "the trainer uses this name",
-         "reward": "rows cannot name rewards, see docs/data_and_rewards.md"}
-with_bar = functools.partial(tqdm, delay=5, mininterval=5, leave=False,  # after 5 s, on rank 0
-                             disable=os.environ.get("RANK", "0") != "0")
-MAKE = ("; or yield {'question': text, 'answer': text} per row from def make(split, size, seed) in "
-        "a file of yours, --data my_file.py:make (docs/data_and_rewards.md has one)")
-
 
 # ------------------------------------------------------------------------------- files and hub sets
 
-def unique(pairs):
-    """dict(pairs). Raises ValueError if a key is there twice: its first value would be lost."""
-    names = [name for name, _ in pairs if name]
-    if len(set(names)) < len(names):
-        raise ValueError(f"'{mode(names)}' is there twice")
-    return dict(pairs)
-
-
-def numbered(name, rows):
-    return ((f"{name}, row {n}", row) for n, row in enumerate(rows, 1))
+FILES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def read_rows(path):
-    """jsonl, json, csv or parquet file -> iterator of (location, row), the former for messages."""
-    kind, location, rows = path.suffix.lower(), path, None
+    """The rows of a file, with their places in it for messages: an iterator of (location, row).
+
+    Raises ValueError with one line if the file cannot be read."""
+    kind = path.suffix.lower()
+    location = path
+    rows = None
     try:
         if kind == ".jsonl":
-            for n, line in enumerate(path.read_bytes().split(b"\n"), 1):
-                location = f"{path}:{n}"
+            for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+                location = f"{path}:{number}"
                 if line.strip():
-                    yield location, json.loads(line, object_pairs_hook=unique)
+                    yield location, json.loads(line)
             return
         if kind == ".json":
-            rows = json.loads(path.read_bytes(), object_pairs_hook=unique)
-            rows = rows.get("data") if isinstance(rows, dict) else rows
+            rows = json.loads(path.read_bytes())
+            if isinstance(rows, dict):
+                rows = rows.get("data")
         elif kind == ".csv":
-            csv.field_size_limit(2**31 - 1)  # of a field, in characters; its default is 131,072
+            csv.field_size_limit(2**31 - 1)  # characters in a field; the default is 131,072
             with path.open(encoding="utf-8-sig", newline="") as file:
-                reader = csv.DictReader(file, strict=True)
-                unique([(name, "") for name in reader.fieldnames or ()])
-                rows = list(reader)
+                rows = list(csv.DictReader(file, strict=True))
         elif kind == ".parquet":
             from pyarrow import parquet
             rows = parquet.read_table(path).to_pylist()
     except Exception as e:  # each format has error types of its own
-        raise ValueError(f"{location}: cannot be read ({messages.first_line(e)})") from e
+        raise ValueError(f"{location}: cannot be read ({messages.first_line(e)}); a .jsonl file "
+                         "has an object per line, a .json file one list of objects") from e
     if not isinstance(rows, list):
         raise ValueError(f"{path}: not a jsonl, csv or parquet file, nor a .json file with a list "
                          "of objects (or one under 'data')")
     yield from numbered(path, rows)
 
 
+def numbered(name, rows):
+    return ((f"{name}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
 def hub_rows(repo, name, split):
-    """A split of a hub dataset (or its only one) -> iterator of (location, row)."""
+    """A split of a hub dataset, or its only one: an iterator of (location, row)."""
     messages.hub_answers()  # before datasets is imported: it looks only once whether it is offline
     from datasets import load_dataset
     try:
@@ -118,73 +177,114 @@ def hub_rows(repo, name, split):
     yield from numbered(f"{repo}[{split}]", rows)
 
 
+def is_made(source):
+    """Whether the rows of a source come from a function make(split, size, seed)."""
+    if source in TASKS:
+        return callable(TASKS[source].source)
+    return bool(re.fullmatch(r".+\.py:\w+", source))
+
+
 def function_rows(source, split, size, seed):
-    """What make(split, size, seed) of my_file.py:make gives -> iterator of (location, row)."""
-    make, room = user_code.load(source, kind="data"), 2**30
+    """The rows of a task or of my_file.py:make: an iterator of (location, row)."""
+    make = TASKS[source].source if source in TASKS else user_code.load(source, kind="data")
     try:
-        for location, row in numbered(source, make(split, size, seed)):
-            room -= 1000 + len(json.dumps(row))  # only what a file can hold: plain values
-            if room < 0:
-                raise ValueError(f"{size} rows are needed; a million, or a GiB, is too much")
+        for number, (location, row) in enumerate(numbered(source, make(split, size, seed))):
+            if number == 10**6:
+                raise ValueError(f"{size} rows are needed; a million is too much")
+            json.dumps(row)  # a TypeError for what no file holds: a set's order is never the same
             yield location, row
     except (Exception, SystemExit) as e:  # a user's file: any type
         raise ValueError(f"data {source}: {user_code.user_error(e, source)}") from e
 
 
+# ----------------------------------------------------------------------------------- row to example
+
+# without --question_key and --answer_key, the first of these columns that a source has
+ASKED = ("question", "problem", "prompt")
+KEYS = {"question": (*ASKED, "messages", "conversations"),
+        "answer": ("answer", "solution", "ground_truth")}
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names -> those of chats
+MAKE = ("; or yield {'question': text, 'answer': text} per row from def make(split, size, seed) in "
+        "a file of yours, --data my_file.py:make (docs/data_and_rewards.md has one)")
+
+
+def read_chat(turns):
+    """A list of messages -> {role: text}. It has the role user, perhaps system before it and
+    assistant after it. {} for all other lists, for other values, and for a text in parts."""
+    chat = {}
+    for turn in turns if isinstance(turns, list) else ():
+        match turn:
+            case ({"role": str(role), "content": str(text)}
+                  | {"from": str(role), "value": str(text)}
+                  | {"from": str(role), "ground_truth": {"value": text}}):
+                role = ROLES.get(role, role)
+            case _:
+                return {}
+        if role in chat:
+            return {}
+        chat[role] = text
+    order = [role for role in ("system", "user", "assistant") if role in chat]
+    return chat if "user" in chat and list(chat) == order else {}
+
+
 def spread(row):
-    """A row as others publish it -> with `question` and `answer`, unless it has such columns: from
-    verl's reward_model; or from two turns, of the user and with the answer, as chats, ShareGPT and
-    Open-Reasoner-Zero have them. Its rows are lists; on the hub, {"0": ..., "1": ...}."""
+    """A row as others publish it -> with `question` and `answer`, unless it has such columns.
+
+    They come from verl's reward_model; or from a chat with an answer, as chats (messages), ShareGPT
+    (conversations) and Open-Reasoner-Zero have it. The rows of the last are lists of two messages;
+    on the hub, {"0": ..., "1": ...}. Raises ValueError if the row has no columns."""
     match row:
         case [{}, *_]:
             row = {"messages": row}
-        case {"0": {} as asked, "1": {} as answered}:
-            row = row | {"messages": [asked, answered]}
+        case {"0": {} as user, "1": {} as assistant}:
+            row = row | {"messages": [user, assistant]}
+    if not isinstance(row, dict):
+        raise ValueError(f"a row must be an object with named columns{MAKE}")
+    added = {}
+    chat = read_chat(row.get("messages", row.get("conversations")))
+    if "assistant" in chat and not row.keys() & {*ASKED}:
+        added = {"question": chat["user"], "answer": chat["assistant"]}
+        if "system" in chat:
+            added["system_prompt"] = chat["system"]
     match row:
         case {"reward_model": {"ground_truth": gold}}:
-            return {"answer": gold} | row
-        case {"messages": turns} | {"conversations": turns}:
-            match turns:
-                case [{"role": "user", "content": question} | {"from": "human", "value": question},
-                      {"role": "assistant", "content": gold} | {"from": "gpt", "value": gold}
-                      | {"ground_truth": {"value": gold}}] if not {*ASKED} & row.keys():
-                    return {"question": question, "answer": gold} | row
-    return row
+            added["answer"] = gold
+    return added | row
+
+
+def is_empty(value):
+    """Also True for NaN, pandas' missing value, and for infinity, as JSON reads 1e400."""
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    return value is None or str(value).strip().lower() in ("", "nan")
 
 
 def example_of(row, keys):
-    """A row of a file or hub dataset -> example. keys: columns of {"question": ..., "answer": ...}.
-    Raises ValueError that says what is wrong."""
-    if not all(isinstance(name, str) for name in row):  # csv names surplus fields None
-        raise ValueError("more fields than the header has, or a column whose name is not text")
-    for name in row.keys() & TAKEN:
-        raise ValueError(f"rename or remove the column '{name}': {TAKEN[name]}")
-    # JSON can write half a surrogate pair, which no tokenizer takes: encode raises a ValueError
-    json.dumps(row, ensure_ascii=False, default=str).encode()
-    pickle.dumps([[[[[[[[row]]]]]]]])  # as for the rewards, and deeper: a RecursionError
+    """A row -> an example. keys: the columns of {"question": ..., "answer": ...}. A system message
+    before the question becomes the column system_prompt. Raises ValueError with what is wrong."""
+    if None in row:  # where csv puts surplus fields
+        raise ValueError("more fields than the header has")
     for kind, name in keys.items():
-        value = row.get(name)
-        if name != "none" and (  # pandas' missing value is NaN
-                value is None or str(value).strip().lower() in ("", "nan")):
-            fault = f"'{name}' is empty or NaN" if name in row else (
-                f"no '{name}' (it has {', '.join(map(str, row))})")
-            raise ValueError(f"{fault}; --{kind}_key names another column{MAKE}")
-    match row.get(keys["question"]):
-        case (str(question) | [{"role": "user", "content": str(question)}]
-              | [{"from": "human", "value": str(question)}]):
-            example = row | {"question": question}
-        case other:
-            raise ValueError(f"'{keys['question']}' must be text, or messages with one of the role "
-                             f"user and no other, not {other!r:.150}{MAKE}")
-    name = keys["answer"]
-    if name != "none":
-        if isinstance(row[name], (dict, list)):
-            raise ValueError(f"'{name}' must be text or a number; --answer_key none hands it "
-                             f"to the rewards as it is{MAKE}")
-        example["answer"] = str(row[name])
-        if LOST_BACKSLASH.search(example["answer"]):
-            raise ValueError(f"'{name}' is {example['answer'][:99]!r}: a LaTeX command lost "
-                             r"its backslash; JSON needs \\frac, Python r'\frac'")
+        if name != "none" and is_empty(row.get(name)):
+            problem = f"'{name}' is empty, NaN or infinite"
+            if name not in row:  # in quotes, which show a blank in a name
+                problem = f"no '{name}' (it has {', '.join(map(repr, row))})"
+            raise ValueError(f"{problem}; --{kind}_key names another column{MAKE}")
+    question = row.get(keys["question"])
+    chat = {"user": question} if isinstance(question, str) else read_chat(question)
+    if "user" not in chat or "assistant" in chat:
+        raise ValueError(f"'{keys['question']}' must be text, or messages: one of the role user, "
+                         f"before it at most one of the role system, not {question!r:.150}{MAKE}")
+    chat["user"].encode()  # a ValueError for half a surrogate pair, which no tokenizer takes
+    example = row | {"question": chat["user"]}
+    if "system" in chat:
+        example["system_prompt"] = chat["system"]
+    if keys["answer"] != "none":
+        answer = row[keys["answer"]]
+        if isinstance(answer, (dict, list)):
+            raise ValueError(f"'{keys['answer']}' must be text or a number; --answer_key none "
+                             f"hands it to the rewards as it is{MAKE}")
+        example["answer"] = str(answer)
     return example
 
 
@@ -199,28 +299,28 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
     Returns a list of dicts with `question` and, unless answer_key is "none", `answer` as strings.
     Raises ValueError with one line that names file, row and column."""
     if source in TASKS:
-        source, question_key, answer_key = TASKS[source].source, "", ""
-    keys, path = {"question": question_key, "answer": answer_key}, Path(source)
-    if path.is_file():
-        rows = read_rows(path)
-    elif re.fullmatch(r".+\.py:\w+", source):
+        question_key = answer_key = ""
+        if not is_made(source):
+            source = TASKS[source].source  # on the hub
+    if is_made(source):
         rows = function_rows(source, split, size or 8192, seed)
-    elif source.count("/") == 1 and path.suffix.lower() not in FILES:
+    elif Path(source).is_file():
+        rows = read_rows(Path(source))
+    elif source.count("/") == 1 and Path(source).suffix.lower() not in FILES:
         repo, _, name = source.partition(":")
         rows = hub_rows(repo, name or None, split)
     else:
         raise ValueError(f"{source}: no such file, no task ({', '.join(TASKS)}), no function "
                          "(my_file.py:make) and no hub dataset (org/name)")
+    keys = {"question": question_key, "answer": answer_key}
     examples = []
     for location, row in with_bar(rows, source):
         try:
             row = spread(row)
-            if not isinstance(row, dict):
-                raise ValueError(f"a row must be an object with named columns{MAKE}")
             for kind, names in KEYS.items():  # the first row decides which columns they are
                 keys[kind] = keys[kind] or next((name for name in names if name in row), kind)
             examples.append(example_of(row, keys))
-        except (ValueError, RecursionError) as e:
+        except ValueError as e:
             # in one line: a column may have a line break in its name
             raise ValueError(f"{location}: {' '.join(str(e).split())}") from None
         if len(examples) == size:
@@ -232,13 +332,23 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
 
 # ------------------------------------------------------------------------------ prompts and batches
 
-TEMPLATES = {"chat": "",  # the prompt comes from the tokenizer's own chat template
-             "none": "{question}"}  # "{question}" is replaced by the question
-TEMPLATES |= {name: Path(EXAMPLES, f"{name}.txt").read_text().removesuffix("\n") for name in (
-    "r1",  # DeepSeek-R1, arXiv:2501.12948, table 1
-    "qwen_math")}  # Qwen2.5-Math's own prompt (its model card)
-# for a chat template that writes today's date: --resume must not see other prompts. Llama 3.1's
-TODAY = datetime.datetime(2024, 7, 26)
+TEMPLATES = {  # "{question}" is replaced by the question
+    "chat": "",  # the prompt comes from the tokenizer's own chat template
+    "none": "{question}",
+    "r1": (  # DeepSeek-R1, arXiv:2501.12948, table 1
+        "A conversation between User and Assistant. The user asks a question, and the Assistant "
+        "solves it. The assistant first thinks about the reasoning process in the mind and then "
+        "provides the user with the answer. The reasoning process and answer are enclosed within "
+        "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning "
+        "process here </think> <answer> answer here </answer>. User: {question}. Assistant:"),
+    "qwen_math": (  # Qwen2.5-Math's own prompt (its model card)
+        "<|im_start|>system\n"
+        "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
+        "<|im_start|>user\n"
+        "{question}<|im_end|>\n"
+        "<|im_start|>assistant\n"),
+}
+TODAY = datetime.datetime(2024, 7, 26)  # Llama 3.1's; see encode_chat
 
 
 def read_template(template):
@@ -256,37 +366,75 @@ def read_template(template):
                          f"that can be used ({e})") from None
 
 
-def _too_long(*_):
-    raise TimeoutError("no end after 2 s")
+@functools.lru_cache(maxsize=2)
+def added_prefix(tokenizer):
+    """The token ids that a tokenizer puts before every text: its BOS, or none. Some tokenizers put
+    an EOS behind the text as well, which a prompt must not have: it would end before the answer."""
+    first = tokenizer("1+1", add_special_tokens=False)["input_ids"][0]
+    ids = tokenizer("1+1")["input_ids"]
+    return ids[:ids.index(first)]
 
 
 def encode(example, tokenizer, template):
-    """Token ids (list[int]) of an example's prompt. template: what read_template returns. `chat`
-    raises ValueError if the tokenizer has no chat template, or one that fails, does not end in 2 s
-    of CPU time and 1 GiB, omits the question or multiplies it."""
+    """Token ids (list[int]) of an example's prompt. template: what read_template returns. The
+    system_prompt of an example, if it has one, is a text before the question. Raises ValueError
+    for the template `chat`, see encode_chat."""
+    system = example.get("system_prompt")
     question = example["question"]
-    if template != "chat":
-        prompt = TEMPLATES.get(template, template).replace("{question}", question)
-        ids = tokenizer(prompt)["input_ids"]
-        # the template of a file may begin with the BOS, which the tokenizer adds too
-        return ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
+    if template == "chat":
+        return encode_chat(system, question, tokenizer)
+    if system:
+        question = f"{system}\n\n{question}"
+    prompt = TEMPLATES.get(template, template).replace("{question}", question)
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    prefix = added_prefix(tokenizer)
+    # the template of a file may begin with the BOS
+    return ids if ids[:len(prefix)] == prefix else prefix + ids
+
+
+def encode_chat(system, question, tokenizer):
+    """Token ids of the tokenizer's own chat template. It sees one date on every day, because a
+    resumed run must have the same prompts. Raises ValueError if there is no chat template, or if it
+    fails or leaves out a text."""
+    chat = [{"role": "user", "content": question}]
+    if system:
+        chat.insert(0, {"role": "system", "content": system})
     advice = "use --template r1, qwen_math or none"
-    limits = getrlimit(RLIMIT_DATA)
     try:
-        signal.signal(signal.SIGPROF, _too_long)
-        signal.setitimer(signal.ITIMER_PROF, 2)
-        setrlimit(RLIMIT_DATA, (pool.data_bytes() + 2**30, limits[1]))
         text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True,
-            strftime_now=TODAY.strftime)
-    except Exception as e:  # none, or a template that fails: it is a program, any type can come
+            chat, tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime)
+    except Exception as e:  # a template is a program: any type can come
         raise ValueError(f"the chat template fails ({messages.first_line(e)}); {advice}") from e
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        setrlimit(RLIMIT_DATA, limits)
-    if question.strip() not in text or len(text) - len(question) > 10**6:
-        raise ValueError(f"the chat template omits or multiplies the question; {advice}")
+    for message in chat:
+        if message["content"].strip() not in text:
+            raise ValueError(f"the chat template omits the message of the {message['role']}; "
+                             f"{advice}")
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the text has its BOS
+
+
+def completion_texts(rollouts, tokenizer):
+    """The texts of completions as the rewards read them, one per rollout.
+
+    EOS, BOS and padding are left out, and also another special token at the end, which has stopped
+    vLLM. Other special tokens stay, because some tokenizers have <think> or <answer> as a special
+    token. If the prompt ends with <think>, as the chat templates of some thinking models do, the
+    text begins with <think>: a completion that never closes it has no answer.
+    """
+    left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    special = set(tokenizer.all_special_ids)
+    opened = {}  # prompt -> "<think>" or ""
+    completions = []
+    for r in rollouts:
+        ids = list(r.completion)
+        if not r.truncated and ids and ids[-1] in special:
+            ids.pop()
+        completions.append([token for token in ids if token not in left_out])
+        prompt = tuple(r.prompt[-16:])
+        if prompt not in opened:
+            end = tokenizer.decode(prompt).rstrip()
+            opened[prompt] = "<think>" if end.endswith("<think>") else ""
+    texts = tokenizer.batch_decode(completions)
+    return [opened[tuple(r.prompt[-16:])] + text for r, text in zip(rollouts, texts)]
 
 
 def request_seed(*key):
@@ -324,69 +472,96 @@ def load_eval_sets(cfg, **keys):
     With several sets an example has its set in `eval_set`: a task's name, or a file's without its
     ending. `eval_of` is the number of examples of the whole set; a function makes --eval_size.
     Raises ValueError if two sets have the same name."""
-    examples, sources = [], [x.strip() for x in (cfg.eval_data or cfg.task).split(",")]
-    names = [path.stem if path.suffix.lower() in FILES else path.name
-             for path in map(Path, sources)]
-    names = [re.sub(r"[^\w.-]", "-", name) for name in names]  # it becomes a part of metrics' names
+    sources = [source.strip() for source in (cfg.eval_data or cfg.task).split(",")]
+    names = []
+    for path in map(Path, sources):
+        name = path.stem if path.suffix.lower() in FILES else path.name
+        names.append(re.sub(r"[^\w.-]", "-", name))  # it becomes a part of metrics' names
     if len(set(names)) < len(names) or "" in names:
         raise ValueError(f"--eval_data {cfg.eval_data}: two sets have one name, or a set has none")
+    examples = []
     for source, name in zip(sources, names):
-        is_made = ".py:" in TASKS.get(source, [source])[0]  # by a function, which may have no end
-        rows = load(source, "test", cfg.eval_size if is_made else 0, **keys)
-        own = {"eval_of": len(rows)}
+        # a function makes no more rows than are needed
+        rows = load(source, "test", cfg.eval_size if is_made(source) else 0, **keys)
+        columns = {"eval_of": len(rows)}
         if len(sources) > 1:
-            own["eval_set"] = name
-        examples += [row | own for row in rows[:cfg.eval_size or None]]
+            columns["eval_set"] = name
+        examples += [row | columns for row in rows[:cfg.eval_size or None]]
     return examples
+
+
+def load_sets(cfg):
+    """Training and held-out examples. --data without --eval_data: up to a tenth of its examples (of
+    a function: for seed 0) is held out, for all seeds the same."""
+    source = cfg.data or cfg.task
+    keys = {"question_key": cfg.question_key, "answer_key": cfg.answer_key}
+    train_set = load(source, "train", seed=cfg.seed, **keys)
+    if cfg.eval_data or not cfg.data:
+        return train_set, load_eval_sets(cfg, **keys)
+    rows = load(source, "train", **keys) if is_made(source) else train_set
+    size = min(cfg.eval_size or len(rows), max(1, len(rows) // 10))
+    order = epoch_order(len(rows), 0, "held out")
+    return train_set, [rows[i] for i in sorted(order[:size])]
 
 
 def load_splits(cfg, tokenizer, at_least=1, notify=print):
     """Training and held-out examples of a run, each with its token ids in `prompt_ids`.
 
-    --data without --eval_data: up to a tenth of its examples (of a function: for seed 0) is held
-    out, for all seeds the same. Examples with a prompt longer than --max_prompt are left out, and
-    so are training examples whose question is held out; notify(text) is called with their number.
+    Examples with a prompt longer than --max_prompt are left out, and so are training examples whose
+    question is held out, whatever its white space; notify(text) is called with their number.
     Raises ValueError or OSError with one line."""
     if not cfg.data and TASKS[cfg.task].test_only:
         raise ValueError(f"--task {cfg.task} has no training examples; evaluate on it: --task math "
                          f"--eval_data {cfg.task}")
-    source = cfg.data or cfg.task
-    keys = {"question_key": cfg.question_key, "answer_key": cfg.answer_key}
-    train_set = load(source, "train", seed=cfg.seed, **keys)
-    if cfg.eval_data or not cfg.data:
-        eval_set = load_eval_sets(cfg, **keys)
-    else:
-        rows = load(source, "train", **keys) if ".py:" in source else train_set
-        size = min(cfg.eval_size or len(rows), max(1, len(rows) // 10))
-        order = epoch_order(len(rows), 0, "held out")
-        eval_set = [rows[i] for i in sorted(order[:size])]
-
+    train_set, eval_set = load_sets(cfg)
     taken = ADDED_COLUMNS | SETTINGS | {"prompt_ids", "completions"}
     for name in sorted(taken & set().union(*train_set, *eval_set)):
         notify(f"note: rewards get the trainer's column '{name}', not that of the data")
-    held_out = {example["question"] for example in eval_set if cfg.steps}  # --steps 0: no training
-    new = [example for example in train_set if example["question"] not in held_out]
-    if left_out := len(train_set) - len(new):
-        notify(f"{left_out} of {len(train_set)} training examples left out: their questions are "
+    note_control_tokens(train_set + eval_set, tokenizer, notify)
+    everything = len(train_set)
+    if cfg.steps:  # --steps 0 trains on nothing
+        held_out = {without_space(example) for example in eval_set}
+        train_set = [e for e in train_set if without_space(e) not in held_out]
+    if left_out := everything - len(train_set):
+        notify(f"{left_out} of {everything} training examples left out: their questions are "
                "held out")
+    return (fitting("training", train_set, cfg, tokenizer, at_least, notify),
+            fitting("evaluation", eval_set, cfg, tokenizer, at_least, notify))
+
+
+def without_space(example):
+    return "".join(example["question"].split())
+
+
+def note_control_tokens(examples, tokenizer, notify):
+    """Says how many questions have the text of a control token, such as the EOS: it reaches the
+    model as this token."""
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    pattern = re.compile("|".join(map(re.escape, tokens)) or "(?!)")  # (?!) is never there
+    matches = [pattern.search(example["question"]) for example in examples]
+    matches = [match[0] for match in matches if match]
+    if matches:
+        notify(f"note: {len(matches)} of {len(examples)} questions have a control token of the "
+               f"tokenizer in their text, such as {matches[0]}")
+
+
+def fitting(kind, examples, cfg, tokenizer, at_least, notify):
+    """The examples with `prompt_ids` of at most --max_prompt tokens. kind: for messages."""
     from runtime.memory import empty_model  # late: it imports torch
-    config = empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config()
+    vocabulary = empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config().vocab_size
+    for example in with_bar(examples, f"{kind} prompts"):
+        ids = example["prompt_ids"] = encode(example, tokenizer, cfg.template)
+        if max(ids, default=0) >= vocabulary:
+            raise ValueError(f"--model {cfg.model}: its vocabulary of {vocabulary} has no token "
+                             f"{max(ids)}: is this another model's tokenizer?")
+    kept = [example for example in examples if len(example["prompt_ids"]) <= cfg.max_prompt]
     limit = f"--max_prompt {cfg.max_prompt}"
-
-    def fitting(name, examples):
-        for example in with_bar(examples, f"{name} prompts"):
-            ids = example["prompt_ids"] = encode(example, tokenizer, cfg.template)
-            if max(ids, default=0) >= config.vocab_size:
-                raise ValueError(f"--model {cfg.model}: its vocabulary of {config.vocab_size} has "
-                                 f"no token {max(ids)}: is this another model's tokenizer?")
-        kept = [e for e in examples if len(e["prompt_ids"]) <= cfg.max_prompt]
-        if len(kept) < at_least:
-            raise ValueError(f"{source}: {len(kept)} {name} prompts are left, {at_least} needed: "
-                             f"held out questions and those beyond {limit} tokens do not count")
-        if left_out := len(examples) - len(kept):
-            notify(f"{left_out} of {len(examples)} {name} prompts left out: longer than {limit}")
-        if lost := {e.get("eval_set") for e in examples} - {e.get("eval_set") for e in kept}:
-            raise ValueError(f"--eval_data {min(lost)}: no prompt of it fits into {limit} tokens")
-        return kept
-
-    return fitting("training", new), fitting("evaluation", eval_set)
+    if len(kept) < at_least:
+        raise ValueError(f"{cfg.data or cfg.task}: {len(kept)} {kind} prompts are left, {at_least} "
+                         f"needed: held out questions and those beyond {limit} tokens do not count")
+    if left_out := len(examples) - len(kept):
+        notify(f"{left_out} of {len(examples)} {kind} prompts left out: longer than {limit}")
+    lost = {e.get("eval_set") for e in examples} - {e.get("eval_set") for e in kept}
+    if lost:
+        raise ValueError(f"--eval_data {min(lost)}: no prompt of it fits into {limit} tokens")
+    return kept

@@ -5,7 +5,7 @@
     torchrun --nproc_per_node 2 nano_rlvr.py         two processes, each with vLLM and a ZeRO shard
     python nano_rlvr.py --algo dr_grpo --help        all flags, with the defaults of that preset
 
-One step of the loop, in the order of this file; `train`, near the end, shows it on one screen:
+One step of the loop, in the order of this file; `train`, near the end, has it in one column:
 
     1. rollout     vLLM samples G completions for each of P prompts, with log-probs (log pi_vllm)
     2. reward      verifiers (rewards.py) turn texts into numbers; None is "no reward", not 0
@@ -18,16 +18,18 @@ One step of the loop, in the order of this file; `train`, near the end, shows it
     8. sync        the new weights go into vLLM in place; checksums of both copies must agree
 
 A textbook PPO has a critic, GAE, padding and means per micro-batch. Here the loss is a sum over
-tokens, each with a weight: for GRPO 1 / (S * tokens of its completion), where S counts sequences
-of the optimizer step, over packs and ranks. So the gradient is the same for any packing and any
-number of ranks, up to rounding. A rank is a process. "Collective": all ranks must make the call.
+tokens, each with a weight: for GRPO 1 / (S * tokens of its completion), where S counts the
+sequences of the optimizer step over all packs and processes. So the gradient is the same for any
+packing and any number of processes, up to rounding. With one process, skip what is said of ranks.
 
 Shapes: P prompts, G completions of each (a group). A pack is a row of T tokens with B completions
 and R sampled tokens; as tensors it is a `batch`. A minibatch: the packs of one optimizer step. In
 --baseline and --scale, "batch" means all P * G completions. H hidden size, V vocabulary.
 Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
+import functools
 import math
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,16 +38,16 @@ import torch
 
 import data
 import rewards
-from runtime import ranks, evaluation, flags, guard, memory, stats, stop, trainer
-from runtime.batch import (Rollout, balance, collate, deal, flatten, in_groups, pack_evenly,
-                           sequence_mean, sequence_sum, skip_zero_advantages)
-from runtime.checkpoint import Checkpoints
-from runtime.log import Log
-from runtime.checkpoint import claim_folder
-from runtime.head import HeadLogps
-from runtime.model import WithoutAdapters, load_model, load_tokenizer, on_device
+from runtime import evaluation, flags, guard, memory, ranks, stats, stop, trainer
+from runtime.batch import (Rollout, collate, deal, first_groups, flatten, in_groups, pack_evenly,
+                           reward_table, sequence_mean, sequence_sum, with_gradient)
+from runtime.checkpoint import Checkpoints, claim_folder
 from runtime.engine import Sampler
+from runtime.head import HeadLogps
+from runtime.log import Log
+from runtime.model import WithoutAdapters, load_model, load_tokenizer, on_device
 from runtime.stats import timed
+from runtime.sync import SentWeights
 
 # ------------------------------------------------------------------------------------------ config
 
@@ -124,12 +126,13 @@ def parse_config(argv=None):
 
 # -------------------------------------------------------------------------------------- 1. rollout
 
-def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
+def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, examples=None, **sampling):
     """Samples n completions for each of the prompts (token ids): Rollouts, in prompt order.
 
     llm: a runtime.engine.Sampler. seeds: one per prompt; vLLM adds each sample's index to it.
-    sampling: more of vLLM's SamplingParams. Rollout: see runtime/batch.py. r.length counts sampled
-    tokens, not those of a tool; len(r) counts all, with the prompt.
+    examples: the rows of the prompts, which a --rollout of yours may read. sampling: more of vLLM's
+    SamplingParams. Rollout: see runtime/batch.py. r.length counts sampled tokens, not those of a
+    tool; len(r) counts all tokens, with the prompt.
     """
     from vllm import SamplingParams
     tokenizer = llm.get_tokenizer()
@@ -150,15 +153,10 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
             truncated = sample.finish_reason == "length"
             logps = sample.logprobs.logprobs  # FlatLogprobs' list: one per sampled token
             rollouts.append(Rollout(prompt, sample.token_ids, "", truncated, logps))
-    texts = tokenizer.batch_decode([r.completion for r in rollouts], skip_special_tokens=True)
+    texts = data.completion_texts(rollouts, tokenizer)
     for r, text in zip(rollouts, texts):
         r.text = text
     return rollouts
-
-
-def rollout_function(name, examples):
-    """The function that samples: rollout, or --rollout's, with the examples if it takes them."""
-    return guard.load_rollout(name, examples) if name else rollout
 
 
 # --------------------------------------------------------------------------------------- 2. reward
@@ -175,10 +173,10 @@ def score(rollouts, examples, verifier, step=0):
 
 
 def sample_groups(run, step, draw=0):
-    """Stages 1 and 2: samples and scores this rank's part of P prompts -> its groups.
+    """Stages 1 and 2: samples and scores this process's part of P prompts -> its groups.
 
-    Each draw of P prompts has a number. Step s owns 1 + resample numbers, drawn or not: so a
-    resumed run sees the same data without knowing how often earlier steps drew.
+    Batch numbers are reserved per step, 1 + resample of them, so that a resumed run reads the same
+    data however often earlier steps drew again.
     """
     cfg = run.cfg
     number = step * (1 + cfg.resample) + draw
@@ -188,9 +186,8 @@ def sample_groups(run, step, draw=0):
     first = ranks.rank() * len(prompts)  # index of this rank's first prompt among the P
     seeds = [data.request_seed(cfg.seed, step, draw, first + i) for i in range(len(prompts))]
     with timed(run.metrics, "rollout"):
-        sample = rollout_function(cfg.rollout, examples)
-        rollouts = sample(run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
-                          top_p=cfg.top_p)
+        rollouts = run.sample(run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
+                              examples=examples, top_p=cfg.top_p)
     with timed(run.metrics, "reward"):
         counts = score(rollouts, examples, run.verifier, step)
     stats.add_counts(run.metrics, counts, "reward")
@@ -199,41 +196,55 @@ def sample_groups(run, step, draw=0):
 
 
 def collect_rollouts(run, step):
-    """Stages 1, 2 of a rank -> (groups to train on, a list per minibatch; all groups sampled)."""
+    """Stages 1 and 2 of a step -> (the groups of each minibatch, all groups that were sampled)."""
     cfg = run.cfg
     if cfg.filter_groups:
         groups, sampled = sample_until_enough(run, step)
     else:
-        groups = sampled = sample_groups(run, step)
-    guard.check_scored(
-        "reward", [r.reward for r in flatten(sampled)], run.metrics, run.verifier)
+        sampled = sample_groups(run, step)
+        groups = dict(enumerate(sampled))  # {position: group}
+    rewards_of_all = [r.reward for r in flatten(sampled)]
+    guard.check_scored("reward", rewards_of_all, run.metrics, run.verifier)
     return deal(groups, cfg.minibatches), sampled
 
 
 def sample_until_enough(run, step):
-    """DAPO's dynamic sampling: leaves out groups whose rewards are all the same. Collective.
+    """DAPO's dynamic sampling: leaves out groups whose rewards are all the same.
 
-    Draws new prompts, up to `resample` times, until all ranks together have P groups. Keeps the
-    first P in data order. -> (kept groups, all that this rank sampled). The former has a place
-    for each group of all ranks, so that `deal` splits alike; it drops those of others, None."""
+    Draws new prompts, up to `resample` times, until P groups are left. Keeps the first P in data
+    order. -> ({position among the kept groups: group}, all groups that were sampled)
+    """
     cfg = run.cfg
     sampled = []
-    trainable = {}  # index of the prompt in this step -> its group
+    draws = []  # per draw, the groups with different rewards
     for draw in range(1 + cfg.resample):
         groups = sample_groups(run, step, draw)
         sampled += groups
-        first = draw * cfg.prompts + ranks.rank() * len(groups)
-        for number, group in enumerate(groups, first):
-            if not stats.has_zero_std(group):
-                trainable[number] = group
-        numbers = ranks.all_gather(list(trainable))  # of all ranks
-        kept = sorted(numbers)[:cfg.prompts]
-        if len(kept) == cfg.prompts:
+        draws.append([group for group in groups if not stats.has_zero_std(group)])
+        kept, enough = first_groups(draws, cfg.prompts)
+        if enough:
             break
-    return [trainable.get(number) for number in kept], sampled
+    return kept, sampled
 
 
 # ------------------------------------------------------------------------------------ 3. advantage
+
+def nan_mean_std(x, dim):
+    """Mean and population standard deviation over `dim`, kept with size 1, of what is not NaN.
+
+    Both are 0 where all entries are NaN. Of equal entries the deviation is exactly 0, because the
+    smallest entry is subtracted first: the sum of n equal numbers is rounded.
+    """
+    if not len(x):  # all groups were dropped, and amin() needs an entry
+        zero = x.sum(dim, keepdim=True)
+        return zero, zero
+    smallest = x.nan_to_num(torch.inf).amin(dim, keepdim=True)
+    excess = x - smallest
+    mean_excess = excess.nanmean(dim, keepdim=True)
+    variance = ((excess - mean_excess) ** 2).nanmean(dim, keepdim=True)
+    mean = smallest + mean_excess
+    return mean.nan_to_num(), variance.sqrt().nan_to_num()
+
 
 def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, running=0.0):
     """(P, G) rewards -> (P, G) advantages. NaN is "no reward": in no mean, and its advantage is 0.
@@ -249,8 +260,8 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
     >>> group_advantages(torch.tensor([[1., 0., 0., 1.]]))
     tensor([[ 0.9998, -0.9998, -0.9998,  0.9998]])
     """
-    group_mean, group_std = stats.nan_mean_std(group_rewards, 1)  # (P, 1), (P, 1)
-    batch_mean, batch_std = stats.nan_mean_std(group_rewards, (0, 1))  # (1, 1), (1, 1)
+    group_mean, group_std = nan_mean_std(group_rewards, 1)  # (P, 1), (P, 1)
+    batch_mean, batch_std = nan_mean_std(group_rewards, (0, 1))  # (1, 1), (1, 1)
     known = group_rewards.isfinite().sum(1, keepdim=True)  # (P, 1) rewards that are not NaN
     advantages = {
         "group": group_rewards - group_mean,
@@ -263,7 +274,7 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
     divisor = {
         "group": group_std + eps,
         "batch": batch_std + eps,
-        "centred": stats.nan_mean_std(advantages, (0, 1))[1] + eps,
+        "centred": nan_mean_std(advantages, (0, 1))[1] + eps,
         "group_mean": torch.where(group_mean > 0, group_mean + eps, torch.inf),
         "none": 1.0,
     }[scale]  # (P, 1), (1, 1) or a number
@@ -271,17 +282,15 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
 
 
 def assign_advantages(groups, cfg, running_mean):
-    """Fills the advantages of each rollout. Returns the new running mean. Collective. running_mean:
-    moving average of the reward, for --baseline running; NaN before the first step."""
-    rollouts = flatten(groups)
-    own = [math.nan if r.reward is None else r.reward for r in rollouts]
-    all_rewards = torch.tensor(ranks.all_gather(own)).view(-1, cfg.samples)  # (P, G) of all ranks
-    batch_mean = all_rewards.nanmean().item()  # NaN if no group is left
+    """Fills the advantages of each rollout. Returns the new running mean, which only --baseline
+    running uses: a moving average of the reward, NaN before the first step."""
+    reward, rows = reward_table(groups, cfg.samples)  # (P, G); rows: those of `groups` in it
+    batch_mean = reward.nanmean().item()  # NaN if no group is left
     before = batch_mean if math.isnan(running_mean) else running_mean  # NaN: the first step
-    advantages = group_advantages(all_rewards, cfg.baseline, cfg.scale, running=before)  # (P, G)
-    first = ranks.offset(len(own))  # index of this rank's first rollout among those of all ranks
-    for r, advantage in zip(rollouts, advantages.flatten()[first:].tolist()):
-        r.advantages = [advantage] * len(r.completion)  # the same for each of its tokens
+    advantages = group_advantages(reward, cfg.baseline, cfg.scale, running=before)  # (P, G)
+    for group, row in zip(groups, advantages[rows].tolist()):
+        for r, advantage in zip(group, row):
+            r.advantages = [advantage] * len(r.completion)  # the same for each of its tokens
     return stats.moving_mean(before, batch_mean)
 
 
@@ -302,7 +311,9 @@ def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
     [[0.5, 0.16666666666666666], [0.25, 0.25], [0.0625, 0.0625]]
     """
     if sequences is None:
-        sequences, tokens = len(lengths), sum(lengths)
+        sequences = len(lengths)
+    if tokens is None:
+        tokens = sum(lengths)
     weights = []
     for length in lengths:
         divisor = {
@@ -315,12 +326,10 @@ def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
 
 
 def assign_token_weights(rollouts, cfg):
-    """Fills the weight of the rollouts of one optimizer step. Returns those with weight > 0.
-
-    The counts are over all ranks, whose gradients are summed: see update. Collective.
-    """
+    """Fills the weight of the rollouts of one optimizer step. Returns those with weight > 0."""
     judged = [r for r in rollouts if r.reward is not None]
     lengths = [0 if cfg.mask_truncated and r.truncated else r.length for r in judged]
+    # over all ranks, whose gradients are summed
     sequences, tokens = ranks.all_sum(len(lengths), sum(lengths))
     weights = token_weights(lengths, cfg.aggregate, cfg.max_tokens, sequences, tokens)
     for r, weight in zip(judged, weights):
@@ -328,15 +337,12 @@ def assign_token_weights(rollouts, cfg):
     return [r for r in judged if r.weight]
 
 
-def make_batches(groups, dummy, cfg, loss=None):
-    """A batch per pack. Ranks with fewer add copies of `dummy` of weight 0: backward is collective.
-    Without KL, rollouts of advantage 0 are left out, but only if `loss` is this file's own."""
+def make_batches(groups, cfg, skip_zero_advantages=True):
+    """A batch per pack of the groups of one optimizer step. skip_zero_advantages: see train."""
     trained = assign_token_weights(flatten(groups), cfg)
-    if loss is policy_loss:
-        trained = skip_zero_advantages(trained, cfg)
-    trained = balance(trained, cfg.model)  # rollouts change ranks: equal FLOPs for each
-    packs = pack_evenly(trained, dummy, cfg.pack_tokens)
-    return [collate(pack, ranks.device()) for pack in packs]
+    if skip_zero_advantages:
+        trained = with_gradient(trained, cfg)
+    return [collate(pack) for pack in pack_evenly(trained, cfg.pack_tokens)]
 
 
 # ------------------------------------------------------------------------------------ 5. log-probs
@@ -378,6 +384,9 @@ def store_fixed_logps(policy, ref, batches, cfg):
 
 
 # ----------------------------------------------------------------------------------------- 6. loss
+
+MAX_LOG_RATIO = 20.0  # beyond e^20 a ratio is constant, as in verl, SkyRL and OpenRLHF
+
 
 def k3(logp, ref):
     """Schulman's third estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
@@ -424,12 +433,22 @@ def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
     return advantage * log_ratio - cfg.tau / 2 * log_ratio**2  # (R,) Kimi k1.5, eq. 3: a penalty
 
 
+def is_clipped(ratio, advantage, cfg):
+    """(R,) whether PPO's clip made a token's gradient 0. The other surrogates have no clip."""
+    too_high = ratio > 1 + cfg.clip_high  # (R,)
+    too_low = ratio < 1 - cfg.clip_low  # (R,)
+    if cfg.delta:
+        too_low |= ratio > cfg.delta  # (R,)
+    beyond = torch.where(advantage > 0, too_high, too_low & (advantage < 0))  # (R,)
+    return beyond & (cfg.surrogate == "ppo")  # (R,)
+
+
 def policy_loss(logp, old, ref, batch, cfg):
     """Surrogate times correction plus k3 KL, weighted and summed. logp, old, ref: (R,).
 
     old None: on-policy, old = logp. ref None: no KL. Returns (loss, terms). loss, a scalar: this
-    pack's share of the global mean. terms: values per token (R,) for the metrics. A loss of yours
-    must return mismatch, and correction unless --correction none. batch: see collate.
+    pack's share of the global mean. terms: values per token (R,) for the metrics. batch: see
+    collate. A loss of yours must put mismatch into terms, and correction if --correction is on.
     """
     if old is None:
         old = logp.detach()  # (R,)
@@ -438,12 +457,12 @@ def policy_loss(logp, old, ref, batch, cfg):
         log_ratio = sequence_mean(log_ratio, batch)  # (R,) one value per sequence, at each token
     elif cfg.ratio == "product":  # RLOO: product of the ratios, at each token
         log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (B,) -> (R,)
-    # beyond e^20 the ratio is constant, as in verl, SkyRL and OpenRLHF: exp() could be inf
-    ratio = log_ratio.clamp(-stats.MAX_LOG_RATIO, stats.MAX_LOG_RATIO).exp()  # (R,)
+    # exp() of a large log-ratio could be inf
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (R,)
     token_loss = -surrogate_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,)
     terms = {  # (R,) each
         "ratio": ratio,
-        "clip_ratio": stats.is_clipped(ratio, batch.advantage, cfg),
+        "clip_ratio": is_clipped(ratio, batch.advantage, cfg),
         "mismatch": old - batch.vllm_logps,
     }
     if cfg.correction != "none":
@@ -457,11 +476,38 @@ def policy_loss(logp, old, ref, batch, cfg):
 
 # --------------------------------------------------------------------------------------- 7. update
 
+def start_deepspeed(module, cfg):
+    """DeepSpeed's engine: ZeRO, AdamW on fp32 master weights, gradients of packs summed in fp32.
+
+    bf16 weights alone would not learn: at lr 1e-6 an update is below the last bit of most weights.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    import deepspeed
+    memory.keep_freed_memory()  # after vLLM has its KV cache, whose pages are not touched yet
+    adamw = functools.partial(torch.optim.AdamW, fused=True)  # on a CPU nine times as fast
+    zero = {"stage": cfg.zero_stage, "reduce_bucket_size": memory.BUCKET}
+    if cfg.offload == "optimizer":
+        adamw = deepspeed.ops.adam.DeepSpeedCPUAdam
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = adamw(trained, lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config={
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,  # backward() may be called any number of times
+        "gradient_clipping": cfg.max_grad_norm,
+        "bf16": {"enabled": cfg.dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": zero,
+    })
+    return engine
+
+
 def make_policy(cfg):
-    """DeepSpeed's engine around TokenLogps: see trainer.start_deepspeed."""
+    """DeepSpeed's engine around TokenLogps."""
     torch.manual_seed(cfg.seed)  # of LoRA's adapters
     module = TokenLogps(load_model(cfg).train(), cfg.temperature)
-    return trainer.start_deepspeed(module, cfg)
+    return start_deepspeed(module, cfg)
 
 
 def make_reference(cfg, policy=None, stays_on_gpu=False):
@@ -475,8 +521,18 @@ def make_reference(cfg, policy=None, stays_on_gpu=False):
     return ref
 
 
+def set_lr(policy, step, cfg):
+    """Sets the learning rate of a step, and returns it: linear decay from lr at step 0 to
+    lr * lr_end at step `steps`, times a linear warm-up."""
+    warmup = min(1.0, (step + 1) / max(1, cfg.warmup))
+    lr = cfg.lr * warmup * (1 - (1 - cfg.lr_end) * step / max(1, cfg.steps))
+    for group in policy.optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
 def update(policy, batches, cfg, policy_loss=policy_loss):
-    """One optimizer step: a backward pass per pack, whose gradients add up, then AdamW. Collective.
+    """One optimizer step: a backward pass per pack, whose gradients add up, then AdamW.
 
     The CPU waits for the GPU after the last pack only. Returns metrics over all ranks. Raises
     RunError, before AdamW's step, if the mismatch is above its bound or the loss not finite.
@@ -484,9 +540,11 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
     sums = []  # per pack: each metric summed over its tokens
     for batch in batches:
         logp, batch.entropy = policy(batch)  # (R,), (R,) both have a gradient
+        batch.logp = logp.detach()  # (R,) for the report
         loss, terms = policy_loss(logp, batch.old, batch.ref, batch, cfg)  # loss: ()
-        policy.backward(loss * ranks.world_size())  # ZeRO averages over the ranks; we want the sum
-        sums.append(stats.pack_sums(loss, terms, batch.entropy, batch.weight, cfg))
+        # Collective. ZeRO averages over the ranks; we want the sum
+        policy.backward(loss * ranks.world_size())
+        sums.append(stats.pack_sums(loss, terms, batch, cfg))
     metrics = stats.token_means(sums)  # means over tokens; sum of loss, max of "mismatch/max"
     guard.check_step(metrics, cfg.mismatch_bound, cfg.rollout)
     policy.step()  # clears the gradients too; skips silently if one is not finite
@@ -498,9 +556,13 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 # ----------------------------------------------------------------------------------------- 8. sync
 
 def sync_weights(policy, llm):
-    """Wakes vLLM with the policy's weights. RunError if their checksums differ. Collective."""
-    trainer.sleep(policy)  # only LoRA with offload: moves frozen weights to the host for load
-    llm.load(trainer.named_weights(policy))
+    """Wakes vLLM with the policy's weights. RunError if their checksums differ."""
+    trainer.sleep(policy)  # only LoRA with offload: moves frozen weights to the host
+    llm.wake_for_weights()
+    weights = SentWeights(trainer.named_weights(policy))  # keeps a checksum of each tensor it sends
+    llm.reload_weights(weights)
+    weights.check(llm)  # compares the checksums with those of vLLM's own tensors
+    llm.wake_kv_cache()  # empty, because the old entries belong to old weights
 
 
 # --------------------------------------------------------------------------------------- the loop
@@ -517,91 +579,65 @@ class Run:
     llm: Sampler
     policy: Any  # DeepSpeed's engine around TokenLogps
     ref: Any  # the frozen model of the KL, or None
+    sample: Any = rollout  # or the function of --rollout
     metrics: Any = None  # {name: number} of the current step
-    answers: Any = None  # dicts of this step's evaluation; empty if there was none
-    dummy: Any = None  # a rank's shortest rollout; ranks with fewer packs add it, weight 0
-
-    def steps(self):
-        """Yields each step's number. Before a step: stop signals, evaluation, checkpoint.
-        At the end, the final weights are evaluated and saved."""
-        cfg = self.cfg
-        log = self.log
-        progress = self.checkpoints.progress
-        for step in range(progress.step, cfg.steps + 1):
-            progress.step = step
-            self.metrics = {}
-            self.answers = []
-            is_last = step == cfg.steps  # no training step is left
-            stop.check(self.checkpoints)
-            if step % cfg.eval_every == 0 or is_last:
-                log.say(f"step {step}: evaluation of {len(self.eval_set)} examples ...")
-                with timed(self.metrics, "evaluate"):
-                    found, self.answers = evaluate(self.llm, self.eval_set, self.verifier, cfg)
-                self.metrics |= found
-            if is_last or (cfg.save_every and step % cfg.save_every == 0):
-                self.checkpoints.save(final=is_last)
-            if not is_last:
-                yield step
-        log.write(cfg.steps, self.metrics, answers=self.answers)
-        log.close()
-
-
-def evaluate(llm, examples, verifier, cfg):
-    """-> (metrics, a dict per greedy text). Right: the first reward function gave 1. Collective."""
-    metrics = {}
-    samples = []
-    indices = range(ranks.rank(), len(examples), ranks.world_size())  # of this rank
-    own = [examples[i] for i in indices]
-    sample = rollout_function(cfg.rollout, own)
-    prompts = [example["prompt_ids"] for example in own]
-    greedy = sample(llm, prompts, 1, 0.0, cfg.max_tokens)
-    stats.add_counts(metrics, score(greedy, own, verifier), "eval")
-    if cfg.eval_n:
-        seeds = [data.request_seed(cfg.seed, "eval", i) for i in indices]
-        samples = sample(llm, prompts, cfg.eval_n, cfg.eval_temperature, cfg.max_tokens, seeds,
-                         top_p=cfg.eval_top_p)
-        stats.add_counts(metrics, score(samples, own, verifier), "eval")
-    guard.check_scored("eval", [stats.first_part(r) for r in greedy], metrics, verifier)
-    summary, answers = evaluation.summary(own, indices, greedy, samples, cfg)
-    return metrics | summary, answers
 
 
 def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advantages,
-          policy_loss=policy_loss):
-    """The loop. With a stage of yours: main(argv, train=partial(train, policy_loss=yours))."""
+          policy_loss=policy_loss, skip_zero_advantages=True):
+    """The loop. With a stage of yours: main(argv, train=partial(train, policy_loss=yours)).
+
+    skip_zero_advantages: without KL, a sequence whose advantages are all 0 has no gradient, so it
+    is left out. For a loss with a gradient at advantage 0, such as a bonus for entropy: False.
+    """
     cfg = run.cfg
+    log = run.log
     llm = run.llm
     policy = run.policy
-    progress = run.checkpoints.progress
+    checkpoints = run.checkpoints
+    progress = checkpoints.progress
     sync_weights(policy, llm)  # wakes vLLM; after --resume it gets the checkpoint's weights
-    for step in run.steps():  # evaluates and saves before a step
-        metrics = run.metrics
-        split, sampled = collect_rollouts(run, step)  # 1. 2. split: a list per minibatch
-        groups = flatten(split)
-        run.dummy = min(flatten(sampled), key=len)  # the shortest, prompt included
+    for step in range(progress.step, cfg.steps + 1):  # the last round only evaluates and saves
+        progress.step = step
+        metrics = run.metrics = {}
+        answers = []
+        is_last = step == cfg.steps
+        stop.check(checkpoints)  # after a signal: saves and ends the run
+        if step % cfg.eval_every == 0 or is_last:
+            log.say(f"step {step}: evaluation of {len(run.eval_set)} examples ...")
+            with timed(metrics, "evaluate"):
+                results, answers = evaluation.evaluate(run, score)
+            metrics |= results
+        if is_last or (cfg.save_every and step % cfg.save_every == 0):
+            checkpoints.save(final=is_last)
+        if is_last:
+            break
+
+        minibatches, sampled = collect_rollouts(run, step)  # 1. 2.
+        groups = flatten(minibatches)
         with timed(metrics, "sync"):
             llm.sleep()  # frees GPU memory for the trainer; sync_weights wakes vLLM
             trainer.wake(policy)  # only LoRA with offload: the frozen weights come back
-        with run.log.token_changes(step, sampled, policy, run.dummy, metrics):  # report only
-            with timed(metrics, "update"):
-                # 3. fills r.advantages; the mean that it returns is for --baseline running
-                progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)
-                minibatches = [make_batches(part, run.dummy, cfg, policy_loss)  # 4.
-                               for part in split]
-                store_fixed_logps(policy, run.ref, flatten(minibatches), cfg)  # 5. ref, old
-                metrics["lr"] = trainer.set_lr(policy, step, cfg)
-                history = []
-                for _ in range(cfg.epochs):
-                    for batches in minibatches:
-                        if batches:  # empty on all ranks or on none
-                            history.append(update(policy, batches, cfg, policy_loss))  # 5. 6. 7.
-                metrics |= stats.step_means(history)
-                progress.skipped = guard.check_skipped(
-                    progress.skipped, step, history, groups, run.log.folder)  # 3 in a row: error
+        with timed(metrics, "update"):
+            progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
+            packed = [make_batches(part, cfg, skip_zero_advantages) for part in minibatches]  # 4.
+            store_fixed_logps(policy, run.ref, flatten(packed), cfg)  # 5. under ref, and pi_old
+            metrics["lr"] = set_lr(policy, step, cfg)
+            history = []
+            for _ in range(cfg.epochs):
+                for batches in packed:
+                    if batches:  # forward, loss, backward of each pack, then AdamW
+                        history.append(update(policy, batches, cfg, policy_loss))  # 5. 6. 7.
+            metrics |= stats.step_means(history)
+            progress.skipped = guard.check_skipped(
+                progress.skipped, step, history, groups, log.folder)  # 3 in a row: error
+        log.token_changes(step, sampled, flatten(packed), policy, metrics)  # report only
         with timed(metrics, "sync"):
             sync_weights(policy, llm)  # 8.
         metrics |= stats.step_summary(cfg, groups, sampled, metrics)
-        run.log.write(step, metrics, sampled, run.answers)
+        log.write(step, metrics, sampled, answers)
+    log.write(cfg.steps, metrics, answers=answers)
+    log.close()
 
 
 # ------------------------------------------------------------------------------------------- main
@@ -611,7 +647,7 @@ def main(argv=None, train=train, sampler=Sampler):
     with stop.on_signals():
         with stop.with_one_line(ValueError, OSError, RuntimeError):  # and RunError: no traceback
             cfg = parse_config(argv)
-            rollout_function(cfg.rollout, [])  # a user's file is imported before anything expensive
+            sample = guard.load_rollout(cfg.rollout) if cfg.rollout else rollout
             ranks.init_process_group(cfg.timeout)
             tokenizer = load_tokenizer(cfg)
             train_set, eval_set = data.load_splits(
@@ -633,7 +669,7 @@ def main(argv=None, train=train, sampler=Sampler):
                 guard.rehearse(policy, ref, cfg)
             checkpoints.restore(policy)
             run = Run(cfg, train_set, eval_set, verifier,
-                      log, checkpoints, llm, policy, ref)
+                      log, checkpoints, llm, policy, ref, sample)
             train(run)
         verifier.close()  # not the process group: vLLM closes it at exit
 

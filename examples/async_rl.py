@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import nano_rlvr as nr
-from runtime import checkpoint, memory, ranks, records, stop, sync
+from runtime import checkpoint, guard, memory, ranks, records, stop, sync
 from runtime.messages import RunError
 
 here = {}  # in the sampler's process: "run", its Run, and "path", the file whose weights vLLM has
@@ -36,7 +36,8 @@ def make_run(cfg, parent):
     ranks.init_process_group(cfg.timeout)
     sets = nr.data.load_splits(cfg, nr.load_tokenizer(cfg))
     verifier = nr.rewards.start_verifier(cfg, *sets)
-    here["run"] = nr.Run(cfg, *sets, verifier, None, None, nr.Sampler(cfg), None, None)
+    sample = guard.load_rollout(cfg.rollout) if cfg.rollout else nr.rollout
+    here["run"] = nr.Run(cfg, *sets, verifier, None, None, nr.Sampler(cfg), None, None, sample)
 
 
 def answer(path, step, *request):

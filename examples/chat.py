@@ -15,7 +15,7 @@ from pathlib import Path
 
 import data
 import nano_rlvr as nr
-from runtime import ranks, stop
+from runtime import guard, ranks, stop
 from runtime.messages import RunError
 
 
@@ -36,11 +36,11 @@ def ask(llm, question, cfg):
     prompt = data.encode(example, llm.get_tokenizer(), cfg.template)
     if len(prompt) > cfg.max_prompt:
         raise RunError(f"{len(prompt)} tokens, longer than --max_prompt {cfg.max_prompt}")
-    sample = nr.rollout_function(cfg.rollout, [example])
-    found = sample(llm, [prompt], 1, 0.0, cfg.max_tokens)
+    sample = guard.load_rollout(cfg.rollout) if cfg.rollout else nr.rollout
+    found = sample(llm, [prompt], 1, 0.0, cfg.max_tokens, examples=[example])
     if cfg.eval_n:
         found += sample(llm, [prompt], cfg.eval_n, cfg.eval_temperature, cfg.max_tokens,
-                        top_p=cfg.eval_top_p)
+                        examples=[example], top_p=cfg.eval_top_p)
     return found
 
 

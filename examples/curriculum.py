@@ -49,8 +49,9 @@ def train(run, low, high, pool, probe, fixed):
         run.log.say(f"pass rates of {len(everything)} questions, from {probe} samples each ...")
         seeds = [nr.data.request_seed(cfg.seed, "probe", i) for i in range(len(everything))]
         prompts = [e["prompt_ids"] for e in everything]
-        samples = nr.rollout_function(cfg.rollout, everything)(
-            run.llm, prompts, probe, cfg.temperature, cfg.max_tokens, seeds, top_p=cfg.top_p)
+        samples = run.sample(
+            run.llm, prompts, probe, cfg.temperature, cfg.max_tokens, seeds,
+            examples=everything, top_p=cfg.top_p)
         nr.score(samples, everything, run.verifier)
         add(0, [samples[i:i + probe] for i in range(0, len(samples), probe)])
         run.llm.sleep()

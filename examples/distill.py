@@ -19,15 +19,15 @@ from runtime.messages import RunError
 from runtime.model import on_device
 
 
-def token_advantages(policy, teacher, rollouts, prefix, cfg, dummy):
+def token_advantages(policy, teacher, rollouts, prefix, cfg):
     """Fills r.advantages with log pi_teacher - log pi_student of each sampled token.
 
     prefix: token ids that stand before the teacher's prompts. Returns the mean: minus the KL.
     """
     seen = [dataclasses.replace(r, prompt=prefix + r.prompt) for r in rollouts]
     with on_device(teacher):
-        theirs = trainer.token_logps(teacher, seen, dummy, cfg)
-    ours = trainer.token_logps(policy, rollouts, dummy, cfg)
+        theirs = trainer.token_logps(teacher, seen, cfg)
+    ours = trainer.token_logps(policy, rollouts, cfg)
     for r, a, b in zip(rollouts, theirs, ours):
         gaps = iter([x - y for x, y in zip(a, b)])
         r.advantages = [next(gaps) if sampled else 0.0 for sampled in r.loss_mask]
@@ -58,7 +58,7 @@ def train(run, name, text):
     def assign_advantages(groups, cfg, running_mean):
         rollouts = [r for group in groups for r in group]
         run.metrics["teacher/kl"] = -token_advantages(
-            run.policy, teacher, rollouts, prefix, cfg, run.dummy)
+            run.policy, teacher, rollouts, prefix, cfg)
         return running_mean
 
     nr.train(run, assign_advantages=assign_advantages)

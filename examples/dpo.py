@@ -38,7 +38,7 @@ def checked_sampler(cfg, beta):
     return nr.Sampler(cfg)
 
 
-def assign_pairs(groups, policy, ref, beta, cfg, dummy):
+def assign_pairs(groups, policy, ref, beta, cfg):
     """Fills the advantages of the pairs: (first right, first wrong) of each group. Collective.
 
     The advantages make up for the weight of a token, 1 / (N max_tokens) for N rollouts with a
@@ -50,9 +50,9 @@ def assign_pairs(groups, policy, ref, beta, cfg, dummy):
     pairs = [(a[0], b[0]) for a, b in zip(right, wrong) if a and b]
     total, sequences = ranks.all_sum(len(pairs), sum(map(len, judged)))
     rollouts = [r for pair in pairs for r in pair]
-    ours = trainer.token_logps(policy, rollouts, dummy, cfg)
+    ours = trainer.token_logps(policy, rollouts, cfg)
     with on_device(ref):
-        theirs = trainer.token_logps(ref, rollouts, dummy, cfg)
+        theirs = trainer.token_logps(ref, rollouts, cfg)
     ratios = torch.tensor([sum(a) - sum(b) for a, b in zip(ours, theirs)])  # (2 pairs,)
     margins = beta * (ratios[::2] - ratios[1::2])  # (pairs,)
     scale = sequences * cfg.max_tokens / max(1, total)
@@ -70,7 +70,7 @@ def train(run, beta, offline):
     ref = nr.make_reference(dataclasses.replace(run.cfg, kl_coef=1.0, lora_rank=0))
 
     def assign_advantages(groups, cfg, running_mean):
-        run.metrics |= assign_pairs(groups, run.policy, ref, beta, cfg, run.dummy)
+        run.metrics |= assign_pairs(groups, run.policy, ref, beta, cfg)
         return running_mean
 
     def collect_rollouts(run, step):

@@ -75,13 +75,14 @@ def train(run, own):
         running_mean = nr.assign_advantages(groups, cfg, running_mean)
         rollouts, step = sum(groups, []), run.checkpoints.progress.step
         if own.clip_cov:
-            logps = trainer.token_logps(run.policy, rollouts, run.dummy, cfg)
+            logps = trainer.token_logps(run.policy, rollouts, cfg)
             rng = random.Random(f"{cfg.seed}/{step}")
             run.metrics["clip_cov"] = clip_cov(rollouts, logps, own.clip_cov, rng)
         return running_mean
 
     policy_loss = with_bonus(own.bonus, gmpo_loss if own.gmpo else nr.policy_loss)
-    nr.train(run, assign_advantages=assign_advantages, policy_loss=policy_loss)
+    nr.train(run, assign_advantages=assign_advantages, policy_loss=policy_loss,
+             skip_zero_advantages=False)  # the bonus has a gradient at advantage 0
 
 
 if __name__ == "__main__":

@@ -45,15 +45,15 @@ def with_kl(estimator):
     return policy_loss
 
 
-def sequence_kls(policy, ref, rollouts, dummy, cfg):
+def sequence_kls(policy, ref, rollouts, cfg):
     """Per rollout, the sum of k1 = log pi - log ref over its sampled tokens. Collective.
 
     Both log-probs come from the trainer, so k1 is exactly 0 while the two models are equal. With
     vLLM's, a group of equal rewards would be normalised by the noise of its kernels.
     """
     with on_device(ref):
-        fixed = trainer.token_logps(ref, rollouts, dummy, cfg)
-    own = trainer.token_logps(policy, rollouts, dummy, cfg)
+        fixed = trainer.token_logps(ref, rollouts, cfg)
+    own = trainer.token_logps(policy, rollouts, cfg)
     return [sum(a - b for a, b in zip(x, y)) for x, y in zip(own, fixed)]
 
 
@@ -78,7 +78,7 @@ def train_with_kl_in_reward(run):
 
     def with_kl(groups, cfg, running_mean):
         rollouts = [r for group in groups for r in group]
-        kls = sequence_kls(run.policy, ref, rollouts, run.dummy, cfg)
+        kls = sequence_kls(run.policy, ref, rollouts, cfg)
         total, tokens = ranks.all_sum(sum(kls), sum(r.length for r in rollouts))
         run.metrics["kl"] = total / max(tokens, 1)
         return assign_advantages(groups, kls, cfg, running_mean)

@@ -8,9 +8,8 @@ in TRL. The evaluation counts the first function, so this one should know every 
 """
 import random
 
-from examples.arithmetic import arithmetic, generate
-from examples.countdown import countdown, countdown_reward
-from rewards import each, gsm8k_reward
+from data import arithmetic, countdown, generate
+from rewards import countdown_reward, each, gsm8k_reward
 
 
 def make(split, size, seed):

@@ -1,72 +1,35 @@
-"""A task for a small language model: products of two numbers up to 12, asked in words.
+"""Two variants of the task `products`: products of two numbers, asked in words.
 
     python models/smollm2.py
     python nano_rlvr.py --model models/smollm2        a real language model learns it in minutes
 
 The flags of this model are in its folder. For another one: --task products --template chat.
-A control in which a coin rewards each completion: --rewards examples/products.py:right:0,random:1
+A control in which a coin rewards each completion: --rewards right:0,random:1
+Whether what was learned holds for larger numbers: --eval_data examples/products.py:larger
 How much of this a model knows already, if its answer is begun with "8 x 9 =":
 
     python nano_rlvr.py --model models/smollm2 --steps 0 --template examples/primed.txt \\
-        --data examples/products.py:primed --eval_data examples/products.py:primed \\
-        --rewards examples/products.py:right
+        --data examples/products.py:primed --eval_data examples/products.py:primed --rewards right
 """
 import itertools
 import random
 import re
 
-from rewards import each
-
-FORMS = ("What is {} times {}?", "What is {} multiplied by {}?", "Compute {} x {}.",
-         "How much is {} times {}?", "Calculate the product of {} and {}.",
-         "Multiply {} by {}.", "Find {} x {}.", "What do you get if you multiply {} by {}?",
-         "{} x {} = ?")
-
-
-def make(split, size, seed):
-    """Questions. A quarter of the pairs, in both orders, is for evaluation: in no training question
-    are these two numbers multiplied."""
-    rng = random.Random(0)  # not the seed: the split must be the same in every run
-    pairs = list(itertools.combinations_with_replacement(range(2, 13), 2))
-    rng.shuffle(pairs)
-    return ask(pairs[:len(pairs) // 4] if split == "test" else pairs[len(pairs) // 4:], rng)[:size]
+from data import ask_products, products
+from rewards import anywhere, right  # noqa: F401 (--rewards of earlier commands name them)
 
 
 def larger(split, size, seed):
     """Questions for evaluation only, with a number from 3 to 12 and one from 13 to 20."""
-    return ask(list(itertools.product(range(3, 13), range(13, 21))), random.Random(0))[:size]
-
-
-def ask(pairs, rng):
-    """The questions in all forms and both orders, shuffled."""
-    both_orders = sorted({*pairs, *[(b, a) for a, b in pairs]})
-    rows = [{"question": f"{form.format(a, b)} Answer with the number only.", "answer": str(a * b)}
-            for form, (a, b) in itertools.product(FORMS, both_orders)]
-    rng.shuffle(rows)
-    return rows
+    pairs = list(itertools.product(range(3, 13), range(13, 21)))
+    return ask_products(pairs, random.Random(0))[:size]
 
 
 def primed(split, size, seed):
-    """The same questions, but the answer is begun: "8 x 9 =". So the model need not find out how to
-    answer, only the number. For a model with ChatML, with --template examples/primed.txt."""
+    """The questions of `products`, but the answer is begun: "8 x 9 =". So the model need not find
+    out how to answer, only the number. For a model with ChatML, with --template
+    examples/primed.txt."""
     turn = "<|im_end|>\n<|im_start|>assistant\n"
-    for row in make(split, size, seed):
-        a, b = numbers(row["question"])
+    for row in products(split, size, seed):
+        a, b = re.findall(r"\d+", row["question"])
         yield row | {"question": f"{row['question']}{turn}{a} x {b} ="}
-
-
-def numbers(text):
-    return re.findall(r"-?\d+", text.replace(",", ""))
-
-
-@each
-def right(text, answer):
-    """1 if the last number of the text is the answer."""
-    return float(numbers(text)[-1:] == [answer])
-
-
-@each
-def anywhere(text, answer):
-    """1 if any number of the text is the answer: what the format alone can gain is the difference
-    to `right`. With weight 0 it is only shown."""
-    return float(answer in numbers(text))

@@ -1,17 +1,16 @@
-"""Rewards that shape how a model answers: its format, language, length, repetitions.
+"""Rewards that shape how a model answers: its language, length and repetitions.
 
     python nano_rlvr.py --rewards gsm8k:1,examples/shaping_rewards.py:length_kimi:0.5
 
-format and overlong, which DAPO's preset adds, are known by these names alone. The others show what
-a reward file can do: columns of the trainer (prompts, completion_ids), a function that sees the
-whole batch (length_kimi), and one that loads a model before the workers are forked (language).
+They show what a reward file can do: columns of the trainer (prompts, completion_ids), a function
+that sees the whole batch (length_kimi), and one that loads a model before the workers are forked
+(language).
 """
 import re
 from collections import Counter
 
 from examples.instructions import identifier, language_of
-from examples.math_reward import math_reward
-from rewards import each
+from rewards import each, math_reward
 from runtime.verify.verifier import text_of
 
 EAST_ASIAN = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
@@ -97,40 +96,3 @@ def length_kimi(completions, prompts, correct=None, completion_ids=None, **colum
 
 
 length_kimi.whole_batch = True  # it compares with the other completions of the prompt
-
-
-TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
-
-
-@each
-def format_reward(text):
-    """1.0 for <think>...</think><answer>...</answer> and nothing else (R1, arXiv 2501.12948).
-
-    Each tag once, in this order; the answer is not empty; only white space between and around the
-    two blocks. The opening <think> may be missing, because the prompt may end with it. Else 0.0.
-    """
-    if "<think>" not in text and "</think>" in text:
-        text = "<think>" + text
-    pieces = re.split(f"({'|'.join(TAGS)})", text)  # text, tag, text, tag, ..., text
-    if pieces[1::2] != TAGS:
-        return 0.0
-    before, between, answer, after = pieces[0], pieces[4], pieces[6], pieces[8]
-    return float(bool(answer.strip()) and not (before + between + after).strip())
-
-
-@each
-def overlong(text, completion_ids, max_tokens, overlong_buffer=None):
-    """A penalty for the length (DAPO, arXiv 2503.14476, eq. 13).
-
-    0 up to max_tokens - buffer tokens, then falling linearly to -1 at max_tokens. The buffer is a
-    fifth of max_tokens unless given (4,096 of 20,480 in the paper).
-
-    >>> ids = [[0] * 80, [0] * 90, [0] * 101]
-    >>> overlong(["", "", ""], completion_ids=ids, max_tokens=100, overlong_buffer=20)
-    [0.0, -0.5, -1.0]
-    """
-    buffer = max_tokens // 5 if overlong_buffer is None else overlong_buffer
-    excess = len(completion_ids) - (max_tokens - buffer)
-    if excess <= 0:
-        return 0.0
-    return -1.0 if excess >= buffer else -excess / buffer

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import data
 import nano_rlvr
-from examples.arithmetic import generate
+from data import generate
 from models.tiny.make_tiny import cold_start, make_tokenizer, new_model, training_example
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -32,7 +32,7 @@ EXERCISES = {  # number -> (functions to write, test files); learn/exercises.md 
     7: ("runtime/batch.py:pack", "math"),
     8: ("runtime/batch.py:collate", "savings"),
     9: ("runtime/head.py:chunk_backward runtime/head.py:HeadLogps.backward", "precision"),
-    10: ("examples/countdown.py:countdown_reward examples/countdown.py:_evaluate", "rewards"),
+    10: ("rewards.py:countdown_reward rewards.py:_evaluate", "rewards"),
     11: ("nano_rlvr.py:group_advantages", "vectors"),
     12: ("examples/process_rewards.py:steps_reward examples/process_rewards.py:set_advantages",
          "vectors process_rewards"),

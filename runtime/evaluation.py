@@ -1,16 +1,42 @@
 """The evaluation of greedy completions and of samples, of one or several sets."""
+import data
 import rewards
-from runtime import ranks
+from runtime import guard, ranks, stats
 from runtime.batch import in_groups
-from runtime.stats import first_part, is_right, majority_vote, mean_of, pass_at_k, wilson_interval
 from runtime.verify.answer import vote
+
+
+def evaluate(run, score):
+    """A greedy completion of each held-out example and, with --eval_n, samples of it.
+
+    run: a Run of nano_rlvr. score(rollouts, examples, verifier) fills their rewards. Right: the
+    first reward function gave 1. -> (metrics, a dict per greedy completion). Collective.
+    """
+    cfg = run.cfg
+    metrics = {}
+    indices = range(ranks.rank(), len(run.eval_set), ranks.world_size())  # of this rank
+    examples = [run.eval_set[i] for i in indices]
+    prompts = [example["prompt_ids"] for example in examples]
+    greedy = run.sample(run.llm, prompts, 1, 0.0, cfg.max_tokens, examples=examples)
+    stats.add_counts(metrics, score(greedy, examples, run.verifier), "eval")
+    samples = []
+    if cfg.eval_n:
+        seeds = [data.request_seed(cfg.seed, "eval", i) for i in indices]
+        samples = run.sample(run.llm, prompts, cfg.eval_n, cfg.eval_temperature, cfg.max_tokens,
+                             seeds, examples=examples, top_p=cfg.eval_top_p)
+        stats.add_counts(metrics, score(samples, examples, run.verifier), "eval")
+    first_parts = [stats.first_part(r) for r in greedy]
+    guard.check_scored("eval", first_parts, metrics, run.verifier)
+    results, answers = summary(examples, indices, greedy, samples, cfg)
+    return metrics | results, answers
 
 
 def vote_of(rollout):
     """What a rollout votes for; None if it has no answer, or one that is cut off.
 
     The answer of a truncated rollout is cut off if more text changes it: <answer>7 may be the start
-    of <answer>72, but \\boxed{7} is complete."""
+    of <answer>72, but \\boxed{7} is complete.
+    """
     answer = rewards.final_answer(rollout.text)
     cut_off = rollout.truncated and answer != rewards.final_answer(rollout.text + "0")
     return vote(answer) if answer and not cut_off else None
@@ -19,12 +45,16 @@ def vote_of(rollout):
 def sample_values(group):
     """{metric: value} of the n samples of one example: mean@n, maj@n, and pass@k for k = 2, 4, 8,
     ... and n."""
-    n, right = len(group), sum(map(is_right, group))
+    n = len(group)
+    right = sum(map(stats.is_right, group))
     values = {f"mean@{n}": right / n}
-    for k in [*(2**i for i in range(1, (n - 1).bit_length())), n]:
-        values[f"pass@{k}"] = pass_at_k(n, right, k)
-    winner = majority_vote(list(map(vote_of, group)))
-    values[f"maj@{n}"] = winner is not None and is_right(group[winner])
+    k = 2
+    while k < n:
+        values[f"pass@{k}"] = stats.pass_at_k(n, right, k)
+        k *= 2
+    values[f"pass@{n}"] = stats.pass_at_k(n, right, n)
+    winner = stats.majority_vote([vote_of(r) for r in group])
+    values[f"maj@{n}"] = winner is not None and stats.is_right(group[winner])
     return values
 
 
@@ -32,8 +62,9 @@ def set_metrics(values):
     """Metrics of a set from those of its examples, dicts {metric: value}: means, the number n, and
     low and high, the 95 % interval of the accuracy. `of` is the number with those left out."""
     n = len(values)
-    low, high = wilson_interval(sum(v["accuracy"] for v in values), n)
-    return mean_of(values) | {"low": low, "high": high, "n": n}
+    right = sum(value["accuracy"] for value in values)
+    low, high = stats.wilson_interval(right, n)
+    return stats.mean_of(values) | {"low": low, "high": high, "n": n}
 
 
 def summary(examples, indices, greedy, samples, cfg):
@@ -41,25 +72,41 @@ def summary(examples, indices, greedy, samples, cfg):
 
     examples: those of this rank; indices: their numbers; greedy: a scored rollout each; samples:
     --eval_n of each, scored, or []. With several sets there are also eval/<set>/..., and eval/...
-    has the means of the sets."""
-    values = [{"accuracy": is_right(r), "unscored": first_part(r) is None, "length": r.length,
-               "truncated": r.truncated, "of": e.get("eval_of", 0)}
-              for e, r in zip(examples, greedy)]  # per example; no reward is wrong
-    for value, group in zip(values, in_groups(samples, cfg.eval_n or 1)):
-        value |= sample_values(group)
-    answers = [{"set": e.get("eval_set", cfg.eval_data or cfg.data or cfg.task),
-                "question": e["question"], "answer": e.get("answer"), "right": is_right(r)}
-               | r.record() for e, r in zip(examples, greedy)]
-    rows = sorted(ranks.all_gather(list(zip(indices, values, answers))))  # no index occurs twice
-    by_set = {}
+    has the means of the sets.
+    """
+    groups = in_groups(samples, cfg.eval_n) if samples else [[] for _ in examples]
+    rows = []
+    for i, example, r, group in zip(indices, examples, greedy, groups):
+        right = stats.is_right(r)
+        value = {
+            "accuracy": right,
+            "unscored": stats.first_part(r) is None,  # no reward counts as wrong
+            "length": r.length,
+            "truncated": r.truncated,
+            "of": example.get("eval_of", 0),
+        }
+        if group:
+            value |= sample_values(group)
+        answer = {
+            "set": example.get("eval_set", cfg.eval_data or cfg.data or cfg.task),
+            "question": example["question"],
+            "answer": example.get("answer"),
+            "right": right,
+        }
+        rows.append((i, value, answer | r.record()))
+    rows = sorted(ranks.all_gather(rows))  # no index occurs twice
+    values_of = {}  # name of a set -> the values of its examples
     for _, value, answer in rows:
-        by_set.setdefault(answer["set"], []).append(value)
-    sets = {name: set_metrics(of_set) for name, of_set in by_set.items()}
-    mean, metrics = mean_of(list(sets.values())) | {"n": len(rows)}, {}
+        values_of.setdefault(answer["set"], []).append(value)
+    sets = {name: set_metrics(values) for name, values in values_of.items()}
+    mean = stats.mean_of(list(sets.values())) | {"n": len(rows)}
+    metrics = {}
     if len(sets) > 1:
         # the mean of intervals is no interval of the mean
         del mean["low"], mean["high"], mean["of"]
-        for name, own in sets.items():
-            metrics |= {f"eval/{name}/{key}": x for key, x in own.items()}
-    metrics |= {f"eval/{key}": x for key, x in mean.items()}
+        for name, of_set in sets.items():
+            for key, x in of_set.items():
+                metrics[f"eval/{name}/{key}"] = x
+    for key, x in mean.items():
+        metrics[f"eval/{key}"] = x
     return metrics, [answer for _, _, answer in rows]

@@ -29,7 +29,7 @@ class RunFlags:
     trust_remote_code: bool = False  # run Python code that comes with the model
     algo: str = "grpo"  # a row of ALGOS; any other flag overrides a value of the row
     config: str = ""  # flags of a file, like the config.json of a run to repeat; others override it
-    task: str = "gsm8k"  # arithmetic, countdown, gsm8k, math, math500, aime24, amc23
+    task: str = "gsm8k"  # arithmetic, countdown, products, gsm8k, math, math500, ...
     data: str = ""  # train on this file (jsonl, json, csv, parquet), my_file.py:make or hub set
     eval_data: str = ""  # evaluate on these, as a,b; without it a tenth of --data is held out
     question_key: str = ""  # column of the question ("" = question, problem or prompt)

@@ -1,7 +1,5 @@
 """Checks of a run: rehearsal before step 0, rewards, optimizer steps, a user's rollouts."""
 import copy
-import dataclasses
-import functools
 import gc
 import inspect
 import json
@@ -11,11 +9,11 @@ import random
 import torch
 
 from runtime import memory, ranks, stop
-from runtime.batch import Rollout, collate
+from runtime.batch import Rollout, collate, flatten
 from runtime.memory import ModelShape
 from runtime.messages import RunError
 from runtime.model import on_device
-from runtime.trainer import adamw_states, set_lr
+from runtime.trainer import adamw_states
 from runtime.verify.user_code import load, user_error
 
 MOST_SKIPPED = 3  # steps in a row
@@ -59,13 +57,28 @@ def check_skipped(in_a_row, step, history, groups, folder):
     if any(metrics["skipped"] for metrics in history):
         path = folder / "quarantine" / f"step-{step}-rank-{ranks.rank()}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(vars(r)) + "\n" for group in groups for r in group))
+        lines = [json.dumps(vars(r)) + "\n" for r in flatten(groups)]
+        path.write_text("".join(lines))
         ranks.print_once(f"note: step {step} has a gradient that is not finite; see {path}")
     if in_a_row >= MOST_SKIPPED:
         raise RunError(
             f"{in_a_row} optimizer steps in a row had a gradient that is not finite: is --lr too "
             f"high, or are rewards very large? The batches are in {folder / 'quarantine'}.")
     return in_a_row
+
+
+def random_tokens(rng, vocab, most):
+    """At most 16 token ids."""
+    return rng.choices(range(vocab), k=min(16, most))
+
+
+def logps_of(policy, sequences):
+    """Log-probs of a pack of B (prompt, completion) pairs of equal lengths: (B, R / B)."""
+    rollouts = []
+    for prompt, completion in sequences:
+        rollouts.append(Rollout(prompt, completion, "", False, [0.0] * len(completion)))
+    logp, _ = policy(collate(rollouts))  # (R,)
+    return logp.view(len(sequences), -1)  # (B, R / B)
 
 
 @torch.no_grad()
@@ -75,36 +88,32 @@ def check_packing(policy, cfg):
     With random tokens, two completions per prompt:
     1. Packed and alone, log-probs differ by no more than the noise of the dtype.
     2. If every second completion is replaced, the log-probs of the others do not change, in any
-       dtype (bound 2^-17), as shapes and kernels stay the same. The bound is that of 1 for experts,
-       which then multiply other numbers of tokens, and where kernels do not repeat their results.
+       dtype (bound 2^-17), because shapes and kernels stay the same. For mixture-of-experts
+       models, and where kernels do not repeat their results, the bound is that of 1.
     """
-    rng, vocab = random.Random(0), ModelShape.of(cfg.model).vocab
-
-    def tokens(most):
-        return rng.choices(range(vocab), k=min(16, most))
-
-    def logps(sequences):
-        rollouts = [Rollout(prompt, completion, "", False, [0.0] * len(completion))
-                    for prompt, completion in sequences]
-        return policy(collate(rollouts, ranks.device()))[0].view(len(sequences), -1)  # (B, R / B)
-
-    prompts = [tokens(cfg.max_prompt), tokens(cfg.max_prompt)]
-    sequences = [(prompt, tokens(cfg.max_tokens)) for prompt in prompts for _ in range(2)]
+    rng = random.Random(0)
+    vocab = ModelShape.of(cfg.model).vocab
+    first, second = (random_tokens(rng, vocab, cfg.max_prompt) for _ in range(2))
+    prompts = [first, first, second, second]
+    sequences = [(prompt, random_tokens(rng, vocab, cfg.max_tokens)) for prompt in prompts]
     replaced = sequences.copy()
-    replaced[::2] = [(prompt, tokens(cfg.max_tokens)) for prompt in prompts]
-    packed = logps(sequences)  # (4, R / 4)
-    alone = torch.cat([logps([sequence]) for sequence in sequences])  # (4, R / 4)
-    repeats = all(ranks.all_gather([torch.equal(packed, logps(sequences))]))
+    for i in (0, 2):
+        replaced[i] = (prompts[i], random_tokens(rng, vocab, cfg.max_tokens))
+    packed = logps_of(policy, sequences)  # (4, R / 4)
+    alone = torch.cat([logps_of(policy, [sequence]) for sequence in sequences])  # (4, R / 4)
+    others_replaced = logps_of(policy, replaced)  # (4, R / 4)
+    repeats = all(ranks.all_gather([torch.equal(packed, logps_of(policy, sequences))]))
     experts = any("expert" in name for name, _ in policy.named_parameters())
     # two kernels differ by 0.02 to 0.05 in bfloat16; in float32 the bound is 8,000 roundings
     noise = max(cfg.mismatch_bound, 0.15 if cfg.dtype == "bfloat16" else 1e-3)
     exact = 2**-17 if repeats and not experts else noise  # 64 roundings of log-probs in float32
     for difference, bound, fault in (
         (packed - alone, noise, "packed and single sequences give different log-probs"),
-        ((packed - logps(replaced))[1::2], exact,
+        ((packed - others_replaced)[1::2], exact,
          "the log-probs of a sequence depend on the others in its pack"),
     ):
-        mean = max(ranks.all_gather([difference.abs().nan_to_num(torch.inf).mean().item()]))
+        mean = difference.abs().nan_to_num(torch.inf).mean().item()
+        mean = max(ranks.all_gather([mean]))
         if mean > bound:
             raise RunError(f"--model {cfg.model}: {fault} (mean |difference| {mean:.2g}, bound "
                            f"{bound:.2g}): this model is not supported")
@@ -122,17 +131,24 @@ def largest_pack(cfg):
     return sequences
 
 
+def pack_of(lengths, vocab):
+    """A batch of sequences with these (prompt tokens, completion tokens), each with its prompt."""
+    rollouts = []
+    for i, (prompt, n) in enumerate(lengths):
+        rollouts.append(Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0))
+    return collate(rollouts)
+
+
 def rehearse(policy, ref, cfg):
     """check_packing, then two steps at learning rate 0: too little memory shows before step 0. The
     first, on two sampled tokens, creates AdamW's moments; the other is on the largest pack. Weights
     and optimizer are then as before. Raises RunError: see check_packing. Collective."""
     check_packing(policy, cfg)
     vocab = ModelShape.of(cfg.model).vocab
-    smallest, largest = (collate([
-        Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0)  # its own prompt
-        for i, (prompt, n) in enumerate(lengths)], ranks.device())
-        for lengths in ([(1, 2)], largest_pack(cfg)))  # a size of 1 is compiled apart
-    set_lr(policy, 0, dataclasses.replace(cfg, lr=0.0))
+    smallest = pack_of([(1, 2)], vocab)  # a size of 1 is compiled apart
+    largest = pack_of(largest_pack(cfg), vocab)
+    for group in policy.optimizer.param_groups:
+        group["lr"] = 0.0
     if ref is not None:
         with torch.no_grad(), on_device(ref):
             ref(largest)
@@ -147,32 +163,40 @@ def rehearse(policy, ref, cfg):
     gc.freeze()  # what exists now stays: vLLM's collections, thrice a step, pass over it
 
 
-def load_rollout(spec, examples):
-    """The function of --rollout, my_file.py:my_rollout. It raises RunError, with the user's line,
-    for an exception in it and for a Rollout that does not fit. ValueError, now, for other arguments
-    or if it cannot be loaded. examples: the rows of its prompts, for one with this parameter."""
+# ---- a rollout function of the user's
+
+def load_rollout(spec):
+    """The function of --rollout, my_file.py:my_rollout, with the signature of the script's rollout.
+
+    The user's function gets `examples`, a copy, if it has a parameter of this name. Raises
+    ValueError if the function cannot be loaded or takes other arguments. The function that is
+    returned raises RunError, with the user's line, for an exception in it and for a Rollout that
+    does not fit.
+    """
     rollout = load(spec, kind="rollout")
+    extra = {"examples": []} if "examples" in inspect.signature(rollout).parameters else {}
     try:
-        if "examples" in inspect.signature(rollout).parameters:
-            rollout = functools.partial(rollout, examples=copy.deepcopy(examples))
         for positional in 5, 6:  # the greedy evaluation gives no seeds
-            inspect.signature(rollout).bind(*range(positional), top_p=1.0)
+            inspect.signature(rollout).bind(*range(positional), top_p=1.0, **extra)
     except TypeError as e:
         raise ValueError(f"--rollout {spec}: {e}; rollout() shows what it must take") from None
 
-    def sample(llm, prompts, n, *args, **sampling):
+    def sample(llm, prompts, n, temperature, max_tokens, *seeds, examples=(), **sampling):
+        if extra:
+            sampling["examples"] = copy.deepcopy(examples)
+        copies = [list(prompt) for prompt in prompts]
         try:
-            rollouts = rollout(llm, [list(prompt) for prompt in prompts], n, *args, **sampling)
+            rollouts = rollout(llm, copies, n, temperature, max_tokens, *seeds, **sampling)
         except (Exception, SystemExit) as e:
             if isinstance(e, RunError) or memory.is_out_of_memory(e) or stop.is_lost_rank(e):
                 raise
             raise RunError(f"--rollout {spec}: {user_error(e, spec)}") from e
-        vocabulary = llm.llm_engine.model_config.get_vocab_size()
         if not isinstance(rollouts, list) or len(rollouts) != len(prompts) * n:
             raise RunError(f"--rollout {spec}: it must return a list of {n} Rollouts for each of "
                            f"{len(prompts)} prompts, not {rollouts!r:.60}")
+        vocabulary = llm.llm_engine.model_config.get_vocab_size()
         for i, r in enumerate(rollouts):
-            if problem := misfit(r, prompts[i // n], vocabulary, args[1]):
+            if problem := misfit(r, prompts[i // n], vocabulary, max_tokens):
                 raise RunError(f"--rollout {spec}: Rollout {i} does not fit: {problem}")
             r.advantages = [0.0] * len(r.completion)  # which may have grown since it was made
         return rollouts
@@ -184,11 +208,11 @@ def misfit(r, prompt, vocabulary, max_tokens):
     """What is wrong with a user's Rollout for a prompt (token ids), in words; "" if nothing."""
     if not isinstance(r, Rollout) or r.prompt != prompt or not isinstance(r.text, str):
         return "it is no Rollout, or without text, or not in the order of the prompts"
-    lists = r.completion, r.vllm_logps, r.loss_mask, *r.extra.values()
-    if ({*map(type, lists)} != {list} or len({*map(len, lists)}) > 1 or True not in r.loss_mask
-            or len(r.loss_mask) > max_tokens):
-        return ("completion, vllm_logps, loss_mask and those in extra: not lists of one length up "
-                "to --max_tokens, or no token is sampled")
+    lists = [r.completion, r.vllm_logps, r.loss_mask, *r.extra.values()]
+    if any(type(values) is not list or len(values) != len(r.loss_mask) for values in lists):
+        return "completion, vllm_logps, loss_mask and those in extra: not lists of one length"
+    if len(r.loss_mask) > max_tokens or True not in r.loss_mask:
+        return "it has more than --max_tokens tokens, or no token is sampled"
     for token, logp, sampled in zip(*lists[:3]):
         is_token = type(token) is int and 0 <= token < vocabulary
         is_logp = isinstance(logp, (int, float)) and -math.inf < logp <= 1e-3  # rounded

@@ -1,5 +1,4 @@
 """The folder of a run, which one process holds at a time; what it writes there and prints."""
-import contextlib
 import dataclasses
 import json
 import math
@@ -16,15 +15,16 @@ from statistics import fmean
 import psutil
 import torch
 
-import data
 from runtime import __version__, ranks, records
+from runtime.batch import flatten
+from runtime.card import write_card
 from runtime.flags import ROUNDING
 from runtime.messages import RunError, first_line, plain
 from runtime.records import STAGES, stage_seconds, sync_file
 from runtime.report import curve, page, tokens
 from runtime.report.text import evaluation_text
 from runtime.stats import peak, timed
-from runtime.trainer import token_logps
+from runtime.trainer import rollout_logps, token_logps
 
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")  # one JSON object per line
 # metrics on the screen's line per step, in this order
@@ -33,7 +33,6 @@ SHOWN = {"reward/mean": "reward {:6.3f}", "reward/unscored": "no reward {:4.0%}"
          "kl": "kl {:.4f}", "entropy": "entropy {:.3f}",
          "tokens_per_second": "{:6.0f} tok/s"}
 TABLE = ["prompt", "completion", "reward", "advantage"]  # columns of wandb's table of rollouts
-CARD = Path(__file__).with_name("model_card.md")
 
 
 def provenance(*packages):
@@ -55,9 +54,14 @@ class Log:
     Every rank has one, but only rank 0 writes. Raises ValueError if wandb cannot log in."""
 
     def __init__(self, cfg, tokenizer, plan=None):
-        self.cfg, self.tokenizer, self.folder = cfg, tokenizer, Path(cfg.out) / cfg.name
-        self.rows, self.wandb, self.changes = [], None, ()  # changes: see token_changes
-        self.page_due, self.page_every = 0.0, 10  # seconds: when report.html is written again
+        self.cfg = cfg
+        self.tokenizer = tokenizer
+        self.folder = Path(cfg.out) / cfg.name
+        self.rows = []  # of metrics.jsonl
+        self.wandb = None
+        self.changes = {}  # see token_changes
+        self.page_due = 0.0  # when report.html is written again, in seconds
+        self.page_every = 10
         if ranks.rank() > 0:
             return
         from tqdm import tqdm
@@ -130,21 +134,23 @@ class Log:
     def _kept(self, groups):
         """The rollouts of the first groups, --keep_rollouts of them or a few more."""
         count = math.ceil(self.cfg.keep_rollouts / self.cfg.samples)
-        return [r for group in groups[:count] for r in group]
+        return flatten(groups[:count])
 
-    @contextlib.contextmanager
-    def token_changes(self, step, groups, policy, dummy, metrics):
-        """Around the update, for the report: keeps log-probs before and after it, of one rollout in
-        SHARE. If that is less than one per step, of one rollout in some steps. Collective."""
-        shown = tokens.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
-        count = sum(map(len, groups)) / tokens.SHARE  # rollouts per step; may be below 1
-        shown = shown[:max(1, int(count))] if step % math.ceil(1 / count) == 0 else []
+    def token_changes(self, step, groups, batches, policy, metrics):
+        """After the update, for the report: keeps log-probs before and after it, of one rollout in
+        SHARE that was trained. If that is less than one per step, of one rollout in some steps.
+        batches: those of the update, which has filled batch.logp. Collective."""
         with timed(metrics, "report"):
-            before = token_logps(policy, shown, dummy, self.cfg)
-        yield
-        with timed(metrics, "report"):
-            after = token_logps(policy, shown, dummy, self.cfg)
-        self.changes = zip(shown, before, after)
+            logps = [batch.logp if batch.old is None else batch.old for batch in batches]
+            before = rollout_logps(batches, logps)
+            shown = tokens.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
+            trained = [r for r in shown if id(r) in before]
+            count = sum(map(len, groups)) / tokens.SHARE  # rollouts per step; may be below 1
+            measured = []
+            if step % math.ceil(1 / count) == 0:
+                measured = trained[:max(1, int(count))]
+            after = token_logps(policy, measured, self.cfg)
+        self.changes = {id(r): (before[id(r)], logps) for r, logps in zip(measured, after)}
 
     def write(self, step, metrics, groups=(), answers=()):
         """At the end of a step: metrics.jsonl, the first groups in rollouts.jsonl, and the screen.
@@ -155,15 +161,21 @@ class Log:
             return
         self.rows.append({"step": step, **metrics})
         self._append("metrics.jsonl", self.rows[-1:])
-        rows = [{"step": step, "prompt": self.tokenizer.decode(r.prompt),
-                 "prompt_tokens": len(r.prompt), "advantage": r.advantages[0]} | r.record()
-                for r in self._kept(groups)]
-        for row, (r, before, after) in zip(rows, self.changes):  # the first of `kept`
-            row["per_token"] = tokens.numbers(r, before, after, self.tokenizer)
+        rows = []
+        for r in self._kept(groups):
+            rows.append({
+                "step": step,
+                "prompt": self.tokenizer.decode(r.prompt),
+                "prompt_tokens": len(r.prompt),
+                "advantage": r.advantages[0],
+            } | r.record())
+            if id(r) in self.changes:
+                before, after = self.changes[id(r)]
+                rows[-1]["per_token"] = tokens.numbers(r, before, after, self.tokenizer)
         self._append("rollouts.jsonl", rows)
         self._append("eval.jsonl", [{"step": step, **answer} for answer in answers])
         if self.wandb:
-            cells = [[row[column] for column in TABLE] for row in rows]
+            cells = [list(map(row.get, TABLE)) for row in rows]
             table = {"rollouts": self.wandb.Table(TABLE, cells)} if rows else {}
             self.wandb.log(metrics | table, step=step)
         if "eval/accuracy" in metrics:
@@ -181,7 +193,7 @@ class Log:
             self.bar.write("  ".join([f"step {step:4d}", *shown, seconds]))
             self.bar.update()
             equal = [row.get("group/zero_std") for row in self.rows[-6:]]
-            trained = any(any(r.advantages) for group in groups for r in group)
+            trained = any(any(r.advantages) for r in flatten(groups))
             if equal[-5:] == [1.0] * 5 and equal != [1.0] * 6 and not trained:
                 self.say(f"the rewards give no gradient since step {step - 4}: they are equal in "
                          "each group; see \"Is this normal?\" in docs/metrics.md")
@@ -214,36 +226,9 @@ class Log:
             page.write([self.folder], self.folder / name)
         final, about = self.folder / "final", "the numbers: docs/metrics.md"
         if final.exists():
-            self.describe(final)
+            write_card(final, self.cfg, self.tokenizer, self.about, self.rows)
             about = f"python -m examples.chat {self.folder}; more: docs/after_the_run.md; {about}"
         self.bar.close()
         print(f"next: open {self.folder / 'report.html'}; {about}")
         if self.wandb:
             self.wandb.finish()
-
-    def describe(self, final):
-        """Lets others prompt the model in final/ as the run did, and writes its card, README.md.
-
-        The run's template becomes the chat template; generation_config.json gets its temperature,
-        length and stop tokens (those of rollout in nano_rlvr.py)."""
-        from transformers import GenerationConfig
-        cfg, tokenizer = self.cfg, self.tokenizer
-        if prompt := data.TEMPLATES.get(cfg.template, cfg.template):  # not `chat`: it is there
-            if tokenizer("")["input_ids"]:  # the tokenizer adds a BOS, but not to a chat
-                prompt = tokenizer.bos_token + prompt.removeprefix(tokenizer.bos_token)
-            text = "{{ %s.replace('{question}', messages[-1]['content']) }}" % ascii(prompt)
-            (final / "chat_template.jinja").write_text(text)
-        stop = GenerationConfig.from_pretrained(final).eos_token_id or []  # an int or a list
-        stop = {*(stop if isinstance(stop, list) else [stop]), tokenizer.eos_token_id,
-                tokenizer.get_vocab().get("<|im_end|>")} - {None}
-        GenerationConfig(
-            do_sample=True, temperature=cfg.temperature, top_p=cfg.top_p, top_k=0,
-            max_new_tokens=cfg.max_tokens, eos_token_id=sorted(stop),
-            pad_token_id=tokenizer.pad_token_id).save_pretrained(final)
-        found = [f"step {row['step']}, {evaluation_text(row)}" for row in self.rows
-                 if "eval/accuracy" in row]
-        prompt = tokenizer.decode(data.encode({"question": "{question}"}, tokenizer, cfg.template))
-        (final / "README.md").write_text(CARD.read_text().format(**self.about | vars(cfg) | {
-            "base": f"\nbase_model: {cfg.model}" * (not Path(cfg.model).is_dir()),
-            "data": cfg.data or cfg.task, "first": found[0], "last": found[-1], "prompt": prompt,
-            "versions": ", ".join(map(" ".join, self.about["versions"].items()))}))

@@ -1,6 +1,7 @@
 """Which process this is, and sums and lists over all processes: a world of size 1 or more."""
 import datetime
 import functools
+import itertools
 import os
 import sys
 
@@ -61,12 +62,13 @@ def all_gather(items):
         return list(items)
     lists = [None] * world_size()
     torch.distributed.all_gather_object(lists, items)
-    return [item for part in lists for item in part]
+    return list(itertools.chain.from_iterable(lists))
 
 
 def all_sum(*values):
     """Sums of numbers over all ranks, in double precision: a list with one float per argument."""
-    return [float(sum(column)) for column in zip(*all_gather([values]))]
+    columns = zip(*all_gather([values]))
+    return [float(sum(column)) for column in columns]
 
 
 def offset(count):

@@ -7,16 +7,16 @@ from statistics import fmean, mode, pstdev
 import torch
 
 from runtime import memory, ranks
+from runtime.batch import flatten
 from runtime.memory import ModelShape, peak_flops
 from runtime.records import stage_seconds
-
-MAX_LOG_RATIO = 20.0  # a ratio beyond e^20 is constant; the value of verl, SkyRL and OpenRLHF
 
 
 def has_zero_std(group):
     """True if all rewards of a group are equal as advantages are computed, in PyTorch's default
     dtype, None ignored: with a baseline of the group every advantage is then 0."""
-    return len({torch.tensor(r.reward).item() for r in group if r.reward is not None}) <= 1
+    rewards = {torch.tensor(r.reward).item() for r in group if r.reward is not None}
+    return len(rewards) <= 1
 
 
 def moving_mean(mean, new):
@@ -27,7 +27,8 @@ def moving_mean(mean, new):
 def wilson_interval(hits, n):
     """(low, high): 95 % interval of the proportion hits / n (Wilson 1927; also for small n)."""
     z = 1.959964
-    center, margin = hits + z * z / 2, z * math.sqrt(hits * (n - hits) / n + z * z / 4)
+    center = hits + z * z / 2
+    margin = z * math.sqrt(hits * (n - hits) / n + z * z / 4)
     return (center - margin) / (n + z * z), (center + margin) / (n + z * z)
 
 
@@ -47,45 +48,27 @@ def majority_vote(answers):
     return answers.index(mode(given)) if given else None
 
 
-def nan_mean_std(x, dim):
-    """Mean and population standard deviation over `dim`, kept with size 1, of what is not NaN.
+def pack_sums(loss, terms, batch, cfg):
+    """Metrics of a pack: sums over its tokens (0 for a filler), the loss, the largest mismatch.
 
-    Both are 0 where all entries are NaN. Of equal entries the deviation is exactly 0: the smallest
-    entry is subtracted first, because the sum of n equal numbers is rounded."""
-    if not len(x):  # all groups were dropped, and amin() needs an entry
-        return x.sum(dim, keepdim=True), x.sum(dim, keepdim=True)
-    smallest = x.nan_to_num(torch.inf).amin(dim, keepdim=True)
-    excess = x - smallest
-    mean_excess = excess.nanmean(dim, keepdim=True)
-    variance = ((excess - mean_excess) ** 2).nanmean(dim, keepdim=True)
-    return (smallest + mean_excess).nan_to_num(), variance.sqrt().nan_to_num()
-
-
-def is_clipped(ratio, advantage, cfg):
-    """(R,) whether PPO's clip made a token's gradient 0. The other surrogates have none."""
-    too_high, too_low = ratio > 1 + cfg.clip_high, ratio < 1 - cfg.clip_low  # (R,), (R,)
-    if cfg.delta:
-        too_low |= ratio > cfg.delta
-    beyond = torch.where(advantage > 0, too_high, too_low & (advantage < 0))  # (R,)
-    return beyond & (cfg.surrogate == "ppo")
-
-
-def pack_sums(loss, terms, entropy, weight, cfg):
-    """Metrics of a pack: sums over its tokens (0 for a dummy), the loss, the largest mismatch.
-
-    A dict of tensors (). terms: those of policy_loss, (R,) like entropy and weight; used up."""
-    mismatch = terms.pop("mismatch")  # (R,)
-    terms |= {"entropy": entropy, "tokens": torch.ones_like(entropy),
-              "mismatch/mean_abs": mismatch.abs(),
-              "mismatch/k3": mismatch.expm1() - mismatch}  # k3: KL(vLLM || trainer)
+    A dict of tensors (). terms: those of policy_loss, (R,) each.
+    """
+    mismatch = terms["mismatch"]  # (R,)
+    columns = {name: x for name, x in terms.items() if name not in ("mismatch", "correction")}
+    columns["entropy"] = batch.entropy  # (R,)
+    columns["tokens"] = torch.ones_like(mismatch)  # (R,)
+    columns["mismatch/mean_abs"] = mismatch.abs()  # (R,)
+    columns["mismatch/k3"] = mismatch.expm1() - mismatch  # (R,) k3: KL(vLLM || trainer)
     if cfg.correction != "none":
-        correction = terms.pop("correction")  # (R,)
+        correction = terms["correction"]  # (R,)
         uncapped = 1.0 if cfg.correction == "sequence_mask" else mismatch.exp()  # (R,)
-        terms |= {"correction/w": correction, "correction/w2": correction**2,  # for ess
-                  "correction/share": correction != uncapped}  # tokens that the cap changes
-    sums = {name: x.sum() for name, x in terms.items()}
-    sums |= {"loss": loss, "mismatch/max": mismatch.abs().max()}
-    is_trained = weight[0] != 0  # () false for a dummy: see pack_evenly
+        columns["correction/w"] = correction
+        columns["correction/w2"] = correction**2  # for ess
+        columns["correction/share"] = correction != uncapped  # tokens that the cap changes
+    sums = {name: x.sum() for name, x in columns.items()}
+    sums["loss"] = loss
+    sums["mismatch/max"] = mismatch.abs().max()
+    is_trained = batch.weight[0] != 0  # () false for a filler: see pack_evenly
     return {name: is_trained * x.detach() for name, x in sums.items()}
 
 
@@ -95,12 +78,18 @@ def token_means(sums):
     sums: per pack a dict of tensors (), which are read in one transfer. Returns means over the
     tokens, except for the sum of `loss`, the maximum of `mismatch/max`, and `tokens`, their number.
     """
-    rows = torch.stack([torch.stack([x.double() for x in pack.values()]) for pack in sums])
-    columns = dict(zip(sums[0], zip(*ranks.all_gather(rows.tolist()))))
+    rows = []
+    for pack in sums:
+        values = [x.double() for x in pack.values()]
+        rows.append(torch.stack(values))  # (metrics,)
+    rows = torch.stack(rows).tolist()  # a row per pack
+    columns = dict(zip(sums[0], zip(*ranks.all_gather(rows))))
     totals = {name: sum(column) for name, column in columns.items()}
-    means = {name: x / totals["tokens"] for name, x in totals.items()}
-    return means | {"loss": totals["loss"], "tokens": totals["tokens"],
-                    "mismatch/max": max(columns["mismatch/max"])}
+    means = {name: total / totals["tokens"] for name, total in totals.items()}
+    means["loss"] = totals["loss"]
+    means["tokens"] = totals["tokens"]
+    means["mismatch/max"] = max(columns["mismatch/max"])
+    return means
 
 
 def step_means(history):
@@ -108,13 +97,21 @@ def step_means(history):
 
     Means over the tokens of all steps, except for the maximum of `mismatch/max` and the means over
     the steps of loss, grad_norm and skipped. `correction/ess`: effective sample size of the
-    importance weights as a fraction of the tokens, 1 if all are equal."""
-    means, tokens = {}, [metrics["tokens"] for metrics in history]
-    for name in history[0] if history else ():
+    importance weights as a fraction of the tokens, 1 if all are equal.
+    """
+    if not history:
+        return {}
+    tokens = [metrics["tokens"] for metrics in history]
+    means = {}
+    for name in history[0]:
         values = [metrics[name] for metrics in history]
-        weights = None if name in ("loss", "grad_norm", "skipped") else tokens
-        means[name] = max(values) if name == "mismatch/max" else fmean(values, weights)
-    means.pop("tokens", None)
+        if name == "mismatch/max":
+            means[name] = max(values)
+        elif name in ("loss", "grad_norm", "skipped"):
+            means[name] = fmean(values)
+        else:
+            means[name] = fmean(values, tokens)
+    del means["tokens"]
     if "correction/w2" in means:
         square = means.pop("correction/w2")
         means["correction/ess"] = means["correction/w"] ** 2 / max(square, 1e-30)
@@ -123,7 +120,10 @@ def step_means(history):
 
 def mean_of(rows):
     """The mean of each metric over several dicts."""
-    return {name: fmean(row[name] for row in rows) for name in rows[0]}
+    means = {}
+    for name in rows[0]:
+        means[name] = fmean(row[name] for row in rows)
+    return means
 
 
 def add_counts(metrics, counts, prefix):
@@ -146,7 +146,10 @@ def is_right(rollout):
 
 def peak(rows):
     """Highest peak memory of all stages in these rows of metrics, in GiB."""
-    return max(x for row in rows for name, x in row.items() if name.startswith("memory/"))
+    sizes = [0.0]
+    for row in rows:
+        sizes += [x for name, x in row.items() if name.startswith("memory/")]
+    return max(sizes)
 
 
 @contextlib.contextmanager
@@ -159,37 +162,55 @@ def timed(metrics, stage):
     yield
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    metrics[f"seconds/{stage}"] = metrics.get(f"seconds/{stage}", 0.0) + time.perf_counter() - start
-    metrics[f"memory/{stage}"] = max(metrics.get(f"memory/{stage}", 0.0), memory.peak_gib())
+    seconds = time.perf_counter() - start
+    metrics[f"seconds/{stage}"] = metrics.get(f"seconds/{stage}", 0.0) + seconds
+    before = metrics.get(f"memory/{stage}", 0.0)
+    metrics[f"memory/{stage}"] = max(before, memory.peak_gib())
 
 
 def step_summary(cfg, trained_groups, sampled_groups, metrics):
     """Metrics of a step's completions and their cost, over all ranks. Collective. Rewards and
     lengths are those of all sampled groups. `trained` is the share of their rollouts that the
     update runs; the FLOPs in `mfu` are those of these rollouts."""
-    own = [(r.reward, r.length, r.truncated, r.parts) for group in sampled_groups for r in group]
-    rewards, lengths, truncated, parts = zip(*ranks.all_gather(own))
-    judged = [x for x in rewards if x is not None] or [0.0]
-    means = {}
-    for name in parts[0]:
-        if given := [values[name] for values in parts if values[name] is not None]:
-            means[f"reward/{name}"] = fmean(given)
-    # in forward passes (a backward pass is two); what checkpointing recomputes does not count
-    passes = cfg.epochs * (2 if cfg.lora_rank else 3)  # LoRA: no gradients of the frozen weights
-    passes += (cfg.epochs * cfg.minibatches > 1) + bool(cfg.kl_coef)  # old policy, reference
-    trained = [r for group in trained_groups for r in group if r.weight]
-    flops, count = ranks.all_sum(
-        passes * ModelShape.of(cfg.model).forward_flops(trained), len(trained))
-    return {
+    rows = [(r.reward, r.length, r.truncated, r.parts) for r in flatten(sampled_groups)]
+    rewards, lengths, truncated, parts = zip(*ranks.all_gather(rows))
+    judged = [reward for reward in rewards if reward is not None] or [0.0]
+    zero_std = ranks.all_gather(list(map(has_zero_std, sampled_groups)))
+    trained = [r for r in flatten(trained_groups) if r.weight]
+    flops = ModelShape.of(cfg.model).forward_flops(trained) * passes(cfg)
+    flops, count = ranks.all_sum(flops, len(trained))
+    seconds = stage_seconds([metrics])
+    peak = peak_flops(cfg.dtype) * ranks.world_size()  # FLOP/s
+    summary = {
         "reward/mean": fmean(judged),
         "reward/std": pstdev(judged),
         "reward/unscored": rewards.count(None) / len(rewards),
-        **means,
-        "group/zero_std": fmean(ranks.all_gather(list(map(has_zero_std, sampled_groups)))),
+        **part_means(parts),
         "completion/length": fmean(lengths),
         "completion/truncated": fmean(truncated),
         "trained": count / len(lengths),
         "tokens": sum(lengths),
-        "tokens_per_second": sum(lengths) / stage_seconds([metrics]),
-        "mfu": flops / (metrics["seconds/update"] * peak_flops(cfg.dtype) * ranks.world_size()),
+        "tokens_per_second": sum(lengths) / seconds,
+        "mfu": flops / (metrics["seconds/update"] * peak),
     }
+    if cfg.samples > 1:  # a group of one has no deviation
+        summary["group/zero_std"] = fmean(zero_std)
+    return summary
+
+
+def part_means(parts):
+    """The mean of each reward function, of the completions to which it gave a value."""
+    means = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts if part[name] is not None]
+        if values:
+            means[f"reward/{name}"] = fmean(values)
+    return means
+
+
+def passes(cfg):
+    """Forward passes that an update of a sequence costs. A backward pass is two, but one with LoRA,
+    which needs no gradients of the frozen weights. What checkpointing recomputes does not count."""
+    each = 2 if cfg.lora_rank else 3
+    several = cfg.epochs * cfg.minibatches > 1  # log-probs of the old policy
+    return cfg.epochs * each + several + bool(cfg.kl_coef)

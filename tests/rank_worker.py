@@ -15,7 +15,7 @@ from runtime import guard, ranks, stats, trainer
 
 SETTINGS = {  # differences from Config
     "all on rank 0": dict(zero_stage=1, aggregate="constant"),
-    "process rewards, all on rank 0, balanced": dict(zero_stage=2, aggregate="token"),
+    "process rewards, all on rank 0": dict(zero_stage=2, aggregate="token"),
     "one group left, untied": dict(
         zero_stage=3, filter_groups=True, correction="token_mask", correction_cap=3.0),
 }
@@ -40,17 +40,14 @@ def batches_of(name, cfg, tokenizer):
                 r.steps = list(zip(ends, (j / 4, r.reward)))[:1 + j % 2]
                 r.reward = sum(value for _, value in r.steps)
     groups = groups[ranks.rank()::ranks.world_size()]
-    dummy = groups[0][0]
     nr.assign_advantages(groups, cfg, math.nan)
     kept = [g for g in groups if not (cfg.filter_groups and stats.has_zero_std(g))]
     trained = nr.assign_token_weights([r for g in kept for r in g], cfg)
     if "all on rank 0" in name:
         trained = ranks.all_gather(trained)[:None if ranks.rank() == 0 else 0]
-    if "balanced" in name:
-        trained = nr.balance(trained, cfg.model)
-    elif ranks.rank() and "left" in name:
+    if ranks.rank() and "left" in name:
         assert not trained  # a rank without anything to train on takes part nevertheless
-    return [nr.collate(p) for p in nr.pack_evenly(trained, dummy, cfg.pack_tokens)]
+    return [nr.collate(p) for p in nr.pack_evenly(trained, cfg.pack_tokens)]
 
 
 def result(policy, batches, steps, cfg):
@@ -72,7 +69,7 @@ def train_one_more_step(tokenizer):
     guard.rehearse(policy, None, cfg)  # makes AdamW's moments
     checkpoints = make_checkpoints(policy, model=cfg.model, prompts=6, out=str(FOLDER), name="run",
                                    resume=str(FOLDER / "run"))
-    trainer.set_lr(policy, 0, cfg)
+    nr.set_lr(policy, 0, cfg)
     found = result(policy, batches_of("", cfg, tokenizer), 1, cfg)
     checkpoints.progress.step += 1
     checkpoints.save()

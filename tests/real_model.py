@@ -123,7 +123,7 @@ def test_packed_alone_and_in_vllm_a_text_has_the_same_log_probs_also_after_a_ste
     for ours, single, theirs in zip(before, alone, vllm_logps(llm, rollouts), strict=True):
         within((ours - single).abs().mean(), 1e-3)
         within((ours - theirs).abs().mean(), 1e-3)
-    nr.update(policy, nr.make_batches([rollouts[1:]], rollouts[1], cfg), cfg)
+    nr.update(policy, nr.make_batches([rollouts[1:]], cfg), cfg)
     nr.sync_weights(policy, llm)
     after = logps_of(policy, [rollouts[1:]])
     for ours, theirs, old in zip(after, vllm_logps(llm, rollouts[1:]), before[1:], strict=True):

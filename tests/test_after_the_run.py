@@ -11,6 +11,7 @@ import data
 import nano_rlvr as nr
 from conftest import ROOT, make_config
 from examples import chat
+from runtime.card import write_card
 from runtime.log import Log
 
 TINY = ROOT / "models/tiny"
@@ -64,10 +65,8 @@ def test_a_trained_model_has_a_card_and_the_sampling_of_its_run(
     path = final.parent / "config.json"
     about = json.loads(path.read_text())
     assert about["command"] in text and about["commit"] in text
-    log = Log(make_config(out=str(tmp_path), name="hub"), tokenizer)
-    log.cfg.model, log.rows = "org/name", [{"step": 0, "eval/accuracy": 1, "eval/n": 1,
-                                            "eval/length": 1}]
-    log.describe(final)
+    rows = [{"step": 0, "eval/accuracy": 1, "eval/n": 1, "eval/length": 1}]
+    write_card(final, make_config(model="org/name"), tokenizer, about, rows)
     head = (final / "README.md").read_text().split("---\n")[1]
     assert yaml.safe_load(head)["base_model"] == "org/name"
 

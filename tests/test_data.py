@@ -2,6 +2,8 @@
 import copy
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -25,6 +27,34 @@ def test_generated_examples_are_right_distinct_seeded_and_no_seed_trains_on_a_te
             assert len(e["numbers"]) in (3, 4) and 10 <= e["target"] <= 99
     questions |= {e["question"] for e in b}
     assert not questions & {e["question"] for e in data.load(task, "test", size=500)}
+
+
+def test_products_are_right_and_no_pair_of_a_test_question_is_trained_on_in_either_order():
+    sets = [data.load("products", split) for split in ("train", "test")]
+    pairs = []
+    for rows in sets:
+        factors = [tuple(map(int, re.findall(r"\d+", row["question"]))) for row in rows]
+        assert [a * b for a, b in factors] == [int(row["answer"]) for row in rows]
+        pairs.append({frozenset(pair) for pair in factors})
+    assert not pairs[0] & pairs[1] and len(pairs[0] | pairs[1]) == 11 * 12 / 2
+    assert data.load("products", "train", seed=3) == sets[0]  # the split is that of every run
+
+
+DEFAULTS = """
+import data, rewards
+for name, task in data.TASKS.items():
+    assert not data.is_made(name) or len(data.load(name, size=2)) >= 2
+    assert rewards.parse_spec(task.rewards)
+with rewards.Verifier(",".join(rewards.KNOWN), max_tokens=8, overlong_buffer=2, random_seed=0):
+    print(*data.TEMPLATES)
+"""
+
+
+def test_the_tasks_templates_and_rewards_that_have_a_name_need_no_folder_examples(tmp_path):
+    for path in "rewards.py", "data.py", "runtime":
+        (tmp_path / path).symlink_to(ROOT / path)
+    shown = subprocess.check_output([sys.executable, "-c", DEFAULTS], cwd=tmp_path, text=True)
+    assert shown.split() == ["chat", "none", "r1", "qwen_math"]
 
 
 def test_every_file_format_gives_the_same_examples(tmp_path):
@@ -83,7 +113,7 @@ def test_blank_lines_byte_order_marks_long_fields_and_nested_columns_are_read(tm
     row = {"question": "a", "tests": []}
     (tmp_path / "b.jsonl").write_text(f"\n\n{json.dumps(row)}")
     assert data.load(str(tmp_path / "b.jsonl"), answer_key="none") == [row]
-    with pytest.raises(ValueError, match=r"b.jsonl:3: no 'answer' \(it has question, tests\);"):
+    with pytest.raises(ValueError, match=r"b.jsonl:3: no 'answer' \(it has 'question', 'tests'\);"):
         data.load(str(tmp_path / "b.jsonl"))
 
 
@@ -100,6 +130,11 @@ def test_questions_that_are_held_out_are_not_trained_on(tmp_path, tokenizer):
     assert [notes.pop(0) for _ in range(2)] == [
         f"note: rewards get the trainer's column '{name}', not that of the data"
         for name in ("step", "timeout")]
+    spaced = [{"question": f" {i} +\n{i}\u00a0", "answer": str(2 * i)} for i in range(4)]
+    cfg = make_config(data=write_rows(tmp_path / "spaced.jsonl", spaced), eval_data=test)
+    train_set, _ = data.load_splits(cfg, tokenizer, notify=notes.append)
+    assert [e["question"] for e in train_set] == [spaced[3]["question"]]
+    notes.remove("3 of 4 training examples left out: their questions are held out")
     cfg = make_config(data=test, eval_data=test)
     with pytest.raises(ValueError, match="0 training prompts are left, 1 needed: held out"):
         data.load_splits(cfg, tokenizer)
@@ -140,7 +175,7 @@ def test_templates(tokenizer):
 @pytest.mark.parametrize("case", (ROOT / "tests/rows.jsonl").read_text().splitlines())
 def test_rows_as_trl_verl_sharegpt_and_open_reasoner_zero_have_them_are_read_or_make_is_shown(
         tmp_path, case):
-    row, answer, says = map(json.loads(case).get, ("row", "answer", "says"))
+    row, answer, system, says = map(json.loads(case).get, ("row", "answer", "system", "says"))
     path = write_rows(tmp_path / "a.jsonl", [row])
     if says:
         with pytest.raises(ValueError, match=rf":1: {re.escape(says)}.* def make\(split, size, s"):
@@ -149,25 +184,67 @@ def test_rows_as_trl_verl_sharegpt_and_open_reasoner_zero_have_them_are_read_or_
     columns = row if isinstance(row, dict) else {"messages": row}
     [example] = data.load(path)
     assert (example["question"], example["answer"]) == ("How many eggs?", answer)
+    assert example.get("system_prompt") == system
     assert columns == {name: example[name] for name in columns}  # for the rewards
+
+
+def with_processor(tokenizer, single):
+    """A copy of a tokenizer that adds tokens to every text: "<s> $A </s>"."""
+    other = copy.deepcopy(tokenizer)
+    other.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    ids = [(token, other.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    other.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=ids)
+    return other
 
 
 def test_a_prompt_has_one_bos_and_on_every_day_the_same_date(tokenizer):
     """As Llama 3's: the tokenizer adds the BOS, the chat template writes it and asks for today."""
-    other, bos = copy.deepcopy(tokenizer), tokenizer.eos_token
-    other.bos_token = bos
-    other.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{bos} $A", special_tokens=[(bos, tokenizer.eos_token_id)])
-    assert other("x")["input_ids"][0] == other.bos_token_id
-    other.chat_template = (bos + "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}"
+    other = with_processor(tokenizer, "<s> $A")
+    other.chat_template = ("<s>{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}"
                            "{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    for template in f"{bos}Q: {{question}}", "Q: {question}", "none", "chat":
+    for template in "<s>Q: {question}", "Q: {question}", "none", "chat":
         ids = data.encode({"question": "1+1"}, other, template)
         assert ids.count(other.bos_token_id) == 1 and ids[0] == other.bos_token_id
     assert "26 Jul 2024 00:00:00.0" in other.decode(ids)
     # a text of two BOS is not the tokenizer's
+    bos = tokenizer.eos_token
     assert data.encode({"question": "1+1"}, tokenizer, f"{bos}{bos}{{question}}")[:2] == [
         tokenizer.eos_token_id] * 2
+
+
+@pytest.mark.parametrize("single", ["<s> $A </s>", "$A </s>", "<s> $A", "$A"])
+def test_a_prompt_ends_without_the_eos_that_a_tokenizer_puts_behind_every_text(single, tokenizer):
+    other = with_processor(tokenizer, single)
+    for template in "none", "qwen_math", "r1", "Q: {question}":
+        ids = data.encode({"question": "1+1"}, other, template)
+        text = data.TEMPLATES.get(template, template).replace("{question}", "1+1")
+        assert other.decode(ids) == "<s>" * single.startswith("<s>") + text
+
+
+def test_a_system_prompt_is_a_message_of_a_chat_and_a_text_before_the_question_elsewhere(
+        tokenizer):
+    example = {"question": "1+1", "system_prompt": "Add."}
+    for template, text in (("none", "Add.\n\n1+1"), ("Q: {question}.", "Q: Add.\n\n1+1."),
+                           ("chat", "<|system|>Add.<|user|>1+1<|assistant|>")):
+        assert tokenizer.decode(data.encode(example, tokenizer, template)) == text
+    gap = example | {"system_prompt": None}  # a row without one, of a set with some
+    assert tokenizer.decode(data.encode(gap, tokenizer, "none")) == "1+1"
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(ValueError, match="chat template omits the message of the system; use"):
+        data.encode(example, other, "chat")
+
+
+def test_questions_with_the_text_of_a_control_token_are_in_a_note(tmp_path, tokenizer):
+    rows = [{"question": question, "answer": "1"} for question in (
+        "What does <|endoftext|> mean?", "1+1", "<think>", "<|endoftext|>" * 2)]
+    notes = []
+    for part, note in (rows, ["note: 2 of 36 questions have a control token of the tokenizer in "
+                              "their text, such as <|endoftext|>"]), (rows[1:3], []):
+        cfg = make_config(data=write_rows(tmp_path / "a.jsonl", part), eval_data="arithmetic")
+        data.load_splits(cfg, tokenizer, notify=notes.append)
+        assert notes == note
+        notes.clear()
 
 
 @pytest.mark.exercise_14

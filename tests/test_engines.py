@@ -147,7 +147,7 @@ def test_only_adapters_are_trained_and_vllm_gets_them_merged(fresh_llm, tokenize
     assert all(torch.equal(w, base[n]) for n, w in start.items())  # adapters are 0 at the start
     guard.rehearse(engine, ref, dataclasses.replace(cfg, pack_tokens=500))
     for _ in range(3):
-        trainer.set_lr(engine, 0, cfg)
+        nr.set_lr(engine, 0, cfg)
         nr.store_fixed_logps(engine, ref, [batch], cfg)
         metrics = nr.update(engine, [batch], cfg)
     assert metrics["kl"] > 1e-3  # the policy is not the reference any more

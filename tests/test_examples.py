@@ -51,9 +51,9 @@ def test_dpo_has_the_gradient_of_its_loss(models, tokenizer):
         r.parts = {"x": r.reward}
     groups = [rollouts[i:i + 4] for i in range(0, 16, 4)]
     cfg = make_config(aggregate="constant", kl_coef=0.0, correction="none")
-    found = dpo.assign_pairs(groups, policy, ref, 0.3, cfg, groups[0][0])
+    found = dpo.assign_pairs(groups, policy, ref, 0.3, cfg)
     ours = sum(nr.policy_loss(policy(batch)[0], None, None, batch, cfg)[0]
-               for batch in nr.make_batches(groups, groups[0][0], cfg))
+               for batch in nr.make_batches(groups, cfg))
     losses = []
     for number, *pair in [(0, 1, 2), (1, 1, 0), (3, 1, 0)]:  # group, first right, first wrong
         right, wrong = (alone(policy, r)[0].sum() - alone(ref, r)[0].sum()
@@ -122,7 +122,7 @@ def test_the_kl_in_the_reward_is_subtracted_from_it_and_not_in_the_loss(
     rollouts, cfg = fixed_rollouts(tokenizer, groups=1), make_config(scale="none", kl_coef=0.5)
     for r in rollouts:
         r.reward = 1.0
-    run = SimpleNamespace(policy=policy, ref=ref, dummy=rollouts[0], metrics={}, cfg=cfg)
+    run = SimpleNamespace(policy=policy, ref=ref, metrics={}, cfg=cfg)
     seen = []
     monkeypatch.setattr(nr, "train", lambda run, assign_advantages: seen.append(
         (run.ref, assign_advantages([rollouts], cfg, math.nan))))

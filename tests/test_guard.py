@@ -7,6 +7,7 @@ import torch
 
 import nano_rlvr as nr
 from conftest import fixed_rollouts, judged, make_checkpoints, make_config
+from runtime import evaluation
 from runtime.messages import RunError
 from runtime.trainer import named_weights
 
@@ -35,37 +36,36 @@ EXAMPLES = [{"question": str(i), "answer": str(i), "prompt_ids": [i]} for i in r
 
 
 @pytest.fixture
-def judge(group, monkeypatch, tokenizer):
-    """judge(*values, **counts) -> a verifier that gives these values to fixed rollouts."""
-    monkeypatch.setattr(nr, "rollout", lambda llm, prompts, n, *_, **__: fixed_rollouts(
-        tokenizer, groups=len(prompts), n=n))
+def judge(group, tokenizer):
+    """judge(*values, **counts) -> a run whose verifier gives these values to fixed rollouts."""
+    def sample(llm, prompts, n, *_, **__):
+        return fixed_rollouts(tokenizer, groups=len(prompts), n=n)
 
-    def judge(*values, timeouts=0.0, crashes=()):
+    def judge(*values, timeouts=0.0, crashes=(), **changes):
         counts = {"reward/timeouts": timeouts, "reward/crashes": float(len(crashes))}
         verify = judged(lambda texts, columns: list(values), **counts)
         verify.crashes = dict(enumerate(crashes))
-        return verify
+        return SimpleNamespace(
+            cfg=make_config(**changes), train_set=EXAMPLES, eval_set=EXAMPLES, verifier=verify,
+            llm=None, sample=sample, metrics={"eval/crashes": 99})
     return judge
 
 
 def test_a_step_without_any_verdict_ends_the_run_with_the_counts_and_the_first_crash(judge):
-    def collect(verifier):
-        nr.collect_rollouts(SimpleNamespace(
-            cfg=make_config(prompts=4, samples=2), train_set=EXAMPLES, verifier=verifier,
-            llm=SimpleNamespace(get_tokenizer=lambda: None), metrics={"eval/crashes": 99}), 0)
-
-    collect(judge(*[None] * 7, 0.0))
+    size = dict(prompts=4, samples=2)
+    nr.collect_rollouts(judge(*[None] * 7, 0.0, **size), 0)
     says = r"none of 8 .*\(3 timeouts, 2 crashes, .*\); first crash: mine: KeyError: 'gold'"
     with pytest.raises(RunError, match=says):
-        collect(judge(*[None] * 8, timeouts=3, crashes=["mine: KeyError: 'gold'", "other: x"]))
+        nr.collect_rollouts(judge(
+            *[None] * 8, timeouts=3, crashes=["mine: KeyError: 'gold'", "other: x"], **size), 0)
 
 
 def test_an_evaluation_reports_the_share_without_a_verdict_and_ends_the_run_if_that_is_all(judge):
-    cfg = make_config()
-    metrics, _ = nr.evaluate(None, EXAMPLES, judge(1.0, None, 0.0, 1.0, timeouts=1), cfg)
+    run = judge(1.0, None, 0.0, 1.0, timeouts=1)
+    metrics, _ = evaluation.evaluate(run, nr.score)
     assert metrics["eval/accuracy"] == 0.5 and metrics["eval/unscored"] == 0.25  # counts as wrong
     with pytest.raises(RunError, match="^eval: none of 4 .*4 timeouts, 0 crashes, the others None"):
-        nr.evaluate(None, EXAMPLES, judge(*[None] * 4, timeouts=4), cfg)
+        evaluation.evaluate(judge(*[None] * 4, timeouts=4), nr.score)
 
 
 def test_every_row_keeps_its_columns_whatever_row_is_first_and_all_tokens_are_shown(tokenizer):

@@ -1,6 +1,4 @@
 """One and three processes give the same numbers with the real DeepSpeed; two end together."""
-import itertools
-import random
 import subprocess
 import sys
 
@@ -11,8 +9,6 @@ import rank_worker
 import runtime.batch
 import runtime.model
 from conftest import ENV, EXACT, ROOT, TORCHRUN, close, make_config, save_untied, within
-from runtime.batch import Rollout
-from runtime.memory import ModelShape
 
 ENV = ENV | {"PYTHONPATH": str(ROOT)}
 
@@ -97,31 +93,3 @@ def test_a_rank_that_fails_or_does_not_answer_ends_all_ranks_and_its_error_comes
     assert done.returncode == 1
     first, *others = done.stdout.split("nano_rlvr: another rank has ended, or has not answered")
     assert said.format(tmp_path) in first and len(others) == 1, done.stdout
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_a_division_keeps_all_rollouts_and_balances_where_single_sequences_allow_it(ranks):
-    """The bound of largest first: the ranks' mean, prompts repeated, plus the longest sequence."""
-    cost, rng = ModelShape.of(make_config().model).forward_flops, random.Random(ranks)
-    divide, reached = runtime.batch.divide, 0
-    assert divide([[], []], cost) == [[], []]
-    for _ in range(50):
-        rollouts = []
-        for i in range(ranks * rng.randint(1, 8)):
-            prompt = [i] * rng.randint(1, 100)
-            for j in range(4):
-                n = min(3000, 1 + int(rng.lognormvariate(4, 1)))
-                rollouts.append(Rollout(prompt, [0] * n, f"{i}.{j}", False, [0.0] * n))
-        cuts = sorted(rng.randint(0, len(rollouts)) for _ in range(ranks - 1))
-        parts = [rollouts[a:b] for a, b in itertools.pairwise([0, *cuts, len(rollouts)])]
-        divided = divide(parts, cost)
-        assert sorted(r.text for part in divided for r in part) == sorted(r.text for r in rollouts)
-        for part in divided:  # completions of a prompt are neighbours: pack() looks for them there
-            prompts = [prompt for prompt, _ in itertools.groupby(r.prompt for r in part)]
-            assert len(prompts) == len({tuple(prompt) for prompt in prompts})
-        single = [cost([r]) for r in rollouts]
-        most, mean = max(map(cost, divided)), cost(rollouts) / ranks
-        assert most <= max(map(cost, parts))
-        assert most <= max(runtime.batch.TOLERANCE * mean, sum(single) / ranks + max(single))
-        reached += most <= runtime.batch.TOLERANCE * mean
-    assert reached >= 25

@@ -22,12 +22,11 @@ import nano_rlvr as nr
 import pairs
 import rewards
 from conftest import ROOT, SHARED
-from examples import code_reward, countdown, instructions, jail, process_rewards, random_reward
+from examples import code_reward, instructions, jail, process_rewards
 from examples import judge as judging
-from examples import math_reward as by_latex
 from examples import shaping_rewards as shaping
 from runtime import batch, stats
-from runtime.verify import answer, user_code, verifier
+from runtime.verify import answer, latex, user_code, verifier
 
 needs_jail = pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
 JUDGE = f"{ROOT}/examples/judge.py:judge"
@@ -106,7 +105,7 @@ def test_every_completion_of_the_table_earns_what_it_says_within_the_time_limit(
 
 @pytest.mark.parametrize("module", [
     nr, data, batch, stats, rewards, instructions, answer, verifier, shaping, code_reward,
-    by_latex, process_rewards, pytest.param(jail, marks=needs_jail)])
+    latex, process_rewards, pytest.param(jail, marks=needs_jail)])
 def test_the_examples_in_the_docstrings_are_true(module):
     failed, tried = doctest.testmod(module)
     assert tried > 0 and failed == 0
@@ -180,20 +179,20 @@ def test_a_bad_spec_raises_a_one_line_error(spec, says):
 
 
 def test_math_called_directly_has_a_time_limit_in_every_thread_and_works_after_a_fork(monkeypatch):
-    monkeypatch.setattr(by_latex, "SECONDS", 0.5)
-    monkeypatch.setattr(by_latex, "_own_pool", functools.cache(by_latex._own_pool.__wrapped__))
-    by_latex.same_math.cache_clear()
+    monkeypatch.setattr(latex, "SECONDS", 0.5)
+    monkeypatch.setattr(latex, "_own_pool", functools.cache(latex._own_pool.__wrapped__))
+    latex.same_math.cache_clear()
     texts, golds, values = [r"\boxed{9^{9^{9}}}", r"\boxed{x+y}"], ["5", "y+x"], []
-    thread = threading.Thread(target=lambda: values.extend(by_latex.math_reward(texts, golds)))
+    thread = threading.Thread(target=lambda: values.extend(rewards.math_reward(texts, golds)))
     thread.start()
     thread.join()
     assert values == [None, 1.0]
-    monkeypatch.setattr(by_latex, "SECONDS", 60.0)
+    monkeypatch.setattr(latex, "SECONDS", 60.0)
     with multiprocessing.get_context("fork").Pool(1) as forked:
         texts = [r"\boxed{x+z}", r"\boxed{x}"]
-        assert forked.apply(by_latex.math_reward, (texts, ["z+x", "z+x"])) == [1.0, 0.0]
-    by_latex._own_pool(multiprocessing.current_process().pid).close()
-    by_latex.same_math.cache_clear()
+        assert forked.apply(rewards.math_reward, (texts, ["z+x", "z+x"])) == [1.0, 0.0]
+    latex._own_pool(multiprocessing.current_process().pid).close()
+    latex.same_math.cache_clear()
 
 
 PIECES = st.sampled_from([  # of what a model writes
@@ -246,7 +245,7 @@ def test_math_agrees_with_intervals_of_120_digits():
     """PAIRS=5000 compares more of them."""
     assert len(pairs.KINDS) == 10
     for _, gold, other, equal in pairs.pairs(int(os.environ.get("PAIRS", 120)), seed=1):
-        assert by_latex.same_math(gold, other) is equal, (gold, other)
+        assert latex.same_math(gold, other) is equal, (gold, other)
 
 
 def test_the_second_opinion_knows_equal_and_unequal_pairs_of_each_kind():
@@ -267,7 +266,7 @@ def test_countdown_agrees_with_python_on_expressions_of_its_kind(numbers, rng):
         wanted = float(target == value)
         for allowed, right in ((numbers, wanted), (numbers + [1], 0.0)):
             with mock.patch("builtins.eval", side_effect=SyntaxError):  # it must not be used
-                [found] = countdown.countdown_reward([text], [allowed], target)
+                [found] = rewards.countdown_reward([text], [allowed], target)
             assert found == right, (
                 f"{text}, {allowed}, target {target}: yours {found}, wanted {right}")
 
@@ -444,7 +443,7 @@ def test_overlong_is_trls_soft_overlong_punishment():
     from trl.rewards import get_soft_overlong_punishment
     ids = [[0] * n for n in (0, 79, 80, 81, 90, 99, 100, 101)]
     theirs = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)(ids)
-    f = functools.partial(shaping.overlong, [""] * len(ids), completion_ids=ids, max_tokens=100)
+    f = functools.partial(rewards.overlong, [""] * len(ids), completion_ids=ids, max_tokens=100)
     assert f(overlong_buffer=20) == f() == theirs
     assert f(overlong_buffer=0) == [0] * 7 + [-1]
 
@@ -470,11 +469,11 @@ def test_repetition_is_trls_penalty():
 def test_random_is_a_fair_coin_that_ignores_the_answer_and_is_reproducible(verify):
     n = 4000
     texts, columns = ["<answer>72</answer>"] * n, {"prompts": ["p"] * n, "answer": ["72"] * n}
-    coins = random_reward.random_reward(texts, **columns)
-    assert coins == random_reward.random_reward(texts, **columns | {"answer": ["5"] * n})
+    coins = rewards.random_reward(texts, **columns)
+    assert coins == rewards.random_reward(texts, **columns | {"answer": ["5"] * n})
     assert abs(sum(coins) / n - 0.5) < 0.04  # 5 standard deviations
     for other in ({"random_seed": 1}, {"step": 1}, {"prompts": ["q"] * n}):
-        changed = random_reward.random_reward(texts, **columns | other)
+        changed = rewards.random_reward(texts, **columns | other)
         assert 0.4 < sum(a != b for a, b in zip(coins, changed)) / n < 0.6
     in_workers = verify("random")(texts[:99], prompts=["p"] * 99, sample_index=[*range(99)])
     assert in_workers[0] == coins[:99]
@@ -496,9 +495,9 @@ def test_trls_reward_functions_run_unchanged_in_our_verifier():
 def test_our_reward_functions_run_unchanged_in_trls_trainer(monkeypatch):
     from trl.trainer import grpo_trainer
     monkeypatch.setattr(grpo_trainer, "gather", lambda x: x)  # one rank
-    functions = [rewards.gsm8k_reward, by_latex.math_reward, countdown.countdown_reward,
-                 shaping.format_reward, shaping.length_kimi, shaping.repetition,
-                 random_reward.random_reward]
+    functions = [rewards.gsm8k_reward, rewards.math_reward, rewards.countdown_reward,
+                 rewards.format_reward, shaping.length_kimi, shaping.repetition,
+                 rewards.random_reward]
     names = [function.__name__ for function in functions]
     trainer = mock.MagicMock(reward_funcs=functions, reward_func_names=names, environments=None,
                              reward_processing_classes=names, **{"accelerator.device": "cpu"})

@@ -87,7 +87,8 @@ def test_metrics_are_means_over_the_tokens_of_all_optimizer_steps(group):
             ratio, kl, entropy, mismatch = tokens[-1]  # (R,) each
             terms = {"ratio": ratio, "kl": kl, "mismatch": mismatch,
                      "correction": nr.importance(mismatch, None, cfg)}
-            sums.append(stats.pack_sums(torch.tensor(1.0), terms, entropy, torch.ones(R), cfg))
+            batch = SimpleNamespace(entropy=entropy, weight=torch.ones(R))
+            sums.append(stats.pack_sums(torch.tensor(1.0), terms, batch, cfg))
         once = {"grad_norm": 2.0**step, "skipped": float(step == 2)}  # per step
         history.append(stats.token_means(sums) | once)
     ratio, kl, entropy, mismatch = torch.cat(tokens, 1)  # (tokens,) each

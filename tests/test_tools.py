@@ -16,6 +16,7 @@ import data
 import nano_rlvr as nr
 from conftest import close, fixed_rollouts, judged, make_config, naive_logps
 from examples import python_tool, tool_model
+from runtime import evaluation, guard
 from runtime.messages import RunError
 from runtime.model import load_model
 
@@ -134,10 +135,10 @@ def user(llm, prompts, tmp_path):
     """user(body of a function): what --rollout samples for 2 prompts, 2 each."""
     def call(body):
         file = tmp_path / "mine.py"
-        file.write_text("from runtime.dist import RunError\nfrom nano_rlvr import rollout\n"
+        file.write_text("from runtime.messages import RunError\nfrom nano_rlvr import rollout\n"
                         "def mine(llm, prompts, n, temperature, max_tokens, seeds=None, **more):\n"
                         f"    {body}\n")
-        mine = nr.rollout_function(f"{file}:mine", [])
+        mine = guard.load_rollout(f"{file}:mine")
         return mine(llm, prompts[:2], 2, 1.0, 8, SEEDS[:2], top_p=1.0)
     return call
 
@@ -177,7 +178,7 @@ def test_a_failed_sync_and_a_full_device_are_not_blamed_on_the_user(user):
 def test_a_function_with_other_arguments_is_refused_before_a_model_is_loaded(tmp_path, arguments):
     (tmp_path / "mine.py").write_text(f"def mine(llm, prompts, n, {arguments}): ...")
     with pytest.raises(ValueError, match=r"^--rollout .*mine\.py:mine: .*argument"):
-        nr.rollout_function(f"{tmp_path}/mine.py:mine", [])
+        guard.load_rollout(f"{tmp_path}/mine.py:mine")
 
 
 def test_the_example_model_learns_its_calls_but_not_the_output(tmp_path, monkeypatch):
@@ -228,7 +229,8 @@ def test_a_function_with_the_parameter_examples_gets_the_rows_of_its_prompts(tmp
     rows = [{"question": f"{i}", "answer": f"{i + 1}", "prompt_ids": [i]} for i in range(3)]
     cfg = make_config(rollout=f"{tmp_path}/mine.py:mine", prompts=3, samples=2, eval_n=2)
     texts = judged(lambda texts, columns: [float(x == y) for x, y in zip(texts, columns["answer"])])
-    metrics, _ = nr.evaluate(llm, rows, texts, cfg)
+    run = SimpleNamespace(cfg=cfg, llm=llm, train_set=rows, eval_set=rows, verifier=texts,
+                          metrics={}, sample=guard.load_rollout(cfg.rollout))
+    metrics, _ = evaluation.evaluate(run, nr.score)
     assert (metrics["eval/accuracy"], metrics["eval/mean@2"]) == (1.0, 1.0)
-    run = SimpleNamespace(cfg=cfg, llm=llm, train_set=rows, verifier=texts, metrics={})
     assert {r.reward for group in nr.sample_groups(run, 0) for r in group} == {1.0}

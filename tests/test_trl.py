@@ -87,7 +87,7 @@ def run_ours(steps, off_policy, cfg):
         nr.store_fixed_logps(engine, reference, batches, cfg)
         for batch in batches:
             batch.old = batch.vllm_logps if off_policy else None  # (R,) see trl_runs.py
-        nr.trainer.set_lr(engine, i, cfg)
+        nr.set_lr(engine, i, cfg)
         metrics.append(nr.update(engine, batches, cfg))
     weights = dict(nr.trainer.named_weights(engine))
     weights.pop("lm_head.weight")  # tied

@@ -14,12 +14,12 @@ import torch
 import nano_rlvr as nr
 from conftest import close, judged, make_config, read_rows
 from examples import entropy
-from examples.random_reward import random_reward
-from runtime import ranks, stats
+from rewards import random_reward
+from runtime import evaluation, ranks, stats
 from runtime.checkpoint import Progress
 from runtime.messages import RunError
 
-pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64", "sampled")]
+pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 TRAIN = [{"question": str(i), "answer": str(i), "prompt_ids": [i % 200, i // 200]}
          for i in range(1000)]
 SECONDS = {"seconds/rollout": 1.0, "seconds/update": 2.0}
@@ -37,20 +37,16 @@ def test_a_flat_group_has_advantage_0_whatever_its_rewards():
             assert (nr.group_advantages(flat, "batch", "batch") == 0).all()
 
 
-@pytest.fixture
-def sampled(monkeypatch):
+def sample(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     """Completions are a function of prompt and seed; the seed is their text."""
-    def sample(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
-        rollouts = []
-        for prompt, seed in zip(prompts, seeds or [0] * len(prompts)):
-            rng = random.Random(repr((prompt, seed)))
-            for _ in range(n):
-                tokens = rng.choices(range(256), k=rng.randint(2, 10))
-                logps = [-1.0] * len(tokens)
-                rollouts.append(nr.Rollout(prompt, tokens, str(seed), False, logps))
-        return rollouts
-
-    monkeypatch.setattr(nr, "rollout", sample)
+    rollouts = []
+    for prompt, seed in zip(prompts, seeds or [0] * len(prompts)):
+        rng = random.Random(repr((prompt, seed)))
+        for _ in range(n):
+            tokens = rng.choices(range(256), k=rng.randint(2, 10))
+            logps = [-1.0] * len(tokens)
+            rollouts.append(nr.Rollout(prompt, tokens, str(seed), False, logps))
+    return rollouts
 
 
 by_index = judged(lambda texts, columns: [float(i % 4) for i in range(len(texts))])
@@ -58,7 +54,8 @@ by_index = judged(lambda texts, columns: [float(i % 4) for i in range(len(texts)
 
 def collect(cfg, verifier, step=0):
     """(minibatches, all groups, metrics) of collect_rollouts."""
-    run = SimpleNamespace(cfg=cfg, train_set=TRAIN, verifier=verifier, llm=MagicMock(), metrics={})
+    run = SimpleNamespace(cfg=cfg, train_set=TRAIN, verifier=verifier, llm=None, metrics={},
+                          sample=sample)
     return *nr.collect_rollouts(run, step), run.metrics
 
 
@@ -143,8 +140,10 @@ def test_any_number_of_ranks_finds_the_same_in_an_evaluation(monkeypatch):
     """Of 5 questions. Only a reward of 1 is right; those of samples depend on seeds, the texts."""
     half = judged(lambda texts, columns: [int(text) % 2 or int(q) % 3 / 2
                                           for text, q in zip(texts, columns["question"])])
-    found = [x for world in (1, 2, 4) for x in as_ranks(world, monkeypatch, lambda: nr.evaluate(
-        MagicMock(), TRAIN[:5], half, make_config(eval_n=2)))]
+    run = SimpleNamespace(cfg=make_config(eval_n=2), llm=None, eval_set=TRAIN[:5], verifier=half,
+                          sample=sample)
+    found = [x for world in (1, 2, 4) for x in as_ranks(
+        world, monkeypatch, lambda: evaluation.evaluate(run, nr.score))]
     assert found == found[:1] * 7
     assert found[0][0]["eval/accuracy"] == 1 / 5 < found[0][0]["eval/mean@2"]
 
@@ -159,7 +158,7 @@ def loop(tmp_path, verify=by_index, **changes):
     checkpoints = SimpleNamespace(
         progress=progress, save=lambda final: saved.append((progress.step, final)))
     nr.train(nr.Run(cfg, TRAIN[:200], TRAIN[:2], verify, log, checkpoints, MagicMock(),
-                    nr.make_policy(cfg), nr.make_reference(cfg)))
+                    nr.make_policy(cfg), nr.make_reference(cfg), sample))
     return [call.args[1] for call in log.write.call_args_list], saved
 
 

@@ -94,7 +94,7 @@ def solve(case, budget, policy_loss=nr.policy_loss):
     if in_reward:
         policy, ref = Table(), Table()
         policy.logps, ref.logps = tables["old"], tables["ref"]
-        kls = kl.sequence_kls(policy, ref, rollouts, rollouts[0], cfg)
+        kls = kl.sequence_kls(policy, ref, rollouts, cfg)
         running_mean = kl.assign_advantages(groups, kls, cfg, before)
     elif any(r.steps for r in rollouts):
         running_mean = process_rewards.assign_advantages(groups, cfg, before)

@@ -19,7 +19,7 @@ import nano_rlvr as nr
 import rewards
 from conftest import ROOT, judged, make_config, write_rows
 from examples import tensor_parallel
-from runtime import memory, model, ranks, sync
+from runtime import evaluation, memory, model, ranks, sync
 
 TINY = str(ROOT / "models/tiny")
 
@@ -74,12 +74,18 @@ LLM = SimpleNamespace(get_tokenizer=lambda: None)
 EXAMPLES = [{"question": str(i), "answer": str(i), "prompt_ids": [i]} for i in range(1000)]
 
 
+def recorded_run(cfg):
+    """A run of which only the rollouts are asked for, and the list of what is asked."""
+    calls = []
+    run = SimpleNamespace(cfg=cfg, llm=LLM, train_set=EXAMPLES, eval_set=EXAMPLES[:3],
+                          verifier=all_right, metrics={}, sample=recorded(calls))
+    return run, calls
+
+
 def collected(cfg, step=3):
     """What the rollouts of a step are asked for, a dict per draw. All rewards are equal."""
-    run = SimpleNamespace(cfg=cfg, llm=LLM, train_set=EXAMPLES, verifier=all_right, metrics={})
-    calls = []
-    with patched((nr, "rollout", recorded(calls))):
-        nr.collect_rollouts(run, step)
+    run, calls = recorded_run(cfg)
+    nr.collect_rollouts(run, step)
     return calls
 
 
@@ -90,9 +96,8 @@ def training(name):
 
 def evaluated(cfg):
     """What an evaluation of 3 examples asks rollout() for: greedy completions, then samples."""
-    calls = []
-    with patched((nr, "rollout", recorded(calls))):
-        nr.evaluate(LLM, EXAMPLES[:3], all_right, cfg)
+    run, calls = recorded_run(cfg)
+    evaluation.evaluate(run, nr.score)
     return calls
 
 
@@ -244,7 +249,7 @@ def test_each_seed_gives_other_examples_another_order_and_other_noise_and_the_sa
     one, again, two = map(decided, (1, 1, 2))
     assert one == again and all(a != b for a, b in zip(one, two, strict=True))
     # all seeds are compared on the same examples
-    for name in "", file, f"{ROOT}/examples/arithmetic.py:make":
+    for name in "", file, f"{ROOT}/examples/products.py:primed":
         assert len({str(splits(make_config(data=name, seed=seed))[1]) for seed in (1, 2)}) == 1
 
 

@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import nano_rlvr as nr
 from bench import common
 from bench import seeds as over_seeds
+from data import arithmetic, generate
 from examples import sft
-from examples.arithmetic import arithmetic, generate
 from examples.shaping_rewards import format_reward
 from models.tiny.make_tiny import cold_start, training_example, worked
 from runtime.report.curve import figure

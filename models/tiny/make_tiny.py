@@ -22,7 +22,7 @@ import torch
 
 import data
 import nano_rlvr
-from examples.arithmetic import arithmetic
+from data import arithmetic
 from runtime.batch import packed_attention
 
 # number of terms -> fraction of the examples that are worked out

@@ -1,11 +1,127 @@
-"""What a short text says: its number. The reward math compares LaTeX: examples/math_reward.py.
+r"""What a completion answers: its final answer, the number in a short text, and a vote.
 
-Why not a library for numbers: of the 166 marked answers in tests/adversarial.txt, math-verify gets
-27 wrong (units, 1 thousand, full-width digits, several numbers) and quantulum3 26.
+Rewards read the final answer in this way. Only the text after the last </think> counts. The answer
+is the last <answer>, \boxed{} or `####` in it. A text without these answers with its last
+"answer is ...", "Answer: ..." or line "A: ..." (see _answer_sentence). For gsm8k alone, a text
+without any of these answers with its last number. Words after a marked answer change nothing. A
+second marked answer replaces the first, but boxes with only a comma or "and" between them are one
+answer.
+
+Numbers are read here and not by a library: of the 166 marked answers in tests/adversarial.txt,
+math-verify gets 27 wrong (units, 1 thousand, full-width digits, several numbers), quantulum3 26.
 """
 import re
 import unicodedata
 from fractions import Fraction
+
+# ------------------------------------------------------------------------------- the final answer
+
+MAX_ANSWER = 1000  # characters; a longer final answer does not count, which bounds the cost
+ANSWER_MARK = re.compile(  # "#### 1. April" is a heading
+    r"<answer>|\\f?boxed\s{0,3}\{|####[ \t]{0,9}(?=[-+−$€£¥₹\\.\d])"
+    r"(?!\d{1,3}(?:\.\d{1,3})?(?:\\?[.):](?:[ \t]{1,9}\S|[^\W\d])|[ \t][-–—:][ \t]{1,9}[^\W\d]"
+    r"|(?:st|nd|rd|th)\b|\ufe0f?\u20e3))")
+ANSWER_PHRASE = re.compile(  # "The answer is correct." states none; "A: north" may be an option
+    r"(?im)(?:\banswer\W{0,4}(?:is\b|:|=)(?!\s{1,9}correct\b[^\d\\\n]*$)"
+    r"|^(?:\#{1,6}[ \t]|\*\*)(?:[^\w\n]|the\b|final\b){0,9}answer[:* \t]{0,9}\n"  # a heading
+    r"(?=\s{0,9}(?:[$*\\]|\S{1,99}\s{0,9}$))"
+    r"|^[ \t]{0,9}A[ \t]?:(?=[\s:*]{0,9}[^\n]{0,99}[\d\\]))[\s:*]{0,9}")
+# between two boxes around a comma or "and": they are one answer
+AROUND_AND = re.compile(r"\\(?:text|mathrm|q?quad|[()\[\],;:! ])|[\s${}*~]")
+# numeric=True in final_answer
+LINE_WITH_NUMBER = re.compile(r"(?=[^\n]{0,99}[\d\\])(?:(?!</answer>)[^\n])*")
+FORMULA_OR_LETTER = re.compile(r"\$|\(?[A-Z]\b")
+SENTENCE = re.compile(r"""(?xm)
+    (?s: \$\$ .*? \$\$ | \\\[ .*? \\\] )?  # a displayed formula may have several lines
+    (?: 1\.\s (?!I\ hope) )?  # the first item of a list
+    [^\n]*?
+    (?= </answer> | \*{0,3}\.?\*{0,3}[ \t]*$ | [。।] | ,?\s+(?:because|since|I\ hope)\b
+      | \*{0,3}\.\*{0,3} (?= [ \t]+[^\W\d_a-z] )  # then a capital: 3.5 and "e.g. 5" go on
+        (?! \s+(?i: no|not|wait|actually|sorry|hmm|or|but|however|alternatively|maybe|perhaps
+                    |unless|if)\b )
+        (?! [^\n]*\sB[.:)] ) )  # A. 5 B. 6: a list of options""")
+
+
+def after_thinking(text):
+    """The text after the last </think>; "" if a <think> is not closed: it was cut off."""
+    rest = text.rpartition("</think>")[2]
+    return "" if "<think>" in rest else rest
+
+
+def final_answer(text, numeric=False):
+    r"""The final answer by the rule above; "" if cut off or too long, None if not marked.
+
+    numeric=True is gsm8k's rule for an answer that is not marked: only a line with a number counts,
+    and it is returned to its end.
+
+    >>> final_answer(r"\boxed{1}? No, \boxed{\frac{1}{2}}. I am sure.")
+    '\\frac{1}{2}'
+    >>> final_answer("The final answer is $3.5$. I hope it is correct.")
+    '$3.5$'
+    """
+    text = after_thinking(text)
+    marks = list(ANSWER_MARK.finditer(text))
+    if not marks:
+        return _answer_sentence(text[-MAX_ANSWER:], numeric)
+    mark, rest = marks[-1][0], text[marks[-1].end():]
+    if mark.endswith("{"):
+        answer = _joined_boxes(text, marks)
+    else:
+        answer = rest.partition("</answer>")[0]  # may be missing: vLLM removes a stop string
+        if mark != "<answer>":
+            answer = answer.partition("\n")[0]
+    return answer.strip() if len(answer) <= MAX_ANSWER else ""
+
+
+def _answer_sentence(text, numeric):
+    r"""What follows the last "answer is", "Answer:" or "A:", or None.
+
+    If that line has no number and no LaTeX command, it counts only if it begins with a formula or a
+    capital letter (Answer: C), or if no earlier one has a number. The answer ends with its line,
+    before "because", "since" or "I hope", or at a full stop that a capital letter follows, but not
+    before a word that takes it back ("5. No, 6"). A closing $ does not end it: "$3$ or $4$" and
+    "$5$ million" are not 3 and 5."""
+    starts = [m.end() for m in ANSWER_PHRASE.finditer(text)]
+    lines = [line for start in starts if (line := LINE_WITH_NUMBER.match(text, start))]
+    if numeric:
+        return lines[-1][0].strip() if lines else None
+    if lines and not FORMULA_OR_LETTER.match(text, starts[-1]):
+        starts = [line.start() for line in lines]
+    return SENTENCE.match(text, starts[-1])[0].strip() if starts else None
+
+
+def _joined_boxes(text, marks):
+    """The content of the last box and of those before it that "," or "and" joins to it: "1, 2"."""
+    boxes, start = [], None
+    for mark in reversed(marks):
+        content = _up_to_closing_brace(text[mark.end():mark.end() + MAX_ANSWER + 1])
+        between = text[mark.end() + len(content) + 1:start]
+        if boxes and not (content and boxes[0]
+                          and AROUND_AND.sub("", between) in (",", "and", ",and")):
+            break  # such as "Wait, it is": the later box replaces this one
+        boxes.append(content)
+        start = mark.start()
+    return ", ".join(reversed(boxes))
+
+
+def _up_to_closing_brace(text):
+    depth = 1
+    for m in re.finditer(r"\\.|[{}]", text, re.S):  # \{ is a character, not a LaTeX group
+        depth += (m[0] == "{") - (m[0] == "}")
+        if depth == 0:
+            return text[:m.start()]
+    return ""  # cut off: \boxed{7 may be the start of \boxed{72}
+
+
+def final_number(text):
+    """The number in the final answer as a Fraction, by gsm8k's rule, or None."""
+    said = final_answer(text, numeric=True)
+    if said is None:
+        return read_number(after_thinking(text)[-MAX_ANSWER:], only=False)
+    return read_number(said)
+
+
+# ------------------------------------------------------------------------------- the number in it
 
 MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "k": 10**3, "million": 10**6, "billion": 10**9}
 CLEAN_UP = [  # (pattern, replacement); ¤ keeps apart what must not become one number

@@ -1,8 +1,7 @@
-r"""The reward math: whether a final answer in LaTeX is equal to the gold answer.
+r"""Whether two answers in LaTeX are equal; math_reward in rewards.py asks this.
 
-    python nano_rlvr.py --model Qwen2.5-Math-1.5B --task math
-
-Called directly, as TRL does, it has a limit of 5 seconds per completion; the reward is then None.
+Outside a worker of Verifier, as when TRL calls the reward, a comparison has a limit of 5 seconds;
+its verdict is then None.
 """
 import contextlib
 import functools
@@ -15,7 +14,6 @@ from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
-from rewards import each, final_answer
 from runtime.verify import pool
 from runtime.verify.answer import PLAIN, in_ascii, replaced
 
@@ -306,26 +304,3 @@ def warm_math():
         r"\begin{pmatrix} 1 \\ a \end{pmatrix}", r"\frac{\sqrt{a}}{2}", r"0.5\sqrt{a}")
     for gold, answer in zip(answers, answers[1:] + answers[:1]):
         _math_verify()(_tidy(gold), _tidy(answer))
-
-
-@each
-def math_reward(text, answer):
-    r"""1.0 if the final answer is mathematically equal to the gold LaTeX, else 0.0. None after the
-    time limit, or if math-verify cannot read the gold answer. Letters alone can always be read.
-
-    Numbers and words are compared in same_math, everything else (sets, intervals, matrices,
-    expressions) by math-verify with its rules: x=5 equals 5, decimals are compared to 6 places.
-    `answer` may also be a whole solution, of which the last \boxed{} or GSM8K's `####` counts.
-
-    >>> math_reward([r"\boxed{\{2, 1\}}", r"\boxed{(1, 2]}"], answer=[r"\{1,2\}", "[1,2]"])
-    [1.0, 0.0]
-    """
-    gold, said = str(answer), final_answer(text)
-    if r"\boxed" in gold or "####" in gold:
-        gold = final_answer(gold)
-    equal = same_math(gold, said or "") if gold else None
-    return None if equal is None else float(equal)
-
-
-math_reward.warm = warm_math
-math_reward.reads_gold = True
