@@ -2,7 +2,7 @@
 
     python nano_rlvr.py --data learn/lab/sums.py:long --eval_data learn/lab/sums.py:long
 """
-from examples.arithmetic import generate
+from data import generate
 
 
 def draw_sum(rng, fewest, most):
