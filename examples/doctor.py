@@ -11,11 +11,11 @@ import dataclasses
 import io
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -33,13 +33,19 @@ STEP = ("--steps 1 --prompts 2 --samples 2 --max_prompt 256 --max_tokens 16 --pa
 
 
 def versions(cfg):
-    file = REPOSITORY / ("requirements.txt" if torch.version.cuda else "requirements-cpu.txt")
-    pins = dict(re.findall(r"^([\w-]+)==(.+)$", file.read_text(), re.MULTILINE))
+    if torch.version.cuda:
+        source = "-r requirements.txt"
+        packages = (REPOSITORY / "requirements.txt").read_text().splitlines()
+    else:
+        source = "--group cpu"
+        packages = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+        packages = packages["dependency-groups"]["cpu"]
+    pins = dict(package.split("==") for package in packages if "==" in package)
     installed = {x.name: x.version.partition("+")[0] for x in metadata.distributions()}
     wrong = [f"{name} is {installed.get(name, 'missing')}, pinned {pin}"
              for name, pin in pins.items() if installed.get(name) != pin]
-    found = f"Python {platform.python_version()}, the {len(pins)} packages of {file.name}"
-    return found, wrong and f"{', '.join(wrong)}: pip install -r {file.name}"
+    found = f"Python {platform.python_version()}, the {len(pins)} pinned packages"
+    return found, wrong and f"{', '.join(wrong)}: pip install {source}"
 
 
 def device(cfg):

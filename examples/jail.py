@@ -4,26 +4,40 @@ Inside there is no network, no environment variable, process or file of ours, an
 folder. A program ends together with everything it started. ALLOW_UNSAFE_CODE=1 in the environment
 lets programs run without a jail where none can be built.
 
-Two things are not hidden: /proc/self/mountinfo names the path of our interpreter, and programs that
-run at the same time can lock files of it, and so tell each other something.
+A program may import Python's library and those of PACKAGES that are installed beside the trainer.
+
+Two things are not hidden: /proc/self/mountinfo names the paths of our interpreter and of packages,
+and programs that run at the same time can lock files of them, and so tell each other something.
 """
 import contextlib
+import ctypes
+import errno
 import functools
+import importlib.util
 import inspect
 import json
 import os
+import re
+import resource
 import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 JAIL_MEMORY = 512 << 20  # bytes: the limit of a process, and of all of a program's together
 JAIL_DISK = 64 << 20  # bytes in the scratch folder, the only writable one
 JAIL_PROCESSES = 32
 SCRATCH = "/scratch"
+PACKAGES = {  # beside Python's library: {name in an import: what it has in site-packages}
+    "numpy": ["numpy", "numpy.libs"],
+    "sortedcontainers": ["sortedcontainers"],
+    "pytest": ["pytest", "_pytest", "py.py", "pluggy", "iniconfig", "packaging", "pygments"],
+}
 
 
 def run_program(program, inputs, seconds=4.0, output=1 << 16):
@@ -60,22 +74,28 @@ def run_asserts(program, tests, seconds=4.0):
     - A name of Python's in a test is Python's, unless the program defines it and the test names
       nothing else of the program: sum(10, 15) is then about the program's sum.
 
+    - If a test names `Solution`, program and tests have the names that LeetCode imports for a
+      program: List, Optional, Counter, inf, cache, math, ListNode and others.
+
     A call from a test takes 0.1 ms more than in one process. The tests' globals are not the
     program's, which cannot see what a test defines unless it is an argument.
 
     >>> run_asserts("def f(a): return a + 1", ["assert f(2) == 3", "assert f(1) == 3"])
     [True, False]
     """
-    harness = Path(__file__).with_name("asserts.py").read_text()
-    job = {"program": program, "harness": harness, "output": 0, "runs": [["", json.dumps(tests)]]}
-    (_, _, report), = _run(job, seconds, check())
+    text = json.dumps(tests)
+    leetcode = re.search(r"\bSolution\b", text) is not None
+    harness = Path(__file__).with_name("asserts.py").read_text() + f"main({leetcode})"
+    job = {"program": program, "harness": harness, "output": 0, "runs": [["", text]]}
+    [[_, _, report]] = _run(job, seconds, check())
     return json.loads(report or "null") or [False] * len(tests)
 
 
 def check():
     """Whether the jail works here. Where not, raises RuntimeError unless ALLOW_UNSAFE_CODE is 1."""
     works = isolates()
-    if not works and os.environ.get("ALLOW_UNSAFE_CODE") != "1":
+    allowed = os.environ.get("ALLOW_UNSAFE_CODE") == "1"
+    if not works and not allowed:
         raise RuntimeError(
             "no isolation for the model's programs on this machine: allow Linux namespaces "
             "(unshare), or accept the risk with ALLOW_UNSAFE_CODE=1")
@@ -93,22 +113,50 @@ def isolates():
         assert not os.path.exists({os.path.abspath(__file__)!r}) and not os.access('/', os.W_OK)
         try: socket.socket(type=socket.SOCK_DGRAM).connect(('192.0.2.1', 9))
         except OSError: print(os.getcwd())"""
-    (status, out, _), = _run({"program": probe, "runs": [["", ""]], "output": 99}, 20, True)
-    return (status, out) == (0, SCRATCH + "\n")
+    job = {"program": probe, "runs": [["", ""]], "output": 99}
+    [[status, out, _]] = _run(job, 20, True)
+    return status == 0 and out == SCRATCH + "\n"
+
+
+@functools.cache
+def package_folder(name):
+    """The folder (Path) in which the package `name` is installed; None if it is not installed."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parents[1] if spec else None
+
+
+def installed_packages():
+    """Those of PACKAGES that are installed."""
+    return [name for name in PACKAGES if package_folder(name)]
 
 
 def _run(job, seconds, jailed):
-    """Returns (exit status, standard output, report) per run.
+    """Returns [exit status, standard output, report] per run.
 
     With jailed=False only the limits protect us.
     """
     job |= {"jailed": jailed, "seconds": seconds, "memory": JAIL_MEMORY,
             "processes": JAIL_PROCESSES}
-    command = ["-S", "-s", "-B", "-X", "utf8", "-c", _source(_supervise)]
-    command = _jailed(command) if jailed else [os.path.realpath(sys.executable), *command]
-    env = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": SCRATCH, "LANG": "C.UTF-8",
-           "PYTHONHASHSEED": "0", "LD_LIBRARY_PATH": "/python/lib",
-           "MALLOC_ARENA_MAX": "1"}  # glibc reserves 64 MB of the limit for each thread
+    text = json.dumps([job["program"], job["runs"]])
+    packages = [name for name in installed_packages() if name in text]
+    command = ["-S", "-s", "-B", "-X", "utf8", "-c", SUPERVISOR]
+    if jailed:
+        command = _jailed(command, packages)
+        path = "/packages"
+    else:
+        command = [os.path.realpath(sys.executable), *command]
+        path = ":".join(str(package_folder(name)) for name in packages)
+    env = {
+        "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
+        "HOME": SCRATCH,
+        "LANG": "C.UTF-8",
+        "LD_LIBRARY_PATH": "/python/lib",
+        "PYTHONPATH": path,
+        "PYTHONHASHSEED": "0",
+        "PYTHONINTMAXSTRDIGITS": "0",  # a program may print an integer of 5,000 digits
+        "MALLOC_ARENA_MAX": "1",  # glibc reserves 64 MB of the limit for each thread
+        "OPENBLAS_NUM_THREADS": "1",  # numpy's threads need memory too
+    }
     with contextlib.nullcontext("/") if jailed else tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             command, cwd=folder, env=env, start_new_session=not jailed,
@@ -117,30 +165,33 @@ def _run(job, seconds, jailed):
             out, _ = process.communicate(json.dumps(job).encode(), timeout=seconds + 2)
             return json.loads(out)
         except (subprocess.TimeoutExpired, ValueError):  # ValueError: the jail failed
-            return [(-1, "", "")] * len(job["runs"])
+            return [[-1, "", ""] for _ in job["runs"]]
         finally:
+            kill = os.kill if jailed else os.killpg
             with contextlib.suppress(ProcessLookupError):
-                (os.kill if jailed else os.killpg)(process.pid, signal.SIGKILL)
+                kill(process.pid, signal.SIGKILL)
             process.communicate()
 
 
-def _source(function):
-    return f"{inspect.getsource(function)}{function.__name__}()"
-
-
-def _jailed(arguments):
+def _jailed(arguments, packages):
     """The command that runs our interpreter with these arguments in the jail.
 
     The new root is built on /sys: it exists everywhere, and no interpreter is installed below it.
     """
-    # what a program may read, {path outside: inside}: system libraries and the interpreter
+    # what a program may read, {path outside: inside}: system libraries, interpreter and packages
     system = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache",
-              "/dev/null", "/dev/urandom")  # not zero: see refused_calls about shared memory
+              "/dev/null", "/dev/urandom")  # not zero: see _refused_calls about shared memory
     paths = {path: path for path in system if os.path.exists(path)}
-    python, prefix = os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
+    python = os.path.realpath(sys.executable)
+    prefix = os.path.realpath(sys.base_prefix)
     if not prefix.startswith("/usr"):  # perhaps below /root, closed to the jail's user
         paths[prefix] = "/python"
         python = python.replace(prefix, "/python", 1)
+    for name in packages:
+        for folder in PACKAGES[name]:
+            path = package_folder(name) / folder
+            if path.exists():
+                paths[str(path)] = f"/packages/{folder}"
     show = "; ".join(shlex.join(("show", outside, inside)) for outside, inside in paths.items())
     script = f"""set -e
         options=size={JAIL_DISK},nosuid,nodev
@@ -168,117 +219,159 @@ def _jailed(arguments):
             python, *arguments]
 
 
-def _supervise():
-    """Process 1 of the jail: starts the program once per run, in a new interpreter.
+# ---------------------------------------------- process 1 of the jail, which gets this part as text
 
-    Its source is passed to the jail's interpreter as text, hence the imports in here.
+def _refused_calls():
+    """A filter of system calls (seccomp(2)). Those fail that give a program memory which no
+    process owns, because _memory cannot see it, or that leave data for the next program.
     """
-    import contextlib
-    import ctypes
-    import errno
-    import json
-    import os
-    import resource
-    import signal
-    import struct
-    import sys
-    import time
+    arch, clone, mmap = 0xC000003E, 56, 9  # the numbers of x86-64
+    # memfd_create memfd_secret shmget semget msgget vmsplice bpf, io_uring_setup (its requests
+    # pass the filter), socket setsockopt (buffers), add_key request_key keyctl, unshare clone3,
+    # io_setup (the machine has 65,536 events for all)
+    calls = 319, 447, 29, 64, 68, 278, 321, 425, 41, 54, 248, 249, 250, 272, 435, 206
+    # of a line: what it does; lines to skip if true, if false; a value
+    load, equal, has, mask, end = 0x20, 0x15, 0x45, 0x54, 0x06
+    fail = (end, 0, 0, 0x50000 | errno.ENOSYS)
+    allow = (end, 0, 0, 0x7FFF0000)
+    lines = [
+        (load, 0, 0, 4), (equal, 1, 0, arch), fail,
+        (load, 0, 0, 0), (has, 0, 1, 0x40000000), fail,  # x32, other numbers for the calls
+    ]
+    for call in calls:
+        lines += (equal, 0, 1, call), fail
+    # CLONE_NEWUSER: there the program could mount a tmpfs
+    lines += (equal, 0, 4, clone), (load, 0, 0, 16), (has, 0, 1, 0x10000000), fail, allow
+    # MAP_SHARED with MAP_ANONYMOUS: after munmap of a part all of it is kept
+    lines += (equal, 0, 4, mmap), (load, 0, 0, 40), (mask, 0, 0, 0x21), (equal, 0, 1, 0x21)
+    lines += fail, allow
+    return b"".join(struct.pack("HBBI", *line) for line in lines)
 
-    job = json.load(sys.stdin)
-    end, jailed = time.monotonic() + job["seconds"], job["jailed"]
-    if jailed and os.getpid() != 1:
-        sys.exit("not process 1: kill(-1) below would kill processes outside")
 
-    def refused_calls():
-        """A filter of system calls (seccomp(2)). Those fail that give a program memory which no
-        process owns, because memory() below cannot see it, or that leave data for the next program.
-        """
-        arch, clone, mmap = 0xC000003E, 56, 9  # the numbers of x86-64
-        # memfd_create memfd_secret shmget semget msgget vmsplice bpf, io_uring_setup (its requests
-        # pass the filter), socket setsockopt (buffers), add_key request_key keyctl, unshare clone3,
-        # io_setup (the machine has 65,536 events for all)
-        calls = 319, 447, 29, 64, 68, 278, 321, 425, 41, 54, 248, 249, 250, 272, 435, 206
-        load, equal, has, mask = 0x20, 0x15, 0x45, 0x54  # then: lines to skip if true, false; value
-        fail, allow = (0x06, 0, 0, 0x50000 | errno.ENOSYS), (0x06, 0, 0, 0x7FFF0000)
-        lines = [(load, 0, 0, 4), (equal, 1, 0, arch), fail,
-                 (load, 0, 0, 0), (has, 0, 1, 0x40000000), fail,  # x32, other numbers for the calls
-                 *(line for call in calls for line in ((equal, 0, 1, call), fail)),
-                 # CLONE_NEWUSER: there the program could mount a tmpfs
-                 (equal, 0, 4, clone), (load, 0, 0, 16), (has, 0, 1, 0x10000000), fail, allow,
-                 # MAP_SHARED with MAP_ANONYMOUS: after munmap of a part all of it is kept
-                 (equal, 0, 4, mmap), (load, 0, 0, 40), (mask, 0, 0, 0x21), (equal, 0, 1, 0x21),
-                 fail, allow]
-        return b"".join(struct.pack("HBBI", *line) for line in lines)
-
+def _protect(jailed):
+    """Prepares this process, which must survive the program."""
     prctl = ctypes.CDLL(None).prctl
     # PR_SET_PDEATHSIG: end with the worker. Set again: a new user id has reset it
     prctl(1, signal.SIGKILL)
     prctl(4, 0)  # PR_SET_DUMPABLE: no program in the jail may trace this process or its files
     if jailed:
-        code = ctypes.create_string_buffer(refused_calls())
-        # PR_SET_SECCOMP
-        if prctl(22, 2, struct.pack("HP", len(code) // 8, ctypes.addressof(code))):
+        code = ctypes.create_string_buffer(_refused_calls())
+        rules = struct.pack("HP", len(code) // 8, ctypes.addressof(code))
+        if prctl(22, 2, rules):  # PR_SET_SECCOMP
             sys.exit("the kernel has no filter of system calls")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+
+
+def _file(text=""):
+    """An open file without a name, with this text."""
+    f = open(".io", "x+b")
+    os.unlink(".io")
+    f.write(text.encode("utf-8", "replace"))
+    f.seek(0)
+    return f
+
+
+def _started(job, files):
+    """Starts the program in a new interpreter; the files become its descriptors 0, 1, ... Returns
+    its process id.
+    """
+    # exit and quit, which many programs call, come from `site`, which -S leaves out
+    main = """import builtins, sys
+builtins.exit = builtins.quit = sys.exit
+del builtins, sys
+exec(compile(open('program.py', 'rb').read(), 'program.py', 'exec'))"""
+    python = [sys.executable, "-S", "-s", "-B", "-X", "utf8", "-c", job.get("harness", main)]
+    limits = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_AS: job["memory"],
+        resource.RLIMIT_NPROC: job["processes"],
+        resource.RLIMIT_FSIZE: 1 << 24,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CPU: int(job["seconds"]) + 2,
+    }
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        for n, f in enumerate(files):
+            os.dup2(f.fileno(), n)
+        os.closerange(5, 64)
+        for limit, value in limits.items():
+            resource.setrlimit(limit, (value, value))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        os.execv(python[0], python)
+    finally:
+        os._exit(127)
+
+
+def _memory():
+    """Bytes in use by all processes of the program, their page tables included."""
+    kilobytes = 0
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or name == "1":
+            continue
+        with contextlib.suppress(OSError):  # it has just ended
+            with open(f"/proc/{name}/status") as f:
+                for line in f:
+                    if line.startswith(("VmRSS", "VmSwap", "VmPTE")):
+                        kilobytes += int(line.split()[1])
+    return kilobytes << 10
+
+
+def _reap(ended, flags):
+    """Enters the exit status of each child that has ended: ended[process id]."""
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            pid, status = os.waitpid(-1, flags)
+            if not pid:
+                return
+            ended[pid] = os.waitstatus_to_exitcode(status)
+
+
+def _watched(pid, job, end):
+    """Waits until the program ends or reaches a limit, and ends all that it started. Returns its
+    exit status, -1 at a limit.
+    """
+    ended = {}
+    while pid not in ended and time.monotonic() < end:
+        if job["jailed"] and _memory() >= job["memory"]:
+            break
+        signal.sigtimedwait({signal.SIGCHLD}, 0.02)
+        _reap(ended, os.WNOHANG)
+    status = ended.get(pid, -1)
+    with contextlib.suppress(ProcessLookupError):  # no process is left
+        if job["jailed"]:
+            os.kill(-1, signal.SIGKILL)
+        else:
+            os.killpg(pid, signal.SIGKILL)
+    _reap(ended, 0)
+    return status
+
+
+def _supervise():
+    """Process 1 of the jail: starts the program once per run, and reports."""
+    job = json.load(sys.stdin)
+    end = time.monotonic() + job["seconds"]
+    if job["jailed"] and os.getpid() != 1:
+        sys.exit("not process 1: the kill(-1) of _watched would kill processes outside")
+    _protect(job["jailed"])
     with open("program.py", "wb") as f:
         f.write(job["program"].encode("utf-8", "surrogatepass"))
-    args = [sys.executable, "-S", "-s", "-B", "-X", "utf8"]
-    # exit and quit, which many programs call, come from `site`, which -S leaves out
-    main = ("import builtins, sys; builtins.exit = builtins.quit = sys.exit; del builtins, sys; "
-            "exec(compile(open('program.py', 'rb').read(), 'program.py', 'exec'))")
-    args += ["-c", job.get("harness", main)]
-    limits = {"CORE": 0, "AS": job["memory"], "NPROC": job["processes"], "FSIZE": 1 << 24,
-              "NOFILE": 64, "CPU": int(job["seconds"]) + 2}
-
-    def file(text=""):
-        f = open(".io", "x+b")
-        os.unlink(".io")
-        f.write(text.encode("utf-8", "replace"))
-        f.seek(0)
-        return f
-
-    def memory():
-        """Bytes in use by all processes of the program, their page tables included."""
-        kilobytes = 0
-        for name in os.listdir("/proc") if jailed else []:
-            if name.isdigit() and name != "1":
-                # OSError: it has just ended
-                with contextlib.suppress(OSError), open(f"/proc/{name}/status") as f:
-                    kilobytes += sum(int(line.split()[1]) for line in f
-                                     if line.startswith(("VmRSS", "VmSwap", "VmPTE")))
-        return kilobytes << 10
-
-    def reap(flags):
-        with contextlib.suppress(ChildProcessError):  # none is left
-            while (child := os.waitpid(-1, flags))[0]:
-                ended[child[0]] = os.waitstatus_to_exitcode(child[1])
-
     results = []
     for text, tests in job["runs"]:
-        ended = {}  # pid: exit status
-        # descriptors 0 to 4: standard input, output, error, the tests and their report
-        files = file(text), file(), open(os.devnull, "wb"), file(tests), file()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.setsid()
-                for n, f in enumerate(files):
-                    os.dup2(f.fileno(), n)
-                os.closerange(5, 64)
-                for name, value in limits.items():
-                    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-                os.execv(args[0], args)
-            finally:
-                os._exit(127)
-        while pid not in ended and time.monotonic() < end and memory() < job["memory"]:
-            signal.sigtimedwait({signal.SIGCHLD}, 0.02)
-            reap(os.WNOHANG)
-        status = ended.get(pid, -1)
-        with contextlib.suppress(ProcessLookupError):  # no process is left
-            os.kill(-1, signal.SIGKILL) if jailed else os.killpg(pid, signal.SIGKILL)
-        reap(0)
-        output = [os.pread(files[n].fileno(), size, 0).decode("utf-8", "replace")
-                  for n, size in ((1, job["output"]), (4, 1 << 16))]
-        results.append([status, *output])
+        # standard input, output, error, the tests and their report
+        files = [_file(text), _file(), open(os.devnull, "wb"), _file(tests), _file()]
+        pid = _started(job, files)
+        status = _watched(pid, job, end)
+        output = os.pread(files[1].fileno(), job["output"], 0).decode("utf-8", "replace")
+        report = os.pread(files[4].fileno(), 1 << 16, 0).decode("utf-8", "replace")
+        results.append([status, output, report])
     print(json.dumps(results))
+
+
+PARTS = (_refused_calls, _protect, _file, _started, _memory, _reap, _watched, _supervise)
+SUPERVISOR = "".join([
+    "import contextlib, ctypes, errno, json, os, resource, signal, struct, sys, time\n",
+    *map(inspect.getsource, PARTS),
+    "_supervise()"])

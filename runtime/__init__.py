@@ -3,7 +3,7 @@ import os
 import sys
 import sysconfig
 
-__version__ = "0.4.0"  # the newest heading of CHANGELOG.md
+__version__ = "0.4.0"  # the newest heading of docs/changelog.md
 
 # torch reads these when it is imported
 os.environ |= {

@@ -93,11 +93,10 @@ def first_groups(draws, most):
     position = 0
     for draw, groups in enumerate(draws):
         for rank in range(ranks.world_size()):
-            start = position
-            position += counts[rank][draw]
             if rank == ranks.rank():
-                numbered = enumerate(groups[:max(0, most - start)], start)
-                kept.update(numbered)
+                room = max(0, most - position)
+                kept.update(enumerate(groups[:room], position))
+            position += counts[rank][draw]
     return kept, position >= most
 
 
@@ -105,7 +104,8 @@ def reward_table(groups, samples):
     """The rewards of all ranks' groups -> (P, G), NaN where there is none, and the slice of its
     rows that belongs to `groups`. Collective."""
     reward = [math.nan if r.reward is None else r.reward for r in flatten(groups)]
-    table = torch.tensor(ranks.all_gather(reward)).view(-1, samples)  # (P, G)
+    reward = ranks.all_gather(reward)
+    table = torch.tensor(reward).view(-1, samples)  # (P, G)
     first = ranks.offset(len(groups))
     return table, slice(first, first + len(groups))
 
@@ -147,7 +147,8 @@ def pack(rollouts, budget):
     groups = by_prompt(rollouts)
     groups.sort(key=lambda group: sum(map(len, group)), reverse=True)
     for group in groups:
-        for r in sorted(group, key=len, reverse=True):
+        group.sort(key=len, reverse=True)
+        for r in group:
             fits = (i for i, tokens in enumerate(free) if tokens >= len(r))
             i = next(fits, len(packs))
             if i == len(packs):
@@ -166,11 +167,12 @@ def pack_evenly(rollouts, budget):
     names = set()
     for r in rollouts:
         names |= r.extra.keys()
-    gathered = ranks.all_gather([(len(packs), names)])
-    most = max(count for count, _ in gathered)
-    names = set().union(*(names for _, names in gathered))
-    filler = Rollout([0], [0], "", False, [0.0], extra={name: [0.0] for name in names})
-    return packs + [[filler]] * (most - len(packs))
+    counts = ranks.all_gather([len(packs)])
+    names = set(ranks.all_gather(list(names)))
+    extra = {name: [0.0] for name in names}
+    filler = Rollout([0], [0], "", False, [0.0], extra=extra)
+    missing = max(counts) - len(packs)
+    return packs + [[filler]] * missing
 
 
 # ---- a pack as tensors
@@ -178,8 +180,10 @@ def pack_evenly(rollouts, budget):
 def tensor_of(values, device, dtype=None):
     """A tensor of numbers: int64 or int32, or PyTorch's default dtype. NumPy reads a list faster
     than torch.tensor."""
-    array = np.fromiter(values, np.int64 if dtype else np.float64)
-    return torch.from_numpy(array).to(device, dtype or torch.get_default_dtype())
+    kind = np.int64 if dtype else np.float64
+    array = np.fromiter(values, kind)
+    dtype = dtype or torch.get_default_dtype()
+    return torch.from_numpy(array).to(device, dtype)
 
 
 def sampled_values(rollouts, name):
@@ -218,12 +222,14 @@ def collate(rollouts, device=None):
     prompt_at = {}  # prompt -> its positions in the row
     for i, r in enumerate(rollouts):
         prompt = tuple(r.prompt)
+        start = len(input_ids)
         if prompt not in prompt_at:  # the first completion of a prompt stores it
-            prompt_at[prompt] = range(len(input_ids), len(input_ids) + len(prompt))
             input_ids += prompt
             position_ids += range(len(prompt))
-        completion_at = range(len(input_ids), len(input_ids) + len(r.completion))
+            prompt_at[prompt] = range(start, len(input_ids))
+        start = len(input_ids)
         input_ids += r.completion
+        completion_at = range(start, len(input_ids))
         position_ids += range(len(prompt), len(r))
         sequence_at = [*prompt_at[prompt], *completion_at]  # its positions in the row
         kv_index += sequence_at
@@ -303,9 +309,9 @@ def with_shared_prompts(x, batch):
     """(1, kv heads, T, d) -> (K, kv heads, d): the keys or values of each sequence, with its prompt
     that other sequences share. An embedding look-up, because its backward pass sums the gradients
     of a token in fp32 and rounds once."""
-    heads, d = x.shape[1], x.shape[3]
-    rows = x[0].transpose(0, 1).flatten(1)  # (T, kv heads * d)
-    return F.embedding(batch.kv_index, rows).unflatten(1, (heads, d))  # (K, kv heads, d)
+    heads = x[0].transpose(0, 1)  # (T, kv heads, d)
+    rows = F.embedding(batch.kv_index, heads.flatten(1))  # (K, kv heads * d)
+    return rows.unflatten(1, heads.shape[1:])  # (K, kv heads, d)
 
 
 def flash_attention(q, k, v, batch, scaling):
@@ -332,7 +338,8 @@ def attend_in_groups(q, k, v, batch, scaling):
     out = []
     for (m, n, b), *parts in zip(runs, queries, keys, values):
         # (b, heads, m, d), then (b, heads, n, d) twice
-        q_run, k_run, v_run = (x.unflatten(0, (b, -1)).transpose(1, 2) for x in parts)
+        parts = [x.unflatten(0, (b, -1)) for x in parts]
+        q_run, k_run, v_run = (x.transpose(1, 2) for x in parts)
         mask = None
         if m < n:  # a prompt stored earlier: these m queries are the last m of n positions
             mask = torch.ones(m, n, dtype=torch.bool, device=q.device).tril(n - m)  # (m, n)

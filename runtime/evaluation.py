@@ -1,9 +1,8 @@
 """The evaluation of greedy completions and of samples, of one or several sets."""
 import data
-import rewards
 from runtime import guard, ranks, stats
 from runtime.batch import in_groups
-from runtime.verify.answer import vote
+from runtime.verify.answer import final_answer, vote
 
 
 def evaluate(run, score):
@@ -13,20 +12,24 @@ def evaluate(run, score):
     first reward function gave 1. -> (metrics, a dict per greedy completion). Collective.
     """
     cfg = run.cfg
+    llm = run.llm
+    verifier = run.verifier
     metrics = {}
     indices = range(ranks.rank(), len(run.eval_set), ranks.world_size())  # of this rank
     examples = [run.eval_set[i] for i in indices]
     prompts = [example["prompt_ids"] for example in examples]
-    greedy = run.sample(run.llm, prompts, 1, 0.0, cfg.max_tokens, examples=examples)
-    stats.add_counts(metrics, score(greedy, examples, run.verifier), "eval")
+    greedy = run.sample(llm, prompts, 1, 0.0, cfg.max_tokens, examples=examples)
+    counts = score(greedy, examples, verifier)
+    stats.add_counts(metrics, counts, "eval")
     samples = []
     if cfg.eval_n:
         seeds = [data.request_seed(cfg.seed, "eval", i) for i in indices]
-        samples = run.sample(run.llm, prompts, cfg.eval_n, cfg.eval_temperature, cfg.max_tokens,
-                             seeds, examples=examples, top_p=cfg.eval_top_p)
-        stats.add_counts(metrics, score(samples, examples, run.verifier), "eval")
+        samples = run.sample(llm, prompts, cfg.eval_n, cfg.eval_temperature, cfg.max_tokens, seeds,
+                             examples=examples, top_p=cfg.eval_top_p)
+        counts = score(samples, examples, verifier)
+        stats.add_counts(metrics, counts, "eval")
     first_parts = [stats.first_part(r) for r in greedy]
-    guard.check_scored("eval", first_parts, metrics, run.verifier)
+    guard.check_scored("eval", first_parts, metrics, verifier)
     results, answers = summary(examples, indices, greedy, samples, cfg)
     return metrics | results, answers
 
@@ -37,8 +40,8 @@ def vote_of(rollout):
     The answer of a truncated rollout is cut off if more text changes it: <answer>7 may be the start
     of <answer>72, but \\boxed{7} is complete.
     """
-    answer = rewards.final_answer(rollout.text)
-    cut_off = rollout.truncated and answer != rewards.final_answer(rollout.text + "0")
+    answer = final_answer(rollout.text)
+    cut_off = rollout.truncated and answer != final_answer(rollout.text + "0")
     return vote(answer) if answer and not cut_off else None
 
 
@@ -99,11 +102,13 @@ def summary(examples, indices, greedy, samples, cfg):
     for _, value, answer in rows:
         values_of.setdefault(answer["set"], []).append(value)
     sets = {name: set_metrics(values) for name, values in values_of.items()}
-    mean = stats.mean_of(list(sets.values())) | {"n": len(rows)}
+    mean = stats.mean_of(list(sets.values()))
+    mean["n"] = len(rows)
     metrics = {}
     if len(sets) > 1:
         # the mean of intervals is no interval of the mean
-        del mean["low"], mean["high"], mean["of"]
+        for name in ("low", "high", "of"):
+            del mean[name]
         for name, of_set in sets.items():
             for key, x in of_set.items():
                 metrics[f"eval/{name}/{key}"] = x

@@ -237,7 +237,8 @@ def check_machine(dtype):
     that Triton (on a GPU) and DeepSpeed (its CPU operators) need."""
     gpu = torch.cuda.is_available()
     if torch.version.cuda and not gpu:  # it would run on the CPU
-        raise ValueError("no usable GPU: install driver 580 or newer, or requirements-cpu.txt")
+        raise ValueError("no usable GPU: install driver 580 or newer, or packages for a "
+                         "CPU: make clean setup")
     if gpu and dtype == "bfloat16" and torch.cuda.get_device_capability(ranks.device()) < (8, 0):
         raise ValueError("--dtype bfloat16 needs compute capability 8.0: use --dtype float32")
     tools = os.environ.get("CC", "gcc"), os.environ.get("CXX", "g++"), "ninja"
@@ -301,7 +302,7 @@ def stored_flags(path, config):
     version = about.get("version", __version__)
     if version.split(".")[:2] != __version__.split(".")[:2]:
         raise ValueError(f"{path}: this run is of version {version}, and its flags have other "
-                         f"names in {__version__}: see CHANGELOG.md")
+                         f"names in {__version__}: see docs/changelog.md")
     anew = {"name", "out", "resume", "resume_force",
             *about.get("memory plan", ())}  # this device has its own plan
     fields = vars(config()).keys() - anew  # without removed flags of older versions

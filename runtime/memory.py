@@ -37,14 +37,11 @@ _empty_models = {}
 
 def empty_model(model, trust_remote_code=False):
     """The model of a folder or hub id on the meta device: modules and shapes, no weights. The first
-    call, in flags.py, decides whether code that comes with the model may run."""
+    call, in model.py, decides whether code that comes with the model may run."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
     if model not in _empty_models:
         code = {"trust_remote_code": trust_remote_code}
-        about = str(PretrainedConfig.get_config_dict(model))
-        if many := re.search(r"'\w*layers?': \d[\d.e+]{3,}", about):  # they would take minutes
-            raise ValueError(f"{many[0]} is not below 1000")
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(model, **code)
             _empty_models[model] = AutoModelForCausalLM.from_config(config, **code)
@@ -90,9 +87,10 @@ class ModelShape:
         pairs = sum(len(prompt) ** 2 for prompt in prompts)  # twice the (query, key) pairs
         pairs += sum(len(r) ** 2 - len(r.prompt) ** 2 for r in rollouts)
         # the embedding is a look-up; an untied head is counted as body too: slightly too much
-        body = self.parameters - self.vocab * self.hidden
-        return (2 * body * tokens + 2 * self.vocab * self.hidden * completion_tokens
-                + 2 * self.layers * self.attention * pairs)
+        head = self.vocab * self.hidden
+        body = self.parameters - head
+        products = 2 * body * tokens + 2 * head * completion_tokens
+        return products + 2 * self.layers * self.attention * pairs
 
 
 @functools.cache
@@ -105,8 +103,11 @@ def peak_flops(dtype):
                 return flops
     n, device = (8192, "cuda") if cuda else (2048, "cpu")
     a = torch.randn(n, n, dtype=getattr(torch, dtype), device=device)
-    # item() waits for a GPU
-    return 2 * n**3 / min(timeit.repeat(lambda: (a @ a)[0, 0].item(), number=1, repeat=4))
+
+    def product():
+        (a @ a)[0, 0].item()  # item() waits for a GPU
+
+    return 2 * n**3 / min(timeit.repeat(product, number=1, repeat=4))
 
 
 # ---- the plan
@@ -122,10 +123,29 @@ def keep_freed_memory():
 
 def free_host_bytes():
     """Free bytes of host memory, also in a container with a limit, which psutil does not know."""
-    free, limit = psutil.virtual_memory().available, Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int(limit.with_name("memory.current").read_text()))
-    return free
+    free = psutil.virtual_memory().available
+    limit = Path("/sys/fs/cgroup/memory.max")
+    most = limit.read_text().strip() if limit.exists() else "max"
+    if most == "max":
+        return free
+    used = limit.with_name("memory.current").read_text()
+    return min(free, int(most) - int(used))
+
+
+def this_device():
+    """The Device of this process; its free memory is that of the rank with the least. Collective"""
+    gpu = torch.cuda.is_available()
+    host = free_host_bytes()
+    if gpu:
+        free, total = torch.cuda.mem_get_info()
+    else:
+        free = total = host // ranks.world_size()
+    return Device(gpu, min(ranks.all_gather([free])), total, host)
+
+
+def bytes_per_number(cfg):
+    """Bytes of a number in --dtype."""
+    return getattr(torch, cfg.dtype).itemsize
 
 
 def trained_parameters(cfg, shape):
@@ -136,8 +156,7 @@ def trained_parameters(cfg, shape):
 
 def checkpoint_bytes(cfg, shape):
     """Bytes of a checkpoint: weights; per trained one, the fp32 weight and AdamW's two moments."""
-    weights = shape.parameters * getattr(torch, cfg.dtype).itemsize
-    return weights + 12 * trained_parameters(cfg, shape)
+    return shape.parameters * bytes_per_number(cfg) + 12 * trained_parameters(cfg, shape)
 
 
 def most_sequences(cfg):
@@ -151,111 +170,150 @@ def kv_cache_bytes(cfg):
     sequences can fill, because each step maps the cache anew. None on a CPU."""
     if not torch.cuda.is_available():
         return None
-    shape, size = ModelShape.of(cfg.model), getattr(torch, cfg.dtype).itemsize
-    left = cfg.gpu_memory_utilization * torch.cuda.mem_get_info()[1] - VLLM_AWAKE
+    shape = ModelShape.of(cfg.model)
+    size = bytes_per_number(cfg)
+    _, total = torch.cuda.mem_get_info()
+    left = cfg.gpu_memory_utilization * total - VLLM_AWAKE - shape.parameters * size
     # vLLM usually stores 16 tokens together: the last block of a sequence is not full
-    sequence = shape.kv_cache * size * (cfg.max_prompt + cfg.max_tokens + 16)
-    return int(min(left - shape.parameters * size, most_sequences(cfg) * sequence))
+    tokens = cfg.max_prompt + cfg.max_tokens + 16
+    return int(min(left, most_sequences(cfg) * tokens * shape.kv_cache * size))
+
+
+def activation_bytes(cfg, shape):
+    """Upper bound of the bytes that a forward pass over a pack keeps for its backward pass, and of
+    what one layer's backward pass takes besides. For dense Llama and Qwen models."""
+    # numbers per token and layer: 5 hidden, 8 attention (14 with query and key norms), 4 MLP
+    attention = shape.attention * (14 if shape.qk_norms else 8)
+    mlp = 4 * shape.mlp
+    if cfg.compile == "on":  # what is cheap is computed again
+        attention = 3 * (shape.attention + shape.kv_cache // shape.layers)
+        mlp = 3 * shape.mlp
+    tokens = max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
+    token = tokens * bytes_per_number(cfg)
+    layer = token * (5 * shape.hidden + attention + mlp)
+    kept = shape.layers * layer
+    if cfg.gradient_checkpointing == "on":  # the inputs of layers; the rest is computed again
+        kept = token * (shape.layers + 4) * shape.hidden
+    return kept + 1.5 * layer  # the layer at work, and half a layer more in its backward pass
 
 
 def step_bytes(cfg, shape, gpu):
     """Upper bounds of the bytes of a step, {part: [of a rank while vLLM generates, of a rank in the
     update, of host memory beside the GPUs of a machine]}, and their "total". On a GPU, vLLM has a
     KV cache for two sequences."""
-    world, size = ranks.world_size(), getattr(torch, cfg.dtype).itemsize  # bytes of a number
-    whole, trained = shape.parameters * size, trained_parameters(cfg, shape)
+    size = bytes_per_number(cfg)
+    world = ranks.world_size()
+    whole = shape.parameters * size
+    trained = trained_parameters(cfg, shape)
+    sharded = cfg.zero_stage == 3
+    offload = gpu and cfg.offload == "optimizer"
     pinned = 2 * ranks.local_world_size()  # each pinned tensor is rounded up to a power of two
-    offload, sharded = gpu and cfg.offload == "optimizer", cfg.zero_stage == 3
 
     weights = whole / world if sharded else whole
-    gathered = size * sharded * min(shape.parameters, ZERO3_LIVE)
-    moves = offload and cfg.lora_rank > 0  # see trainer.place_frozen_weights
-    reference = whole if cfg.kl_coef and not cfg.lora_rank else 0
-    stays = reference if not gpu or cfg.gradient_checkpointing == "off" else 0
-    adamw = 12 * trained / world  # fp32 weights, moments (twice that in host memory: `pinned`)
+    gathered = size * min(shape.parameters, ZERO3_LIVE) if sharded else 0
+    adamw = 12 * trained / world  # fp32 weights, two moments
     # DeepSpeed's sums in fp32. In stage 1 they are whole and always there, and those in bf16, too
-    always = 6 * trained * (cfg.zero_stage == 1)
-    gradients = always or 4 * trained / world * (not (offload and sharded))
+    always = 6 * trained if cfg.zero_stage == 1 else 0
+    gradients = always or 4 * trained / world
+    if offload and sharded:
+        gradients = always
     # a bucket, its fp32 copy, the head's gradient or offload's buffer; or a checkpoint's copies
     largest = max(min(trained, shape.vocab * shape.hidden), shape.mlp * shape.hidden,
                   min(BUCKET, shape.parameters))
     buffers = CUDA_CONTEXT + (size + 4 + size) * largest
 
-    # activations per token of a pack: 5 hidden, 8 attention (14 with query and key norms), 4 MLP
-    tokens = max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
-    attention, mlp = shape.attention * (14 if shape.qk_norms else 8), 4 * shape.mlp
-    if cfg.compile == "on":  # what is cheap is computed again
-        attention, mlp = 3 * (shape.attention + shape.kv_cache // shape.layers), 3 * shape.mlp
-    layer = tokens * size * (5 * shape.hidden + attention + mlp)
-    inputs = tokens * size * (shape.layers + 4) * shape.hidden  # the rest is computed again
-    kept = inputs if cfg.gradient_checkpointing == "on" else shape.layers * layer
+    # The reference stays on the GPU or comes for its pass, which ends before there are gradients.
+    reference = whole if cfg.kl_coef and not cfg.lora_rank else 0
+    stays = reference if not gpu or cfg.gradient_checkpointing == "off" else 0
+    comes = max(stays, reference - (gradients - always))
+    moving = whole if offload and cfg.lora_rank else 0  # see trainer.place_frozen_weights
 
     parts = {
-        "weights": [weights * (not moves), weights + gathered, pinned * whole * moves],
-        "reference": [stays, reference, pinned * (reference - stays)],
+        "weights": [0 if moving else weights, weights + gathered, pinned * moving],
+        "reference": [stays, comes, pinned * (reference - stays)],
         "optimizer": [0, 0, pinned * adamw] if offload else [adamw, adamw, 0],
         "gradients": [always, gradients, 0],
-        "activations": [0, kept + 1.5 * layer, 0],  # half a layer more in its backward pass
-        "CUDA, kernels, buffers": [buffers, buffers, 0],
+        "activations": [0, activation_bytes(cfg, shape), 0],
     }
     if gpu:
         sequence = shape.kv_cache * size * (cfg.max_prompt + cfg.max_tokens)
-        least = whole + VLLM_AWAKE + 2 * sequence
-        parts["vLLM, at least"] = [least, VLLM_ASLEEP, 0]
+        parts["CUDA, kernels, buffers"] = [buffers, buffers, 0]
+        parts["vLLM, at least"] = [whole + VLLM_AWAKE + 2 * sequence, VLLM_ASLEEP, 0]
     else:
+        parts["libraries, buffers"] = [buffers, buffers, 0]
         parts["vLLM"] = [whole + CPU_KV_CACHE, whole + CPU_KV_CACHE, 0]
-    return parts | {"total": [sum(column) for column in zip(*parts.values())]}
+    parts["total"] = [sum(column) for column in zip(*parts.values())]
+    return parts
 
 
 def plan(cfg, device=None, shape=None):
-    """Prints the plan. Returns cfg with all flags filled in, and a dict of what was decided.
+    """Returns cfg with all flags filled in, and a dict: the flags that were decided, whether the
+    reference_stays on the GPU, and the plan as text. Collective without a device.
 
     Of what cfg leaves open, takes the first that fits into nine tenths of the device's memory, or
     of --memory_gb: no offload, activations kept, large packs. vLLM gets what the trainer leaves.
     device, shape: of this process and cfg.model, or others. Raises ValueError if nothing fits."""
-    if device is None:
-        gpu, host = torch.cuda.is_available(), free_host_bytes()
-        free, total = torch.cuda.mem_get_info() if gpu else [host // ranks.world_size()] * 2
-        device = Device(gpu, min(ranks.all_gather([free])), total, host)
+    device = device or this_device()
     shape = shape or ModelShape.of(cfg.model)
     available = min(device.free, cfg.memory_gb * GIB or device.free)
     usable = USABLE * available
-    packs = [32768, 24576, 16384, 12288, 8192, cfg.max_prompt + cfg.max_tokens]
-    choices = {"offload": ["none", "optimizer"] if device.gpu else ["none"],
-               "gradient_checkpointing": ["off", "on"],
-               "pack_tokens": packs if device.gpu else [4096]}
-    left_open = [name for name in choices if getattr(cfg, name) in ("auto", 0)]
-    for values in itertools.product(*map(choices.get, left_open)):
-        decided = dict(zip(left_open, values))
-        best = dataclasses.replace(cfg, **decided)
-        parts = step_bytes(best, shape, device.gpu)
+    for decided in _choices(cfg, device.gpu):
+        planned = dataclasses.replace(cfg, **decided)
+        parts = step_bytes(planned, shape, device.gpu)
         generate, update, host = parts["total"]
-        peak = max(generate, update)
-        if peak <= usable and host <= device.host:
+        fits = max(generate, update) <= usable
+        if fits and host <= device.host:
             break
     else:
-        in_host = peak <= usable
-        needs = (f"{host / GIB:.0f} GiB of host memory, {device.host / GIB:.0f} are free" if in_host
-                 else f"{peak / GIB:.1f} GiB at --max_tokens {cfg.max_tokens}, "
+        needs = (f"{max(generate, update) / GIB:.1f} GiB at --max_tokens {cfg.max_tokens}, "
                  f"this run may use {usable / GIB:.1f} (nine tenths)")
-        raise ValueError(f"{cfg.model} needs about {needs}; to use less: {smaller(best, in_host)}")
+        if fits:
+            needs = (f"{host / GIB:.0f} GiB of host memory, "
+                     f"{device.host / GIB:.0f} are free")
+        advice = smaller(planned, in_host=fits)
+        raise ValueError(f"{cfg.model} needs about {needs}; to use less: {advice}")
     if device.gpu:
-        least = parts["vLLM, at least"][0]
+        least, *_ = parts["vLLM, at least"]
         if not cfg.gpu_memory_utilization:
             share = (usable - generate + least) / device.total
             decided["gpu_memory_utilization"] = round(share, 3)
         elif cfg.gpu_memory_utilization * device.total < least:
-            raise ValueError(
-                f"--gpu_memory_utilization: at least {least / device.total + 0.005:.2f} is needed")
+            share = least / device.total + 0.005
+            raise ValueError(f"--gpu_memory_utilization: at least {share:.2f} is needed")
+    planned = dataclasses.replace(cfg, **decided)
     flags = " ".join(f"--{name} {x}" for name, x in decided.items())
-    ranks.print_once(f"memory plan for {shape.parameters / 1e6:,.1f} M parameters in {cfg.dtype} "
-                    f"and {available / GIB:.1f} of {device.free / GIB:.1f} GiB: {flags}\n"
-                    f"  {'GiB':24}  generate    update      host")
-    for name, sizes in parts.items():
-        ranks.print_once(f"  {name:24}" + "".join(f"{x / GIB:10.2f}" for x in sizes))
-    best = dataclasses.replace(cfg, **decided)
-    return best, decided | {"reference_stays": device.gpu and best.gradient_checkpointing == "off"}
+    title = (f"memory plan for {shape.parameters / 1e6:,.1f} M parameters in {cfg.dtype} "
+             f"and {available / GIB:.1f} of {device.free / GIB:.1f} GiB: {flags}")
+    stays = device.gpu and planned.gradient_checkpointing == "off"
+    text = f"{title}\n{_table(parts, device.gpu)}"
+    return planned, decided | {"reference_stays": stays, "text": text}
 
+
+def _choices(cfg, gpu):
+    """Yields the values, {flag: value}, that --offload, --gradient_checkpointing and --pack_tokens
+    may take where cfg leaves them open, in the order in which the plan tries them."""
+    packs = [32768, 24576, 16384, 12288, 8192, cfg.max_prompt + cfg.max_tokens]
+    values = {"offload": ["none", "optimizer"] if gpu else ["none"],
+              "gradient_checkpointing": ["off", "on"],
+              "pack_tokens": packs if gpu else [4096]}
+    left_open = [name for name in values if getattr(cfg, name) in ("auto", 0)]
+    for row in itertools.product(*map(values.get, left_open)):
+        yield dict(zip(left_open, row))
+
+
+def _table(parts, gpu):
+    """The parts of a step in GiB as text. Rows of zeros are left out, on a CPU the column "host",
+    too."""
+    columns = ["generate", "update", "host"] if gpu else ["generate", "update"]
+    lines = [f"  {'GiB':24}" + "".join(f"{name:>10}" for name in columns)]
+    for name, sizes in parts.items():
+        cells = [f"{x / GIB:10.2f}" for x in sizes[:len(columns)]]
+        if any(float(cell) for cell in cells):
+            lines.append(f"  {name:24}" + "".join(cells))
+    return "\n".join(lines)
+
+
+# ---- while a run goes on
 
 def peak_gib():
     """Peak GiB on the GPU since PyTorch's peak was reset, vLLM's too; on a CPU, of this process."""
@@ -273,14 +331,17 @@ def is_out_of_memory(error):
 
 def smaller(cfg, in_host=False):
     """The flags with which a run like cfg takes less memory of its device, or in_host, as text."""
-    flags = {"gradient_checkpointing": "on", "max_tokens": cfg.max_tokens // 2,
-             "pack_tokens": min(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens),
-             "lora_rank": cfg.lora_rank or 32}
-    if cfg.gpu_memory_utilization:  # planned for a GPU
-        flags |= {"offload": "optimizer",
-                  "gpu_memory_utilization": round(0.8 * cfg.gpu_memory_utilization, 2)}
-    if ranks.world_size() > 1 and not cfg.lora_rank:
-        flags |= {"zero_stage": 3, "lora_rank": 0, "kl_coef": 0}
     if in_host:
         flags = {"offload": "none"} if cfg.lora_rank else {"lora_rank": 32, "kl_coef": 0}
-    return " ".join(f"--{name} {x}" for name, x in flags.items() if x != getattr(cfg, name))
+    else:
+        flags = {"gradient_checkpointing": "on",
+                 "max_tokens": cfg.max_tokens // 2,
+                 "pack_tokens": min(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens),
+                 "lora_rank": cfg.lora_rank or 32}
+        if cfg.gpu_memory_utilization:  # planned for a GPU
+            flags["offload"] = "optimizer"
+            flags["gpu_memory_utilization"] = round(0.8 * cfg.gpu_memory_utilization, 2)
+        if ranks.world_size() > 1 and not cfg.lora_rank:
+            flags |= {"zero_stage": 3, "lora_rank": 0, "kl_coef": 0}
+    changes = [f"--{name} {x}" for name, x in flags.items() if x != getattr(cfg, name)]
+    return " ".join(changes)

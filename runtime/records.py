@@ -39,7 +39,8 @@ def sha256(path):
 
 def finite(number):
     """The text of a JSON number -> a float; None if it is NaN or infinite."""
-    return x if math.isfinite(x := float(number)) else None
+    x = float(number)
+    return x if math.isfinite(x) else None
 
 
 def read(folder, name="metrics.jsonl"):
@@ -48,8 +49,11 @@ def read(folder, name="metrics.jsonl"):
     A number that is not finite becomes None. A last line that is cut off, as a killed run leaves
     it, is skipped with a note on stderr. Raises ValueError for any other line that is no JSON
     object with a step."""
-    path, rows = Path(folder) / name, []
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    path = Path(folder) / name
+    if not path.exists():
+        return []
+    rows = []
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line, parse_constant=finite, parse_float=finite)
@@ -65,4 +69,8 @@ def read(folder, name="metrics.jsonl"):
 
 def stage_seconds(rows, stages=STAGES):
     """Seconds of these stages in rows of metrics; by default the loop's, without the evaluation."""
-    return sum(row.get(f"seconds/{stage}", 0.0) for row in rows for stage in stages)
+    seconds = 0
+    for row in rows:
+        for stage in stages:
+            seconds += row.get(f"seconds/{stage}", 0.0)
+    return seconds

@@ -39,7 +39,7 @@ def config(folder, **changes):
 def rollouts(tokenizer):
     """Two questions with an answer each, prose of this repository: 300 and 60 tokens together, and
     a second, short answer to the first question."""
-    prose = tokenizer((ROOT / "CONTRIBUTING.md").read_text())["input_ids"]
+    prose = tokenizer((ROOT / "docs/glossary.md").read_text())["input_ids"]
     end, made = tokenizer.convert_tokens_to_ids("<|im_end|>"), []
     for question, length, advantage in ((0, 300, 1.0), (0, 50, -1.0), (1, 60, 1.0)):
         prompt = data.encode(QUESTIONS[question], tokenizer, "chat")

@@ -170,7 +170,7 @@ def test_importing_the_script_loads_no_slow_library_and_shares_the_cores_also_on
 
 def test_a_gpu_that_cannot_be_used_or_has_no_bfloat16_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ValueError, match="driver 580 .*requirements-cpu"):
+    with pytest.raises(ValueError, match="driver 580 .*make clean setup"):
         nr.parse_config([])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))

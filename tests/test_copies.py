@@ -1,13 +1,13 @@
 """The copies of the repository that learn/exercise.py and learn/find_the_bug.py make, and one in
 which docs/add_an_algorithm.md is followed word by word."""
 import ast
-import configparser
 import difflib
 import json
 import random
 import re
 import subprocess
 import sys
+import tomllib
 
 import mutations
 from conftest import ENV, ROOT
@@ -22,7 +22,7 @@ def differences(folder):
     found = {}
     for path in folder.rglob("*.*"):
         file = path.relative_to(folder)
-        if path.suffix in (".py", ".ini") and path.read_text() != (ROOT / file).read_text():
+        if path.suffix in (".py", ".toml") and path.read_text() != (ROOT / file).read_text():
             old, new = ((base / file).read_text().splitlines() for base in (ROOT, folder))
             found[str(file)] = [line for line in difflib.ndiff(old, new) if line[0] in "-+"]
     return found
@@ -43,13 +43,13 @@ def test_an_exercise_lacks_the_bodies_of_its_functions_and_nothing_else(tmp_path
 
 
 def test_the_page_and_the_markers_name_every_exercise():
-    markers = configparser.ConfigParser()
-    markers.read(ROOT / "pytest.ini")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    markers = settings["tool"]["pytest"]["ini_options"]["markers"]
     page = exercise.page()
     assert list(page) == list(exercise.EXERCISES)
     teacher = (ROOT / "learn/teacher.md").read_text()
     for number, (title, _, _, _, text) in page.items():
-        assert f"exercise_{number}:" in markers["pytest"]["markers"]
+        assert f"exercise_{number}: learn/exercises.md" in markers
         assert all((ROOT / file).exists() for file in exercise.tests_of(number)[:-2])
         assert all(f"`{name}`" in text for _, name in exercise.functions(number)), number
         assert f"\n## {number}. {title}\n" in teacher

@@ -31,7 +31,7 @@ def diagnose(monkeypatch, capsys):
 
 FAULTS = {  # what is replaced -> by what; the check that notices, its status, its words
     "examples.doctor.metadata.distributions": (
-        lambda: [], "versions", "note", "torch is missing, pinned 2.*-r requirements-cpu.txt"),
+        lambda: [], "versions", "note", "torch is missing, pinned 2.*pip install --group cpu"),
     "runtime.memory.free_host_bytes": (
         lambda: 2 * GIB, "host", "note", "2.0 GiB of memory are free.*libraries take 3 GiB"),
     "shutil.disk_usage": (lambda path: SimpleNamespace(free=2**20, total=2**26), "disk", "FAIL",

@@ -7,7 +7,7 @@ import pytest
 
 import rewards
 from conftest import ROOT, descendants, gone
-from examples import jail
+from examples import code_reward, jail
 
 pytestmark = pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
 CODE = f"{ROOT}/examples/code_reward.py:code"
@@ -195,6 +195,105 @@ def test_asserts_are_run_one_by_one_and_see_what_they_would_see_in_one_process()
     start = "import asyncio, io\nfrom contextlib import redirect_stdout\nassert "
     passed = jail.run_asserts(HONEST, [start + test for test in wrong + right], 30)
     assert passed == [False] * len(wrong) + [True] * len(right)
+
+
+SOLUTION = """
+class Solution:
+    def counted(self, text: str, most: Optional[int] = None) -> Dict[str, int]:
+        return Counter(text)
+
+    @cache
+    def fibonacci(self, n: int) -> int:
+        return n if n < 2 else self.fibonacci(n - 1) + self.fibonacci(n - 2)
+
+    def names(self, nums: List[int]) -> Tuple:
+        heapify(nums)
+        return (-inf, math.inf, heapq.nsmallest(1, nums), bisect_left([1, 2], 2), comb(4, 2),
+                reduce(add, accumulate(nums)), deque(nums), digits, pow(2, 3, 5), sys.maxsize,
+                [a + b for a, b in pairwise(nums)], defaultdict(int), datetime.date(2024, 1, 2))
+
+    def reversed_list(self, head: Optional[ListNode]) -> Optional[ListNode]:
+        before = None
+        while head:
+            before = ListNode(head.val, before)
+            head = head.next
+        return before
+
+    def mirrored(self, root: Optional[TreeNode]) -> Optional[TreeNode]:
+        return root and TreeNode(root.val, self.mirrored(root.right), self.mirrored(root.left))
+"""
+
+
+def test_a_solution_has_the_names_that_leetcode_imports():
+    right = [
+        "assert Solution().counted('aab') == {'a': 2, 'b': 1} == Counter('aab')",
+        "def check(candidate):\n    assert candidate(n=30) == 832040\ncheck(Solution().fibonacci)",
+        "assert Solution().names([3, 1]) == (-inf, 9e999, [1], 1, 6, 5, deque([1, 3]), digits, 3,"
+        " 2**63 - 1, [4], {}, datetime.date(2024, 1, 2))",
+        "assert is_same_list(Solution().reversed_list(list_node([1, 2])), list_node([2, 1]))",
+        "tree = Solution().mirrored(tree_node([1, 2, 3, None, 4]))\n"
+        "assert is_same_tree(tree, tree_node([1, 3, 2, None, None, 4]))"]
+    wrong = [
+        "assert is_same_list(Solution().reversed_list(list_node([1, 2])), list_node([2]))",
+        "assert is_same_list(Solution().reversed_list(list_node([1])), list_node([1, 2]))",
+        "assert is_same_tree(Solution().mirrored(tree_node([1, 2])), tree_node([1, 2]))"]
+    assert jail.run_asserts(SOLUTION, right + wrong, 20) == [True] * 5 + [False] * 3
+
+
+def test_a_name_of_the_program_goes_before_leetcodes_and_without_a_solution_there_are_none():
+    program = "inf = 3\nclass Solution: f = inf\ndef root(x): return math.sqrt(x)"
+    assert jail.run_asserts(program, ["assert Solution.f == 3"]) == [True]
+    assert jail.run_asserts(program, ["import math\nassert root(4) == 2"]) == [False]
+
+
+def test_programs_and_tests_may_import_packages_and_a_number_of_numpy_is_one_of_python():
+    program = """
+import numpy as np, pytest, sortedcontainers
+def f(x): return np.int64(2 * x)
+def g(x): return 2 * np.array(x)
+def h(x): raise ValueError(x)
+"""
+    right = ["f(2) == 4", "sorted([f(2), f(1)]) == [2, 4]", "{f(1): 3} == {2: 3}",
+             "np.allclose(g([1, 2]), [2, 4])", "g([1, 2]).shape == (2,)", "list(g([1])) == [2]",
+             "True\nwith pytest.raises(ValueError): h(1)"]
+    wrong = ["f(2) == 5", "np.allclose(g([1, 2]), [2, 5])", "False"]
+    tests = [f"import numpy as np, pytest\nassert {test}" for test in right + wrong]
+    assert jail.run_asserts(program, tests, 20) == [True] * len(right) + [False] * len(wrong)
+    assert run("import os\nprint(os.path.exists('/packages'))") == "False\n"
+
+
+@pytest.mark.parametrize("name, lines", [
+    ("torch", "import torch"), ("solution", "from solution import f"),
+    ("scipy", "def check(f):\n    import scipy.stats")])
+def test_a_test_that_imports_what_the_jail_lacks_is_refused_with_a_sentence(name, lines):
+    with pytest.raises(ValueError, match=f"^a test imports {name}, which is not in the jail"):
+        code_reward.known_tests([f"{lines}\nassert f(1)"])
+    known = ["import math, numpy.linalg\nfrom program import f\nassert f(1)"]
+    assert code_reward.known_tests(known) == known
+
+
+def test_an_integer_of_5000_digits_is_read_printed_and_compared():
+    digits = "7" * 5000
+    assert run("print(int(input()) + 1)", digits) == digits[:-1] + "8\n"
+    test = f"assert f({digits}) == {digits[:-1]}8 and str(f(0)) == '1'"
+    program = "```python\ndef f(x): return x + 1\n```"
+    assert code_reward.code([program], [[test]], timeout=20) == [1.0]
+
+
+FENCED = {  # where a fence is: (program, what follows it)
+    "in a docstring": (
+        "def f(x):\n    '''Doubles.\n\n    ~~~python\n    f(2)\n    ~~~\n    '''\n    return 2 * x",
+        "\n~~~\nIt prints:\n~~~\n4\n~~~"),
+    "in a comment and a text": ("'''\n~~~\nf(2)\n~~~\n'''\n# ~~~ is a fence\nprint(4)", "\n~~~"),
+    "on the last line of the program": ("print(4)", "~~~\nIt prints:\n~~~\n4\n~~~"),
+    "after a program that Python cannot parse": ("print(4", "\n~~~\nIt prints:\n~~~text\n4\n~~~"),
+}
+
+
+@pytest.mark.parametrize("place", FENCED)
+def test_a_fence_ends_a_program_only_where_python_can_parse_it(place):
+    program, after = [text.replace("~~~", "```") for text in FENCED[place]]
+    assert code_reward.program_of(f"Here:\n```python\n{program}{after}") == program
 
 
 LIAR = "class Same:\n" + "".join(

@@ -10,6 +10,7 @@ import torch
 
 import nano_rlvr as nr
 import runtime.model
+from bench.ranks import held
 from conftest import ROOT, fixed_rollouts, make_config
 from examples import tensor_parallel
 from runtime import memory
@@ -108,6 +109,44 @@ def card(gib, size="1.5B", host=64, **changes):
     least = parts["vLLM, at least"][0]
     assert vllm >= least and max(generate - least + vllm, update) <= 0.905 * gib * GIB
     return cfg
+
+
+@pytest.mark.parametrize("gib, pack_tokens, allocated", [
+    (39.4, 8192, 29.9),  # on a stand-in for a GPU: PyTorch's allocator, kernels that do nothing
+    (79.1, 16384, 61.6)])  # on an H100
+def test_the_plan_of_the_update_is_above_what_a_run_allocated_by_at_most_15_percent(
+        gib, pack_tokens, allocated):
+    shape, device = shape_of("1.5B"), memory.Device(True, gib * GIB, gib * GIB)
+    cfg = nr.Config(dtype="bfloat16", compile="on", pack_tokens=pack_tokens)
+    cfg, _ = memory.plan(cfg, device, shape)
+    _, update, _ = memory.step_bytes(cfg, shape, gpu=True)["total"]
+    assert allocated * GIB < update < 1.15 * allocated * GIB, update / GIB
+
+
+def test_there_are_no_gradients_while_the_reference_is_on_the_gpu(group, tokenizer):
+    """So the plan counts the larger of the two. Held bytes, each storage once: bench/ranks.py."""
+    cfg = make_config(dtype="bfloat16")
+    policy = nr.make_policy(cfg)
+    batches = [nr.collate(fixed_rollouts(tokenizer))]
+    at_step, step = [], policy.step
+    policy.step = lambda: (at_step.append(held()), step())
+    nr.update(policy, batches, cfg)  # creates AdamW's moments
+    between = held()
+    nr.update(policy, batches, cfg)
+    assert held() == between
+    sums = 4 * ModelShape.of(cfg.model).parameters
+    assert at_step[1] - between >= sums, (at_step, between)
+    parts = planned(gpu=True, gradient_checkpointing="on")
+    assert parts["reference"][1] + parts["gradients"][1] == 4 * shape_of("1.5B").parameters
+
+
+def test_the_plan_of_a_cpu_has_no_row_of_a_gpu_and_none_of_zeros():
+    cfg = make_config()
+    device = memory.Device(False, 8 * GIB, 8 * GIB)
+    text = memory.plan(cfg, device)[1]["text"]
+    names = [line[:26].strip() for line in text.splitlines()[1:]]
+    assert names == ["GiB", "optimizer", "activations", "libraries, buffers", "vLLM", "total"], text
+    assert "host" not in text
 
 
 def test_zero_3_and_shared_engines_are_planned_where_one_gpu_cannot_hold_the_model(monkeypatch):

@@ -27,6 +27,11 @@ def of_logits(logits, targets):
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)  # (R,), (R,)
 
 
+def naive_head(hidden, weight, targets, temperature, chunk):
+    """HeadLogps.apply, from the whole matrix of logits."""
+    return of_logits(hidden @ weight.T, targets)  # (R,), (R,)
+
+
 def ours(hidden, weight, targets, grad, compiles=False):
     hidden, weight = (x.clone().requires_grad_() for x in (hidden, weight))
     logp, entropy = HeadLogps.apply(hidden, weight, targets, TEMPERATURE, CHUNK, compiles)
@@ -44,6 +49,26 @@ def test_in_float64_log_probs_entropies_and_gradients_are_those_of_autograd():
         exact = {"logp": logp, "entropy": entropy, "grad h": hidden.grad, "grad W": weight.grad}
         for x, (name, wanted) in zip(found, exact.items(), strict=True):
             close(x, wanted, case=name)
+
+
+@pytest.mark.parametrize("uses_logp", [False, True])
+def test_a_loss_of_the_entropy_has_the_gradients_of_autograd(uses_logp):
+    """Also a loss that does not use the log-probs: their gradient is None."""
+    with float64():
+        inputs = head_inputs(torch.float64)
+        grads = []
+        for head in (HeadLogps.apply, naive_head):
+            hidden, weight, targets, grad = (x.clone() for x in inputs)
+            hidden.requires_grad_()
+            weight.requires_grad_()
+            logp, entropy = head(hidden, weight, targets, TEMPERATURE, CHUNK)
+            loss = (grad * entropy).sum()
+            if uses_logp:
+                loss = loss + (grad * logp).sum()
+            loss.backward()
+            grads.append((hidden.grad, weight.grad))
+        for ours, wanted in zip(*grads, strict=True):
+            close(ours, wanted)
 
 
 def test_a_compiled_head_has_the_same_log_probs_entropies_and_gradients():

@@ -52,7 +52,7 @@ def test_every_preset_task_template_and_reward_is_named():
 
 
 def test_every_flag_in_the_pages_exists():
-    text = "\n".join(text for path, text in PAGES.items() if path.name != "CHANGELOG.md")
+    text = "\n".join(text for path, text in PAGES.items() if path.name != "changelog.md")
     commands = [line for line in text.splitlines() if "nano_rlvr.py" in line]
     commands += re.findall(r"`(--\w+[^`]*)`", text)
     flags = {flag for command in commands for flag in re.findall(r"--([\w-]+)", command)}

@@ -1,30 +1,42 @@
-"""Step 1: REINFORCE.
+"""Step 1: REINFORCE, the simplest way to learn from a reward.
 
     python -m learn.ladder.1_reinforce [seed]
 
-The model, here called the policy, answers sums. A right answer o has reward r(o) = 1, a wrong one
-0. We want a larger mean reward J = sum over o of p(o) * r(o). As grad p = p * grad log p,
+The model answers sums. It reads a prompt and writes a completion, one token after the other:
 
-    grad J = sum over o of  p(o) * r(o) * grad log p(o) = mean over samples of  r * grad log p
+    prompt      <|user|>14+2-9<|assistant|>
+    completion  <think>14+2=16  16-9=7</think><answer>7</answer>
 
-and log p(o) is the sum of log p(token) over its tokens. So we sample, and follow the gradient of
+It has two habits. It works a sum out, as above, or it guesses: <think></think><answer>9</answer>.
+Nobody shows it a right answer. The model samples completions, `score` gives reward 1 to those with
+the right answer and reward 0 to the others, and `update` makes the rewarded ones more probable. In
+the words of RL, the model is the policy.
+
+Let p(o) be the probability that the model writes the completion o, and r(o) its reward. We want a
+larger mean reward J. Because grad p = p * grad log p,
+
+    J      = sum over all o of  p(o) * r(o)
+    grad J = sum over all o of  p(o) * r(o) * grad log p(o)
+
+Nobody can sum over all completions. But the second sum is a mean, and a mean can be estimated: we
+sample completions from p and average r(o) * grad log p(o). And log p(o) is the sum of log p(token)
+over the tokens of o. So the whole algorithm is to sample, and to take an optimizer step on
 
     loss = -(mean over all tokens of  reward * log p(token))
 
-which makes the tokens of right completions more probable (REINFORCE, Williams 1992). It divides by
-the number of tokens and not of samples, which changes the size of the step. The mean of grad log p
-is 0, because the p(o) sum to 1. So a number that is added to all rewards adds noise, but leaves the
-mean of the gradient nearly as it is (exactly, if the loss were divided by a constant).
+This is REINFORCE (Williams 1992). The formula above divides by the number of samples, and this loss
+divides by the number of tokens, which changes the length of the step.
 
 Shapes: N completions, P tokens of the longest prompt, C of the longest completion, V vocabulary.
 """
 import sys
+import time
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from learn.ladder import ladder
-from learn.ladder.ladder import MODEL, timed
 
 STEPS = 20
 PROMPTS = 128  # per step
@@ -32,46 +44,82 @@ MAX_TOKENS = 96  # of a completion
 LR = 1e-4
 
 
-def sample(model, tokenizer, examples, greedy=False):
-    """A completion to each of N questions. -> (batch of tensors, N texts)."""
-    prompts = [example["prompt_ids"] for example in examples]
-    P = max(map(len, prompts))
-    # Prompts are padded on the left, so that all completions begin in the same column.
-    ids = [[tokenizer.pad_token_id] * (P - len(p)) + p for p in prompts]
-    attention = [[0] * (P - len(p)) + [1] * len(p) for p in prompts]
-    ids, attention = torch.tensor(ids), torch.tensor(attention)  # (N, P), (N, P)
-    # Without top_k=0, transformers would sample from the 50 most probable tokens only.
-    how = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
+@dataclass
+class Batch:
+    """N prompts, padded on the left, and their completions, padded on the right."""
+    ids: torch.Tensor  # (N, P + C)
+    attention: torch.Tensor  # (N, P + C) 1: a token, 0: padding
+    mask: torch.Tensor  # (N, C) 1: a token of the completion, 0: padding
+
+
+def sample(model, tokenizer, questions, greedy=False):
+    """Writes a completion to each of N questions. -> (Batch, N texts)"""
+    prompts = [question.prompt for question in questions]
+    padded = tokenizer.pad(
+        {"input_ids": prompts},
+        padding_side="left",  # so that all completions begin in the same column
+        return_tensors="pt",
+    )
     ids = model.generate(
-        ids, attention_mask=attention, max_new_tokens=MAX_TOKENS, **how)  # (N, P + C)
+        **padded,
+        max_new_tokens=MAX_TOKENS,
+        do_sample=True,
+        top_k=1 if greedy else 0,  # 1: the most probable token. 0: any token, by its probability
+    )  # (N, P + C)
+    P = padded["input_ids"].shape[1]
     completions = ids[:, P:]  # (N, C)
-    # A completion ends with its first end token, which is trained too. What follows is padding:
-    # ends 0 0 1 1 -> mask 1 1 1 0
-    ends = (completions == tokenizer.eos_token_id).long()  # (N, C)
-    mask = (ends.cumsum(1) - ends == 0).long()  # (N, C) 1: a token of the completion, 0: padding
-    batch = {"ids": ids, "attention": torch.cat([attention, mask], 1), "mask": mask}
-    return batch, tokenizer.batch_decode(completions, skip_special_tokens=True)
+    # A completion ends with its first end token. The end token is trained, too: the model must
+    # learn to stop. Behind the end token there is padding:
+    #     is_end      0 0 1 1
+    #     ends_before 0 0 0 1
+    #     mask        1 1 1 0
+    is_end = (completions == tokenizer.eos_token_id).long()  # (N, C)
+    ends_before = is_end.cumsum(1) - is_end  # (N, C)
+    mask = (ends_before == 0).long()  # (N, C)
+    attention = torch.cat([padded["attention_mask"], mask], dim=1)  # (N, P + C)
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    return Batch(ids, attention, mask), texts
+
+
+def score(texts, questions):
+    """The rewards: 1 for a text that ends with the right answer, 0 for any other text. -> (N,)"""
+    rewards = []
+    for text, question in zip(texts, questions):
+        is_right = text.endswith(f"<answer>{question.answer}</answer>")
+        rewards.append(float(is_right))
+    return torch.tensor(rewards)  # (N,)
 
 
 def log_probs(model, batch):
-    """log p of each token of the completions: (N, C)."""
-    positions = (batch["attention"].cumsum(1) - 1).clamp(min=0)  # (N, P + C) prompts begin at 0
-    logits = model(batch["ids"], attention_mask=batch["attention"], position_ids=positions).logits
-    C = batch["mask"].shape[1]
-    # The output at a position predicts the token at the next position.
-    logp = logits[:, -C - 1:-1].log_softmax(-1)  # (N, C, V)
-    return logp.gather(2, batch["ids"][:, -C:, None])[:, :, 0]  # (N, C)
+    """log p of each token of the completions. -> (N, C)"""
+    # The first token of a prompt has position 0, however much padding stands before it.
+    positions = batch.attention.cumsum(1) - 1  # (N, P + C) -1 in the padding on the left
+    output = model(
+        batch.ids,
+        attention_mask=batch.attention,
+        position_ids=positions.clamp(min=0),
+    )
+    C = batch.mask.shape[1]
+    # The logits at a place are those of the next token. So the logits for the completions begin
+    # and end one column before the completions.
+    logits = output.logits[:, -C - 1:-1]  # (N, C, V)
+    completions = batch.ids[:, -C:]  # (N, C)
+    logp = logits.log_softmax(-1)  # (N, C, V) of all tokens that could have come
+    logp = logp.gather(-1, completions.unsqueeze(-1))  # (N, C, 1) of the tokens that came
+    return logp.squeeze(-1)  # (N, C)
 
 
 def policy_loss(logp, reward, mask):
-    """logp (N, C), reward (N,), mask (N, C) -> (). The mean over all tokens, without padding."""
-    token_loss = -reward[:, None] * logp  # (N, C)
-    return (mask * token_loss).sum() / mask.sum()
+    """The mean over all tokens. logp (N, C), reward (N,), mask (N, C) -> ()"""
+    reward = reward.unsqueeze(-1)  # (N, 1) each token has the reward of its completion
+    token_loss = -reward * logp  # (N, C)
+    return (mask * token_loss).sum() / mask.sum()  # ()
 
 
 def update(model, optimizer, batch, reward):
-    """One optimizer step."""
-    loss = policy_loss(log_probs(model, batch), reward, batch["mask"])
+    """Takes one optimizer step."""
+    logp = log_probs(model, batch)  # (N, C)
+    loss = policy_loss(logp, reward, batch.mask)  # ()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -79,22 +127,29 @@ def update(model, optimizer, batch, reward):
 
 def train(seed=0):
     torch.manual_seed(seed)
-    tokenizer, train_set, test_set = ladder.questions(seed)
-    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    tokenizer, train_set, test_set = ladder.load_questions(seed)
+    model = AutoModelForCausalLM.from_pretrained(ladder.MODEL)
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=0.0)
-    rewards, seconds = [], {}
+    log = []
     for step in range(STEPS):
-        examples = train_set[step * PROMPTS:(step + 1) * PROMPTS]
-        with timed(seconds, "sampling"):
-            batch, texts = sample(model, tokenizer, examples)
-        reward = torch.tensor(ladder.score(texts, examples))  # (N,)
-        with timed(seconds, "updating"):
-            update(model, optimizer, batch, reward)
-        rewards.append(reward.mean().item())
-        print(f"step {step:2}  reward {rewards[-1]:.3f}", flush=True)
+        questions = train_set[step * PROMPTS:(step + 1) * PROMPTS]
+
+        start = time.perf_counter()
+        batch, texts = sample(model, tokenizer, questions)
+        sampled = time.perf_counter()
+        reward = score(texts, questions)  # (N,)
+        update(model, optimizer, batch, reward)
+        updated = time.perf_counter()
+
+        mean = reward.mean().item()
+        log.append({"reward": mean, "sampling": sampled - start, "updating": updated - sampled})
+        print(f"step {step:2}  reward {mean:.3f}", flush=True)
+
     _, texts = sample(model, tokenizer, test_set, greedy=True)
-    ladder.report(__file__, seed, rewards, len(reward), seconds, texts, test_set)
+    accuracy = score(texts, test_set).mean().item()
+    ladder.report(__file__, seed, log, accuracy)
 
 
 if __name__ == "__main__":
-    train(*map(int, sys.argv[1:]))
+    seed = sys.argv[1] if len(sys.argv) > 1 else 0
+    train(int(seed))

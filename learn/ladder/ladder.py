@@ -1,4 +1,4 @@
-"""What the steps share and what is not learning: questions, rewards, a clock, figures.
+"""What the steps share and what is not learning: questions for steps 1 to 4, figures, a check.
 
     python -m learn.ladder.ladder      runs each step that has no figures in runs/ladder/ yet, and
                                        writes the table of README.md and rewards.png
@@ -10,18 +10,18 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import data
-from rewards import gsm8k_reward
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MODEL = str(ROOT / "models/tiny")
-RUNS, PAGE = ROOT / "runs/ladder", HERE / "README.md"
+RUNS = ROOT / "runs/ladder"
+PAGE = HERE / "README.md"
+SAMPLES = 128  # completions per step of every file
 LAST = 5  # the table has the mean reward of so many last steps
 # the flags with which the script does what step 5 does
 SCRIPT = ("--steps 20 --prompts 16 --samples 8 --minibatches 4 --aggregate token "
@@ -31,52 +31,55 @@ SCRIPT = ("--steps 20 --prompts 16 --samples 8 --minibatches 4 --aggregate token
 
 # ---------------------------------------------------------------------------------- for the steps
 
-def questions(seed):
-    """-> (tokenizer, 8192 training questions, 256 held-out ones). A question is a dict with
-    question, answer and prompt_ids."""
+@dataclass
+class Question:
+    text: str  # 14+2-9
+    answer: str  # 7
+    prompt: list  # token ids of <|user|>14+2-9<|assistant|>
+
+
+def load_questions(seed):
+    """-> (tokenizer, 8192 questions to train on, 256 held-out questions)
+
+    They are the script's --task arithmetic. 5_vllm.py makes the same ones in plain lines. The
+    held-out questions are the same for every seed."""
     import torch
     from transformers import AutoTokenizer
     from transformers.utils import logging
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # all steps on one core, the script as well
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
+
+    def with_prompts(examples):
+        questions = []
+        for example in examples:
+            prompt = data.encode(example, tokenizer, "chat")
+            questions.append(Question(example["question"], example["answer"], prompt))
+        return questions
+
     train_set = data.load("arithmetic", "train", seed=seed)
-    test_set = data.load("arithmetic", "test", size=256)  # the same for every seed
-    for example in train_set + test_set:
-        example["prompt_ids"] = data.encode(example, tokenizer, "chat")
-    return tokenizer, train_set, test_set
+    test_set = data.load("arithmetic", "test", size=256)
+    return tokenizer, with_prompts(train_set), with_prompts(test_set)
 
 
-def score(texts, examples):
-    """The reward of each text: 1.0 if its final answer is right, else 0.0."""
-    return gsm8k_reward(texts, answer=[example["answer"] for example in examples])
+def report(file, seed, log, accuracy):
+    """Prints the figures of a run, and writes them to runs/ladder/ for the table and the picture.
 
-
-@contextmanager
-def timed(seconds, name):
-    """Adds the seconds of the block to seconds[name]."""
-    start = time.perf_counter()
-    yield
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-def report(file, seed, rewards, samples, seconds, texts, test_set):
-    """Prints the figures of a run and writes them to runs/ladder/.
-
-    rewards: the mean of each step; samples: per step; seconds: of sampling and updating, without
-    start and evaluation; texts: the greedy answers to the questions of test_set.
-    """
-    write(Path(file).stem, seed, rewards, samples, seconds, fmean(score(texts, test_set)))
-
-
-def write(name, seed, rewards, samples, seconds, accuracy):
-    total = sum(seconds.values())
-    rate = samples * len(rewards) / total
-    print(f"held-out accuracy {accuracy:.1%}, {rate:.0f} samples/s, {total:.1f} s: "
-          + ", ".join(f"{name} {x:.1f} s" for name, x in seconds.items()))
+    log: for each step a dict with reward (the mean), sampling and updating (seconds); accuracy: the
+    share of right greedy answers to the held-out questions, after the last step."""
+    figures = {
+        "rewards": [row["reward"] for row in log],
+        "accuracy": accuracy,
+        "sampling": sum(row["sampling"] for row in log),
+        "updating": sum(row["updating"] for row in log),
+    }
+    figures["total"] = figures["sampling"] + figures["updating"]
+    figures["rate"] = SAMPLES * len(log) / figures["total"]  # completions per second
+    print("held-out accuracy {accuracy:.1%}, {rate:.0f} samples/s, {total:.1f} s: "
+          "sampling {sampling:.1f} s, updating {updating:.1f} s".format(**figures))
     RUNS.mkdir(parents=True, exist_ok=True)
-    (RUNS / f"{name}-{seed}.json").write_text(json.dumps(
-        {"rewards": rewards, "accuracy": accuracy, "rate": rate, "total": total, **seconds}))
+    path = RUNS / f"{Path(file).stem}-{seed}.json"
+    path.write_text(json.dumps(figures))
 
 
 # ------------------------------------------------------------------------- for a file of your own
@@ -84,42 +87,64 @@ def write(name, seed, rewards, samples, seconds, accuracy):
 def check(name):
     """Checks what learn/ladder/<name>.py does, whatever its functions are called: the gradient of
     its loss_of(model, prompts, completions, reward), and the reward of its last run."""
+    check_gradient(name)
+    check_run(name)
+
+
+def check_gradient(name):
+    """Compares the gradient of loss_of with those of steps 1 and 2, computed without padding."""
     import torch
     from transformers import AutoModelForCausalLM
-    tokenizer, _, test_set = questions(seed=0)
+    _, _, test_set = load_questions(seed=0)
     model = AutoModelForCausalLM.from_pretrained(MODEL)
-    examples = [example for example in test_set[:2] for _ in range(8)]  # two groups
-    prompts = [example["prompt_ids"] for example in examples]
     torch.manual_seed(0)
-    how = {"do_sample": True, "top_k": 0, "max_new_tokens": 96}
-    completions = [model.generate(torch.tensor([prompt]), **how)[0, len(prompt):].tolist()
-                   for prompt in prompts]
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    reward = torch.tensor(score(texts, examples))  # (16,)
+    prompts, completions = [], []
+    for question in test_set[:2]:
+        prompt = torch.tensor([question.prompt])  # (1, P)
+        for _ in range(8):
+            ids = model.generate(prompt, do_sample=True, top_k=0, max_new_tokens=96)  # (1, P + C)
+            prompts.append(question.prompt)
+            completions.append(ids[0, len(question.prompt):].tolist())
+    # These rewards are made up: a gradient can be compared for any rewards.
+    reward = torch.tensor([1.0, 0, 0, 1, 0, 0, 1, 0] + [1.0, 1, 0, 1, 1, 1, 0, 1])  # (16,)
     groups = reward.view(2, 8)  # (2, 8)
-    z = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True, correction=0) + 1e-4)
+    std = groups.std(1, keepdim=True, correction=0)  # (2, 1)
+    z_score = (groups - groups.mean(1, keepdim=True)) / (std + 1e-4)  # (2, 8)
 
     def gradient(loss):
-        return torch.cat([x.flatten() for x in torch.autograd.grad(loss, [*model.parameters()])])
+        parts = torch.autograd.grad(loss, list(model.parameters()))
+        return torch.cat([part.flatten() for part in parts])  # (all weights of the model,)
 
-    def log_prob(prompt, completion):  # of the whole completion, one at a time: no padding
+    def log_prob(prompt, completion):
+        """log p of a whole completion. -> ()"""
         ids = torch.tensor([prompt + completion])  # (1, P + C)
-        logp = model(ids).logits[0, len(prompt) - 1:-1].log_softmax(-1)  # (C, V)
-        return logp.gather(1, ids[0, len(prompt):, None]).sum()  # ()
+        logits = model(ids).logits[0, len(prompt) - 1:-1]  # (C, V)
+        targets = ids[0, len(prompt):]  # (C,)
+        return logits.log_softmax(-1).gather(1, targets[:, None]).sum()  # ()
+
+    def loss_with(weights):
+        loss = 0.0
+        for weight, prompt, completion in zip(weights, prompts, completions):
+            loss = loss - weight * log_prob(prompt, completion)  # ()
+        return loss
 
     module = importlib.import_module(f"learn.ladder.{name}")
     yours = gradient(module.loss_of(model, prompts, completions, reward))
-    found = {}
-    for step, weight in (("step 1", reward), ("steps 2 to 5", z.flatten())):
-        terms = [-w * log_prob(*pair) for w, *pair in zip(weight, prompts, completions)]
-        found[step] = torch.cosine_similarity(yours, gradient(sum(terms)), 0).item()
-        print(f"cosine of your gradient and that of {step}: {found[step]:.4f}")
-    same = [step for step, cosine in found.items() if cosine > 0.999]
-    print(f"the gradient is that of {same[0]}" if same else
-          "the gradient is that of no step; is a sign, a mask or the place of a token wrong?")
+    verdict = "that of no step; is a sign, a mask or the place of a token wrong?"
+    for step, weights in (("step 1", reward), ("steps 2 to 5", z_score.flatten())):
+        cosine = torch.cosine_similarity(yours, gradient(loss_with(weights)), 0)  # ()
+        print(f"cosine of your gradient and that of {step}: {cosine:.4f}")
+        if cosine > 0.999:
+            verdict = f"that of {step}"
+    print(f"the gradient is {verdict}")
+
+
+def check_run(name):
+    """Says whether the last run of a file has learned."""
     runs = sorted(RUNS.glob(f"{name}-*.json"))
     if not runs:
-        return print(f"no run yet: python -m learn.ladder.{name}")
+        print(f"no run yet: python -m learn.ladder.{name}")
+        return
     run = json.loads(runs[-1].read_text())
     last = fmean(run["rewards"][-LAST:])
     verdict = "it learns" if last > 0.7 else "it does not reach 70 %"
@@ -134,79 +159,97 @@ def run_script(seed=0):
     from runtime.records import read
     name = f"6_script-{seed}"
     shutil.rmtree(RUNS / name, ignore_errors=True)  # of an earlier call
-    command = [sys.executable, str(ROOT / "nano_rlvr.py"), *SCRIPT, "--seed", str(seed)]
-    subprocess.run([*command, "--out", str(RUNS), "--name", name], check=True,
-                   env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [sys.executable, str(ROOT / "nano_rlvr.py"), *SCRIPT]
+    command += ["--seed", str(seed), "--out", str(RUNS), "--name", name]
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     rows = read(RUNS / name)
-    steps = [row for row in rows if "reward/mean" in row]
-    seconds = {"sampling": sum(row["seconds/rollout"] for row in steps),
-               "updating": sum(row["seconds/update"] + row["seconds/sync"] for row in steps)}
-    write("6_script", seed, [row["reward/mean"] for row in steps], 16 * 8, seconds,
-          rows[-1]["eval/accuracy"])
+    log = []
+    for row in rows:
+        if "reward/mean" in row:
+            log.append({
+                "reward": row["reward/mean"],
+                "sampling": row["seconds/rollout"],
+                "updating": row["seconds/update"] + row["seconds/sync"],
+            })
+    report("6_script", seed, log, accuracy=rows[-1]["eval/accuracy"])
 
 
-def figures():
-    """{name of a step: [figures of each seed]} of what runs/ladder/ has."""
-    names = [path.stem for path in sorted(HERE.glob("[0-9]_*.py"))] + ["6_script"]
-    found = {name: [json.loads(path.read_text()) for path in sorted(RUNS.glob(f"{name}-*.json"))]
-             for name in names}
-    return {name: runs for name, runs in found.items() if runs}
+def step_names():
+    return sorted(path.stem for path in HERE.glob("[0-9]_*.py"))
+
+
+def read_figures():
+    """{name of a step: [figures of each seed]} of the runs that runs/ladder/ has."""
+    figures = {}
+    for name in [*step_names(), "6_script"]:
+        for path in sorted(RUNS.glob(f"{name}-*.json")):
+            run = json.loads(path.read_text())
+            figures.setdefault(name, []).append(run)
+    return figures
 
 
 def cell(values):
-    """Their mean, with the lowest and the highest if there are several."""
-    spread = f" ({min(values):.1%} to {max(values):.1%})" if len(values) > 1 else ""
-    return f"{fmean(values):.1%}{spread}"
+    """The mean of the values, with the lowest and the highest if there are several."""
+    text = f"{fmean(values):.1%}"
+    if len(values) > 1:
+        text += f" ({min(values):.1%} to {max(values):.1%})"
+    return text
 
 
-def write_table(results):
+def write_table(figures):
     """Writes the table and its conditions between the marks of README.md."""
     from bench import common
     from runtime.log import provenance
-    rows = []
-    for name, runs in results.items():
-        reward = cell([fmean(run["rewards"][-LAST:]) for run in runs])
-        rate, *seconds = (fmean(run[key] for run in runs)
-                          for key in ("rate", "total", "sampling", "updating"))
-        rows.append([f"`{name}`", len(runs), reward, cell([run["accuracy"] for run in runs]),
-                     f"{rate:.0f}", *map("{:.1f}".format, seconds)])
     head = ["step", "seeds", f"reward of the last {LAST} batches", "held-out accuracy", "samples/s",
             "seconds", "sampling", "updating"]
+    rows = []
+    for name, runs in figures.items():
+        row = [f"`{name}`", len(runs)]
+        row.append(cell([fmean(run["rewards"][-LAST:]) for run in runs]))
+        row.append(cell([run["accuracy"] for run in runs]))
+        row.append(f"{fmean(run['rate'] for run in runs):.0f}")
+        for key in ("total", "sampling", "updating"):
+            seconds = fmean(run[key] for run in runs)
+            row.append(f"{seconds:.1f}")
+        rows.append(row)
     mark = "<!-- table -->"
     before, _, after = PAGE.read_text().split(mark)
-    PAGE.write_text(f"{before}{mark}\n{common.table(head, rows)}\n\n"
-                    f"Conditions: {common.describe([provenance()])}.\n{mark}{after}")
+    table = common.table(head, rows)
+    conditions = common.describe([provenance()])
+    PAGE.write_text(f"{before}{mark}\n{table}\n\nConditions: {conditions}.\n{mark}{after}")
 
 
-def draw(results):
-    """The mean reward of each batch, a line per step of the ladder."""
+def draw(figures):
+    """Writes rewards.png: the mean reward of each batch, a line per step of the ladder."""
     from runtime.report.curve import figure
-    fig = figure(figsize=(7, 4))
-    axis = fig.subplots()
-    for name, runs in results.items():
-        axis.plot([fmean(values) for values in zip(*(run["rewards"] for run in runs))], label=name)
+    picture = figure(figsize=(7, 4))
+    axis = picture.subplots()
+    for name, runs in figures.items():
+        by_batch = zip(*[run["rewards"] for run in runs])
+        axis.plot([fmean(rewards) for rewards in by_batch], label=name)
     axis.set(xlabel="batch", ylabel="mean reward of the samples", ylim=(0, 1))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    fig.savefig(HERE / "rewards.png", dpi=144)
+    picture.savefig(HERE / "rewards.png", dpi=144)
 
 
 def main():
-    steps = sorted(path.stem for path in HERE.glob("[0-9]_*.py"))
-    commands = {step: [f"learn.ladder.{step}"] for step in steps}
+    commands = {name: [f"learn.ladder.{name}"] for name in step_names()}
     commands["6_script"] = ["learn.ladder.ladder", "script"]
     for name, command in commands.items():
         if not (RUNS / f"{name}-0.json").exists():
             subprocess.run([sys.executable, "-m", *command], check=True, cwd=ROOT)
-    write_table(figures())
-    draw(figures())
+    figures = read_figures()
+    write_table(figures)
+    draw(figures)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["script"]:
-        run_script(*map(int, sys.argv[2:]))
-    elif sys.argv[1:2] == ["check"]:
-        check(*sys.argv[2:])
-    else:
-        main()
+    match sys.argv[1:]:
+        case ["check", name]:
+            check(name)
+        case ["script", *seed]:
+            run_script(*map(int, seed))
+        case _:
+            main()

@@ -29,36 +29,63 @@ def read_run(path):
     """A run folder as a dict."""
     check_regular(path)
     path = Path(path)
-    about, rows = json.loads((path / "config.json").read_text()), read(path)
-    names = dict.fromkeys(name for row in rows for name in row)
-    found = {name: points(rows, name) for name in names if name != "step"}
-    return {"path": path, "name": path.resolve().name, "about": about, "config": about["config"],
-            "rows": rows, "metrics": {name: found[name] for name in found if found[name]}}
+    about = json.loads((path / "config.json").read_text())
+    rows = read(path)
+    names = {}  # of all metrics, in the order in which they appear
+    for row in rows:
+        names |= row
+    metrics = {}
+    for name in names:
+        numbers = points(rows, name)
+        if numbers and name != "step":
+            metrics[name] = numbers
+    return {
+        "path": path,
+        "name": path.resolve().name,
+        "about": about,
+        "config": about["config"],
+        "rows": rows,
+        "metrics": metrics,
+    }
+
+
+def by_step(rows):
+    """{step: its rows}, in the order in which the steps appear."""
+    steps = {}
+    for row in rows:
+        steps.setdefault(row["step"], []).append(row)
+    return steps
 
 
 def rollouts(run):
     """The rollouts for the page, each with the number of its group in the step."""
-    samples, by_step = run["config"]["samples"], {}
-    for r in read(run["path"], "rollouts.jsonl"):
-        by_step.setdefault(r["step"], []).append(r)
-    return [r | {"group": i // samples} for step, rows in by_step.items()
-            for i, r in enumerate(shown(step, rows, samples, run["config"]["steps"]))]
+    samples = run["config"]["samples"]
+    numbered = []
+    for step, rows in by_step(read(run["path"], "rollouts.jsonl")).items():
+        for i, row in enumerate(shown(step, rows, samples, run["config"]["steps"])):
+            numbered.append(row | {"group": i // samples})
+    return numbered
 
 
 def questions(answers):
     """The questions of the evaluation: the answers of the first and the last time, and which
     evaluations had a right one."""
-    by_step = {}
-    for a in answers:
-        by_step.setdefault(a["step"], []).append(a)
-    if len(by_step) < 2:
+    evaluations = dict(sorted(by_step(answers).items()))
+    if len(evaluations) < 2:
         return {"steps": [], "questions": []}
-    asked, rows = list(zip(*(by_step[step] for step in sorted(by_step)))), []
+    asked = list(zip(*evaluations.values()))  # per question, its answer at each time
+    rows = []
     for times in asked[:QUESTIONS]:
-        pair = [[bool(a["right"]), a["completion"], a["finish"]] for a in (times[0], times[-1])]
-        rows.append([times[0]["question"], times[0]["answer"], *pair,
-                     [bool(a["right"]) for a in times]])
-    return {"steps": sorted(by_step), "n": len(asked), "questions": rows}
+        first, last = times[0], times[-1]
+        right = [bool(answer["right"]) for answer in times]
+        rows.append([
+            first["question"],
+            first["answer"],
+            [right[0], first["completion"], first["finish"]],
+            [right[-1], last["completion"], last["finish"]],
+            right,
+        ])
+    return {"steps": list(evaluations), "n": len(asked), "questions": rows}
 
 
 # ---- charts
@@ -107,37 +134,63 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
 
 def charts(runs):
     """The charts for the page, a dict each: those that the runs have numbers for."""
-    keys, found = dict.fromkeys(name for run in runs for name in run["metrics"]), []
+    names = {}
+    for run in runs:
+        names |= run["metrics"]
+    drawn = []
     for title, caption, pattern, how, hint in CHARTS:
-        metrics = [key for key in keys if re.fullmatch(pattern, key)]
+        metrics = [name for name in names if re.fullmatch(pattern, name)]
         if len(metrics) >= how.get("least", 1):
-            found.append({"title": title, "caption": caption, "metrics": metrics, "hint": hint,
-                          **how})
-    return found
+            texts = {"title": title, "caption": caption, "metrics": metrics, "hint": hint}
+            drawn.append(texts | how)
+    return drawn
 
 
 def settings(runs):
-    """A table with a row per flag: first what differs, then what was given, last what is off."""
-    rows = [[key, *(json.dumps(run["config"].get(key)) for run in runs)]
-            for key in dict.fromkeys(key for run in runs for key in run["config"]) if key != "name"]
-    given = {"seed", *re.findall(r"--(\w+)", str([run["about"].get("command") for run in runs]))}
-    rows.sort(key=lambda x: (len({*x[1:]}) == 1, x[0] not in given, not json.loads(x[1])))
-    rows.insert(0, ["", *(run["name"] for run in runs)])
-    return "\n".join("<tr><td>" + "<td>".join(map(html.escape, row)) for row in rows)
+    """A table with a row per flag: first what differs, then what the command names, last what is
+    off. As HTML."""
+    flags = {}
+    for run in runs:
+        flags |= run["config"]
+    flags.pop("name", None)
+    commands = str([run["about"].get("command") for run in runs])
+    named = {"seed", *re.findall(r"--(\w+)", commands)}
+    rows = []
+    for flag in flags:
+        values = [json.dumps(run["config"].get(flag)) for run in runs]
+        is_equal = len(set(values)) == 1
+        is_off = not json.loads(values[0])
+        rows.append(((is_equal, flag not in named, is_off), [flag, *values]))
+    rows.sort(key=lambda row: row[0])  # rows with one key keep their order
+    table = [_row(cells) for _, cells in rows]
+    return "\n".join([_row(["", *(run["name"] for run in runs)]), *table])
+
+
+def _row(cells):
+    """A row of an HTML table."""
+    return "<tr><td>" + "<td>".join(map(html.escape, cells))
 
 
 def summary(runs):
     """A table with a row per run: accuracy before and after, steps, seconds, command. As HTML."""
     rows = ["<tr><th>run<th>accuracy before<th>after<th>steps<th>time of steps<th>of evaluations"]
     for i, run in enumerate(runs):
-        evals = [f"{x:.1%}" for x in series(run["rows"], "eval/accuracy").values()] or ["–"]
-        times = [f"{stage_seconds(run['rows'], x):.0f} s" for x in (STAGES, ["evaluate"])]
-        about, last = run["about"], max((row["step"] for row in run["rows"]), default=0)
-        cells = [run["name"], evals[0], evals[-1], f"{last} of {run['config']['steps']}", *times]
-        where = ", ".join(about[name] for name in ("command", "commit", "device") if name in about)
+        accuracies = list(series(run["rows"], "eval/accuracy").values())
+        shares = [f"{x:.1%}" for x in accuracies] or ["–"]
+        last = max((row["step"] for row in run["rows"]), default=0)
+        cells = [
+            run["name"],
+            shares[0],
+            shares[-1],
+            f"{last} of {run['config']['steps']}",
+            f"{stage_seconds(run['rows']):.0f} s",
+            f"{stage_seconds(run['rows'], ['evaluate']):.0f} s",
+        ]
+        about = run["about"]
+        origin = [about[name] for name in ("command", "commit", "device") if name in about]
         swatch = f"<span class=swatch style='background: var(--c{i % 10})'></span>"
-        rows.append(f"<tr><td>{swatch}{'<td>'.join(map(html.escape, cells))}\n"
-                    f"<tr class=quiet><td colspan={len(cells)}>{html.escape(where)}")
+        rows.append(f"<tr><td>{swatch}" + "<td>".join(map(html.escape, cells)))
+        rows.append(f"<tr class=quiet><td colspan={len(cells)}>{html.escape(', '.join(origin))}")
     return "\n".join(rows)
 
 
@@ -148,7 +201,8 @@ def write(folders, out, live=0):
 
     live: the seconds after which a browser reads it again, because the run goes on; 0: never."""
     runs = list(map(read_run, folders))
-    if len({run["name"] for run in runs}) < len(runs):  # the page finds a run by its name
+    names = {run["name"] for run in runs}
+    if len(names) < len(runs):  # the page finds a run by its name
         for i, run in enumerate(runs):
             run["name"] = f"{i}: {run['path']}"
     with replaced(Path(out)) as part:
@@ -160,14 +214,28 @@ def write(folders, out, live=0):
 
 def page(runs, live=0):
     """The text of the page."""
-    data = {"live": [live, time.time()] if live else [], "charts": charts(runs), "runs": [
-        {"name": run["name"], "config": run["config"], "rollouts": rollouts(run),
-         "metrics": run["metrics"],
-         **questions(read(run["path"], "eval.jsonl"))} for run in runs]}
+    data = {
+        "live": [live, time.time()] if live else [],
+        "charts": charts(runs),
+        "runs": [_run_data(run) for run in runs],
+    }
     # base64 has no "<": the browser reads no text of a model as HTML
     text = json.dumps(data, allow_nan=False)  # a browser cannot read NaN
     packed = base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
-    texts = {"TITLE": html.escape(", ".join(run["name"] for run in runs)),
-             "SUMMARY": summary(runs), "SETTINGS": settings(runs), "DATA": packed}
+    texts = {
+        "TITLE": html.escape(", ".join(run["name"] for run in runs)),
+        "SUMMARY": summary(runs),
+        "SETTINGS": settings(runs),
+        "DATA": packed,
+    }
     # in one pass: a run may have one of these names
-    return re.sub("@@(TITLE|SUMMARY|SETTINGS|DATA)@@", lambda m: texts[m[1]], TEMPLATE.read_text())
+    return re.sub(
+        "@@(TITLE|SUMMARY|SETTINGS|DATA)@@", lambda match: texts[match[1]], TEMPLATE.read_text())
+
+
+def _run_data(run):
+    """What the page knows of a run."""
+    parts = {name: run[name] for name in ("name", "config")}
+    parts["rollouts"] = rollouts(run)
+    parts["metrics"] = run["metrics"]
+    return parts | questions(read(run["path"], "eval.jsonl"))

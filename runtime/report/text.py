@@ -10,7 +10,6 @@ def evaluation_text(metrics):
     lines = []
     for prefix in prefixes:
         m = {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
-        shares = [name for name in m if re.match(r"\w+@", name) or name == "unscored" and m[name]]
         detail = f"n = {m['n']}"
         if "low" in m:  # one set, and not the mean of several
             if m["n"] < m.get("of", 0):  # --eval_size or --max_prompt left out some
@@ -18,5 +17,8 @@ def evaluation_text(metrics):
             detail = f"95 % interval {m['low']:.1%} to {m['high']:.1%}, {detail}"
         line = (f"{prefix[5:-1] or overall}: accuracy {m['accuracy']:.1%} ({detail})"
                 f", mean length {m['length']:.1f}")
-        lines.append(line + "".join(f", {name} {m[name]:.1%}" for name in shares))
+        for name, share in m.items():
+            if re.match(r"\w+@", name) or name == "unscored" and share:
+                line += f", {name} {share:.1%}"
+        lines.append(line)
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Makes cases.json: small batches, their exact advantages, token weights, losses and gradients.
 
-    python tests/vectors/make.py    writes cases.json, see README.md
+    python tests/vectors/make.py    writes cases.json, see docs/conformance.md
 
 A naive implementation in plain Python: one loop per sum of a formula, no torch, no NumPy, nothing
 imported from the trainer. Papers are named where their formula is used.
