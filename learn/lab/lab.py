@@ -7,8 +7,8 @@
     python -m learn.lab.lab --fix      rules.json: a digest of each rule, to commit before the runs
 
 README.md here says what a check is, and how verdict and number of seeds come from the checks. An
-arm is a command, without --seed; all arms get the flags of their chapter and those of the finding.
-An interrupted command continues.
+arm is a command, without --seed; "{seed}" in it becomes the seed. All arms get the flags of their
+chapter and those of the finding. An interrupted command continues.
 """
 import dataclasses
 import hashlib
@@ -186,7 +186,9 @@ def run(finding, name, out=RUNS, results=RESULTS):
     if finding.prepare:
         finding.prepare()
     tiny = finding.chapter == 2
-    jobs = 2 if tiny else 1
+    # an arm that begins with the weights of another one waits for it
+    is_chain = any("{seed}" in command for command in finding.arms.values())
+    jobs = 2 if tiny and not is_chain else 1
     folders = seeds.run_all(commands(finding), finding.seeds, out, jobs=jobs, keep_weights=tiny)
     rows = {label: [common.read(folder) for folder in of] for label, of in folders.items()}
     values = {label: {title: list(map(value, of))
