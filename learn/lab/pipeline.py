@@ -26,7 +26,7 @@ def write_demos():
 def after(label, command):
     """A command that begins with the weights of another arm of the same seed."""
     folder = re.sub(r"\W+", "-", label)
-    return f"{command} --model runs/lab/{folder}-{{seed}}/final"
+    return f"{command} --lr 1e-4 --model runs/lab/{folder}-{{seed}}/final"
 
 
 FINDING = lab.Finding(
@@ -46,7 +46,6 @@ FINDING = lab.Finding(
           "RLVR, then DPO": after("RLVR, first half", "examples/dpo.py --steps 15")},
     measures=lab.MEAN | lab.BEFORE | lab.GREEDY | lab.TOKENS,
     panels=lab.SAMPLES | {"mean@4": "eval/mean@4"},
-    flags="--lr 1e-4",
     equal=False,
     seeds=(3, 4, 5, 6, 7),
     prepare=write_demos)
