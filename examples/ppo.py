@@ -135,9 +135,13 @@ class Critic(torch.nn.Module):
 
     def forward(self, batch):
         """A batch of collate -> values before each of its completion tokens (R,)."""
-        output = self.decoder(input_ids=batch.input_ids, position_ids=batch.position_ids,
-                              use_cache=False, batch=batch)
-        return self.head(output.last_hidden_state[0, batch.predictors])[:, 0]  # (R,)
+        output = self.decoder(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            batch=batch)
+        hidden = output.last_hidden_state[0, batch.predictors]  # (R, H)
+        return self.head(hidden)[:, 0]  # (R,)
 
     @torch.no_grad()
     def assign_advantages(self, rollouts, token_rewards=None):
@@ -166,7 +170,8 @@ class Critic(torch.nn.Module):
         mean = advantages.mean().item()
         std = advantages.std(correction=0).item()
         for r in rollouts:
-            r.advantages = [(a - mean) / (std + 1e-4) for a in r.advantages]
+            centred = [a - mean for a in r.advantages]
+            r.advantages = [a / (std + 1e-4) for a in centred]
         return batches
 
     def update(self, batches):
@@ -208,8 +213,10 @@ def train(run, critic, controller=None):
         run.ref = None  # no KL in the loss
 
     def assign_advantages(groups, cfg, running_mean):
-        judged = [r for group in groups for r in group if r.reward is not None]
-        shaped = shape_rewards(run, ref, judged, controller) if controller else None
+        judged = [r for r in nr.flatten(groups) if r.reward is not None]
+        shaped = None
+        if controller:
+            shaped = shape_rewards(run, ref, judged, controller)
         with nr.timed(run.metrics, "critic"):  # a part of the stage "update"
             batches = critic.assign_advantages(judged, shaped)
             returns = torch.cat([batch.returns for batch in batches])  # (tokens,)
@@ -236,7 +243,9 @@ def start(run, own):
     """Trains with the flags of this file."""
     details = {name: getattr(own, name) for name in DETAILS}
     critic = Critic(run.cfg, whiten_rewards=own.whiten_rewards, **details)
-    controller = AdaptiveKL(run.cfg.kl_coef, own.kl_target) if own.kl_in == "reward" else None
+    controller = None
+    if own.kl_in == "reward":
+        controller = AdaptiveKL(run.cfg.kl_coef, own.kl_target)
     train(run, critic, controller)
 
 

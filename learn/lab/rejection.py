@@ -10,10 +10,11 @@ import argparse
 import json
 
 import nano_rlvr as nr
+from data import request_seed
 
 
 def is_good(r):
-    return all(value in (1, None) for value in r.parts.values())
+    return not r.truncated and set(r.parts.values()) <= {1.0, None}
 
 
 def train(run, questions):
@@ -21,18 +22,21 @@ def train(run, questions):
     cfg = run.cfg
     examples = run.train_set[:questions]
     prompts = [example["prompt_ids"] for example in examples]
-    seeds = [nr.data.request_seed(cfg.seed, "rejection", i) for i in range(questions)]
+    seeds = [request_seed(cfg.seed, "rejection", i) for i in range(questions)]
     nr.sync_weights(run.policy, run.llm)  # wakes vLLM
-    rollouts = run.sample(run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
-                          examples=examples)
+    rollouts = run.sample(
+        run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
+        examples=examples)
     run.llm.sleep()
     nr.score(rollouts, examples, run.verifier)
     lines = []
     for example, group in zip(examples, nr.in_groups(rollouts, cfg.samples)):
-        for text in sorted({r.text for r in group if is_good(r) and not r.truncated}):
+        texts = {r.text for r in group if is_good(r)}
+        for text in sorted(texts):
             row = {"question": example["question"], "completion": text}
             lines.append(json.dumps(row) + "\n")
-    (run.log.folder / "demos.jsonl").write_text("".join(lines))
+    path = run.log.folder / "demos.jsonl"
+    path.write_text("".join(lines))
     run.log.say(f"{len(lines)} of {len(rollouts)} answers are kept")
     nr.train(run)
 
