@@ -67,7 +67,9 @@ def finished(folder, command):
 
 def run_all(settings, seeds, out, jobs=1, keep_weights=True):
     """Runs what is not finished. -> {label: [folder of each seed]}.
-    settings: {label: command as a list}. jobs: so many runs at a time, each on one core; 1: one
+    settings: {label: command as a list}. "{seed}" in it becomes the seed: with jobs 1, a setting
+    can begin with the weights of an earlier one, --model <out>/<label>-{seed}/final.
+    jobs: so many runs at a time, each on one core; 1: one
     after the other, on all cores. keep_weights: False deletes checkpoints and final/ of a run when
     it has finished. Raises ValueError if a run fails."""
     out, folders, waiting = Path(out).resolve(), {}, []
@@ -76,10 +78,10 @@ def run_all(settings, seeds, out, jobs=1, keep_weights=True):
         for label, command in settings.items():
             name = re.sub(r"\W+", "-", label).strip("-") + f"-{seed}"
             folders.setdefault(label, []).append(out / name)
-            own = ["--seed", str(seed), "--out", str(out), "--name", name, "--resume"]
-            if finished(out / name, [*command, *own]):
-                continue
-            waiting.append((out / name, [*command, *own]))
+            words = [word.replace("{seed}", str(seed)) for word in command]
+            words += ["--seed", str(seed), "--out", str(out), "--name", name, "--resume"]
+            if not finished(out / name, words):
+                waiting.append((out / name, words))
     cores = queue.SimpleQueue()
     for core in sorted(os.sched_getaffinity(0))[:jobs]:
         cores.put(core)

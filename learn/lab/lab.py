@@ -1,14 +1,15 @@
 """The lab: published findings, repeated in small with seeds and judged by a rule fixed before.
 
     python -m learn.lab.staleness      its runs, table, picture and verdict: results/staleness.*
+    python -m learn.lab.staleness --dry      its rule, seeds and commands, without a run
     python -m learn.lab.lab 2          (make lab) the findings of chapter 2 whose rule or commands
                                        have changed since their results, then all pages and tables
     python -m learn.lab.lab 3          (make lab-real) the same with a real language model
     python -m learn.lab.lab --fix      rules.json: a digest of each rule, to commit before the runs
 
 README.md here says what a check is, and how verdict and number of seeds come from the checks. An
-arm is a command, without --seed; all arms get the flags of their chapter and those of the finding.
-An interrupted command continues.
+arm is a command, without --seed; "{seed}" in it becomes the seed. All arms get the flags of their
+chapter and those of the finding. An interrupted command continues.
 """
 import dataclasses
 import hashlib
@@ -109,8 +110,10 @@ def power(check):
 
 def seeds_needed(check, alpha):
     """The least number of seeds with that power, MOST at most."""
-    return next((n for n in range(3, MOST)
-                 if POWER.power(check.named / check.sd, n, alpha) >= power(check)), MOST)
+    for n in range(3, MOST):
+        if POWER.power(check.named / check.sd, n, alpha) >= power(check):
+            return n
+    return MOST
 
 
 def found_from(check, sd, n, alpha):
@@ -120,8 +123,11 @@ def found_from(check, sd, n, alpha):
 
 def judge(check, values, alpha):
     """(verdict, mean, low, high, what was found with 80 %) of {arm: {title: [of each seed]}}."""
-    columns = [[weight * x for x in values[arm][title]] for arm, title, weight in check.weights]
-    stats = DescrStatsW([sum(of_seed) for of_seed in zip(*columns, strict=True)])
+    columns = []
+    for arm, title, weight in check.weights:
+        columns.append([weight * x for x in values[arm][title]])
+    of_seeds = zip(*columns, strict=True)
+    stats = DescrStatsW(list(map(sum, of_seeds)))
     low, high = stats.tconfint_mean(alpha)
     verdict = "cannot tell"
     if check.low < low and high < check.high:
@@ -186,12 +192,15 @@ def run(finding, name, out=RUNS, results=RESULTS):
     if finding.prepare:
         finding.prepare()
     tiny = finding.chapter == 2
-    jobs = 2 if tiny else 1
+    # an arm that begins with the weights of another one waits for it
+    is_chain = any("{seed}" in command for command in finding.arms.values())
+    jobs = 2 if tiny and not is_chain else 1
     folders = seeds.run_all(commands(finding), finding.seeds, out, jobs=jobs, keep_weights=tiny)
-    rows = {label: [common.read(folder) for folder in of] for label, of in folders.items()}
-    values = {label: {title: list(map(value, of))
-                      for title, (value, _) in finding.measures.items()}
-              for label, of in rows.items()}
+    rows = {label: list(map(common.read, of)) for label, of in folders.items()}
+    values = {}
+    for label, of in rows.items():
+        measured = {title: list(map(value, of)) for title, (value, _) in finding.measures.items()}
+        values[label] = measured
     everyone = sum(folders.values(), [])
     spent, abouts = sum(map(minutes, everyone)), [common.read_config(f) for f in everyone]
     commits = commits_of(abouts)
@@ -224,9 +233,14 @@ def verdict(finding, result):
         return "not run"
     if not current(finding, result):
         return "not run since the rule changed"
-    found = {judge(check, result["values"], finding.alpha())[0] for check in finding.checks}
-    word = ("contradicts" if "contradicts" in found
-            else "agrees" if found == {"agrees"} else "cannot tell")
+    found = set()
+    for check in finding.checks:
+        found.add(judge(check, result["values"], finding.alpha())[0])
+    word = "cannot tell"
+    if "contradicts" in found:
+        word = "contradicts"
+    elif found == {"agrees"}:
+        word = "agrees"
     return word + ("" if result["fixed"] else " (the rule was not fixed before the runs)")
 
 
@@ -255,10 +269,12 @@ def write_page(finding, name, results=RESULTS):
             f"Verdict: **{verdict(finding, result)}**. {len(finding.seeds)} seeds.",
             arms, f"All arms: `{BASE[finding.chapter]} {finding.flags}`"]
     if result:
-        forms = {title: form for title, (_, form) in finding.measures.items()}
-        titles = [title for title in forms if title in next(iter(result["values"].values()))]
-        rows = [[label, *(cell(of[title], forms[title], " to ") for title in titles)]
-                for label, of in result["values"].items()]
+        known = next(iter(result["values"].values()))
+        titles = [title for title in finding.measures if title in known]
+        rows = []
+        for label, of in result["values"].items():
+            cells = [cell(of[title], finding.measures[title][1], " to ") for title in titles]
+            rows.append([label, *cells])
         page += ["" if current(finding, result) else EARLIER,
                  common.table(["arm", *titles], rows),
                  f"![curves]({name}.png)", f"{result['conditions']}."]
@@ -269,7 +285,18 @@ def write_page(finding, name, results=RESULTS):
 
 def main(finding):
     """Of a finding's file: `if __name__ == "__main__": lab.main(FINDING)`."""
-    run(finding, Path(sys.argv[0]).stem)
+    if sys.argv[1:] == ["--dry"]:
+        print(plan(finding))
+    else:
+        run(finding, Path(sys.argv[0]).stem)
+
+
+def plan(finding):
+    """The rule, the seeds and the commands of a finding, without a run."""
+    lines = [f"{check.text}: {check.region()}" for check in finding.checks]
+    lines.append(f"seeds {', '.join(map(str, finding.seeds))}")
+    lines += [shlex.join(command) for command in commands(finding).values()]
+    return "\n".join(lines)
 
 
 def findings():

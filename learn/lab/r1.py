@@ -32,8 +32,8 @@ from bench import common
 from bench import seeds as over_seeds
 from data import arithmetic, generate
 from examples import sft
-from examples.shaping_rewards import format_reward
 from models.tiny.make_tiny import cold_start, training_example, worked
+from rewards import format_reward
 from runtime.report.curve import figure
 
 ROOT = common.ROOT
