@@ -115,7 +115,6 @@ MODELS = [  # id, fault of a copy of the bundled model, a part of the line
     ("code of its own", config(auto_map={"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M"},
                                model_type="own"), "or --trust_remote_code for its own code"),
     ("no tokenizer.json", lambda f: (f / "tokenizer.json").unlink(), "(ValueError: it has no"),
-    ("layers", config(num_hidden_layers=10**12), "'num_hidden_layers': 1000000000000 is not below"),
     ("a failing template", content(CHAT, "{{ messages[1] + 1 }}"), "template fails (Undefined"),
     ("no chat template", lambda f: (f / CHAT).unlink(), "chat_template is not set"),
     ("no question", content(CHAT, "Hello"), "omits the message of the user; use --template"),
