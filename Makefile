@@ -1,5 +1,6 @@
 # make demo    set up .venv (once) and train the bundled model for about a minute on two CPU cores
 # make test    install what the tests need as well (once), check the style and run the tests
+# make test-all  and what is long by nature: notebooks, all families of models, exercises, planted faults
 PYTHON ?= python3
 MACHINE := $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 READY := .venv/ready-$(MACHINE)
@@ -11,12 +12,17 @@ demo: $(READY)
 PYTEST := .venv/bin/python -m pytest -q -rs --durations=10
 # two processes, which take files in this order: the longest first, so that both end together;
 # before them the comparison of all formulas, which a machine that is too slow must not leave out
-LONG := $(patsubst %,tests/test_%.py,vectors notebooks run real_model pool sampler wiring tools cuda_dry_run engines trl)
-ALL := $(LONG) tests -n 2 --dist loadfile --no-loadscope-reorder
+FIRST := $(patsubst %,tests/test_%.py,vectors run real_model pool sampler wiring tools cuda_dry_run engines trl)
+ALL := $(FIRST) tests -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(DEV)
 	.venv/bin/ruff check .
-	$(PYTEST) $(ALL)
+	$(PYTEST) -m "not long" $(ALL)
+
+test-long: $(DEV)
+	$(PYTEST) -m long tests -n 2 --dist load
+
+test-all: test test-long exercises mutations
 
 # plant faults, or random mutants, one at a time, and see which test notices each (an hour and more)
 COVER := $(PYTEST) --cov=. --cov-context=test --cov-report= --junitxml=.pytest_cache/durations.xml
@@ -76,4 +82,4 @@ $(DEV): pyproject.toml $(READY)
 clean:
 	rm -rf .venv
 
-.PHONY: demo test mutations mutants notebooks lab lab-real exercises setup dev clean
+.PHONY: demo test test-long test-all mutations mutants notebooks lab lab-real exercises setup dev clean

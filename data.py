@@ -188,9 +188,7 @@ def function_rows(source, split, size, seed):
     """The rows of a task or of my_file.py:make: an iterator of (location, row)."""
     make = TASKS[source].source if source in TASKS else user_code.load(source, kind="data")
     try:
-        for number, (location, row) in enumerate(numbered(source, make(split, size, seed))):
-            if number == 10**6:
-                raise ValueError(f"{size} rows are needed; a million is too much")
+        for location, row in numbered(source, make(split, size, seed)):
             json.dumps(row)  # a TypeError for what no file holds: a set's order is never the same
             yield location, row
     except (Exception, SystemExit) as e:  # a user's file: any type
@@ -356,14 +354,15 @@ def read_template(template):
     run stores the text: one with "{question}" is taken as it is. Raises ValueError for others."""
     if template in TEMPLATES or "{question}" in template:
         return template
+    problem = "it needs {question} where the question belongs"
     try:
         text = Path(template).read_text(encoding="utf-8-sig").removesuffix("\n")
-        if "{question}" not in text:
-            raise ValueError("it needs {question} where the question belongs")
-        return text
+        if "{question}" in text:
+            return text
     except (OSError, ValueError) as e:
-        raise ValueError(f"--template {template}: not one of {', '.join(TEMPLATES)}, and no file "
-                         f"that can be used ({e})") from None
+        problem = e
+    raise ValueError(f"--template {template}: not one of {', '.join(TEMPLATES)}, and no file that "
+                     f"can be used ({problem})")
 
 
 @functools.lru_cache(maxsize=2)

@@ -45,7 +45,8 @@ from runtime.checkpoint import Checkpoints, claim_folder
 from runtime.engine import Sampler
 from runtime.head import HeadLogps
 from runtime.log import Log
-from runtime.model import WithoutAdapters, load_model, load_tokenizer, on_device
+from runtime.model import (WithoutAdapters, choose_layout, load_model, load_tokenizer,
+                           logit_factor_and_cap, on_device)
 from runtime.stats import timed
 from runtime.sync import SentWeights
 
@@ -342,7 +343,8 @@ def make_batches(groups, cfg, skip_zero_advantages=True):
     trained = assign_token_weights(flatten(groups), cfg)
     if skip_zero_advantages:
         trained = with_gradient(trained, cfg)
-    return [collate(pack) for pack in pack_evenly(trained, cfg.pack_tokens)]
+    packs = pack_evenly(trained, cfg.pack_tokens, cfg.layout)
+    return [collate(pack, layout=cfg.layout) for pack in packs]
 
 
 # ------------------------------------------------------------------------------------ 5. log-probs
@@ -354,20 +356,25 @@ class TokenLogps(torch.nn.Module):
     def __init__(self, model, temperature=1.0, chunk=2048):
         super().__init__()
         self.model = model
-        self.temperature = temperature
+        factor, cap = logit_factor_and_cap(model.config)  # 1.0 and None for most models
+        self.temperature = temperature / factor
+        self.cap = cap and cap / temperature
         self.chunk = chunk
 
     def forward(self, batch):
-        output = self.model.get_decoder()(
-            input_ids=batch.input_ids,  # (1, T)
-            position_ids=batch.position_ids,  # (1, T)
-            use_cache=False,  # it would hold all keys and values
-            batch=batch)  # reaches packed_attention in runtime/batch.py
-        hidden = output.last_hidden_state[0, batch.predictors]  # (R, H) one position before targets
+        decoder = self.model.get_decoder()
+        inputs = {"input_ids": batch.input_ids}  # (1, T), in the layout `rows` (B, L)
+        if batch.layout != "rows":
+            inputs["position_ids"] = batch.position_ids  # (1, T)
+            inputs["batch"] = batch  # reaches packed_attention in runtime/batch.py
+        output = decoder(**inputs, use_cache=False)  # a cache would hold all keys and values
+        hidden = output.last_hidden_state.flatten(0, 1)  # (T, H) or (B * L, H)
+        hidden = hidden[batch.predictors]  # (R, H) one position before targets
         head = self.model.get_output_embeddings().weight  # (V, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, entropy per row; by chunks of V
-        return HeadLogps.apply(hidden, head, batch.targets, self.temperature, self.chunk,
-                               getattr(self.model, "is_compiled", False))  # -> (R,), (R,)
+        return HeadLogps.apply(
+            hidden, head, batch.targets, self.temperature, self.chunk,
+            getattr(self.model, "is_compiled", False), self.cap)  # -> (R,), (R,)
 
 
 @torch.no_grad()
@@ -650,12 +657,15 @@ def main(argv=None, train=train, sampler=Sampler):
             sample = guard.load_rollout(cfg.rollout) if cfg.rollout else rollout
             ranks.init_process_group(cfg.timeout)
             tokenizer = load_tokenizer(cfg)
+            cfg = choose_layout(cfg)
             train_set, eval_set = data.load_splits(
                 cfg, tokenizer, ranks.world_size(), notify=ranks.print_once)
             verifier = rewards.start_verifier(cfg, train_set, eval_set, ranks.print_once)
             cfg, plan = memory.plan(cfg)  # fills pack_tokens and others that are 0 or auto
+            plan_text = plan.pop("text")
             cfg = claim_folder(cfg, train_set + eval_set)  # a resumed run must have the same data
             log = Log(cfg, tokenizer, plan)
+            ranks.print_once(plan_text)
             checkpoints = Checkpoints(cfg, log)
 
         with stop.with_one_line(OSError, cfg=cfg, folder=log.folder):

@@ -16,7 +16,6 @@ from bench import common
 from runtime.checkpoint import on_disk
 from runtime.flags import FREE
 from runtime.messages import first_line, plain
-from runtime.report.page import check_regular
 
 TIMED = ("seconds/", "memory/", "tokens_per_second", "mfu")  # metrics that depend on time
 STAGES = {  # in the order of a step; stage -> how the names of its values begin
@@ -208,8 +207,6 @@ def main(argv):
     if len(argv) != 2:
         sys.exit(__doc__)
     try:
-        for folder in argv:
-            check_regular(folder)
         lines = list(answer(*argv))
     except Exception as e:  # a damaged file can raise anything
         sys.exit(plain(

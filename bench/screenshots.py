@@ -4,7 +4,7 @@
     python -m bench.screenshots runs/products
 
 Writes docs/images/report.png, report_rollouts.png, report_phone.png (dark), report_tokens.png (144
-dpi), and the report itself as docs/example_report.html.
+dpi), and the report itself as docs/reports/smollm2.html.
 """
 import os
 import shutil
@@ -44,7 +44,7 @@ def main(folder, images=ROOT / "docs/images"):
 
     from runtime.report import page as report
     images.mkdir(parents=True, exist_ok=True)
-    example = images.parent / "example_report.html"
+    example = images.parent / "reports/smollm2.html"
     report.write([folder], example)
     with tempfile.TemporaryDirectory() as temporary:
         page = Path(temporary) / "report.html"

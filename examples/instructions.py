@@ -62,8 +62,9 @@ def _sentences(text):
 def _json(text):
     text = re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.I)
     try:
-        return isinstance(json.loads(text), (dict, list))
-    except (ValueError, RecursionError):  # ValueError also for an integer of more than 4,300 digits
+        # str: int refuses more than 4,300 digits
+        return isinstance(json.loads(text, parse_int=str), (dict, list))
+    except (ValueError, RecursionError):
         return False
 
 

@@ -22,8 +22,9 @@ def make(split, size, seed):
 @each
 def mixed(text, answer=None, numbers=None, target=None):
     """Countdown's reward for a row with numbers, gsm8k's for one with an answer, else None."""
+    value = None
     if numbers is not None:
-        return countdown_reward([text], numbers=[numbers], target=[target])[0]
-    if answer is not None:
-        return gsm8k_reward([text], answer=[answer])[0]
-    return None
+        [value] = countdown_reward([text], [numbers], [target])
+    elif answer is not None:
+        [value] = gsm8k_reward([text], [answer])
+    return value

@@ -15,7 +15,7 @@ trainer gets the same ids.
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-from data import request_seed
+from data import completion_texts, request_seed
 from examples import jail
 from nano_rlvr import Rollout, rollout
 from rewards import each
@@ -50,6 +50,38 @@ def called_program(turn):
     return turn.partition(CLOSE)[0].rpartition(OPEN)[2] if CLOSE in turn else None
 
 
+def add_outputs(rollouts, programs, tokenizer, max_tokens):
+    """Runs the programs, {number of a rollout: text, or None without a call}, and appends what they
+    print to their rollouts. Returns {number of a rollout: tokens that its next turn may have}.
+    """
+    called = {i: program for i, program in programs.items() if program is not None}
+    unique = sorted(set(called.values()))  # without input: equal programs, equal output
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        outputs = dict(zip(unique, threads.map(run_python, unique)))
+    rooms = {}
+    for i, program in called.items():
+        r = rollouts[i]
+        text = f"<output>{outputs[program]}</output>"
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        room = max_tokens - len(r.completion) - len(ids)
+        r.truncated = room <= 0
+        if not r.truncated:
+            rooms[i] = room
+            r.completion += ids
+            r.loss_mask += [False] * len(ids)
+            r.vllm_logps += [0.0] * len(ids)
+    return rooms
+
+
+def add_turn(r, turn, room):
+    """Appends the first `room` tokens of a turn. Returns the program that it calls, or None."""
+    r.completion += turn.completion[:room]
+    r.loss_mask += turn.loss_mask[:room]
+    r.vllm_logps += turn.vllm_logps[:room]
+    r.truncated = turn.truncated or len(turn.completion) > room
+    return None if r.truncated else called_program(turn.text)
+
+
 def python_rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     """As nano_rlvr.rollout, with up to CALLS calls of Python per completion.
 
@@ -57,44 +89,30 @@ def python_rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampl
     are used up or the output leaves no room for another token, counts as truncated.
     """
     tokenizer = llm.get_tokenizer()
-    sampling |= dict(stop=[CLOSE], detokenize=True)  # vLLM looks for stop strings in its own text
+    # vLLM looks for stop strings in its own text
+    sampling |= {"stop": [CLOSE], "detokenize": True}
     rollouts = rollout(llm, prompts, n, temperature, max_tokens, seeds, **sampling)
     programs = {i: called_program(r.text) for i, r in enumerate(rollouts)}  # of the last turn
-    for turn in range(CALLS):
-        programs = {i: program for i, program in programs.items() if program is not None}
-        unique = sorted(set(programs.values()))  # without input: equal programs, equal output
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            output_of = dict(zip(unique, threads.map(run_python, unique)))
-        rooms = {}  # number of the rollout -> tokens that its next turn may have
-        for i, program in programs.items():
-            r = rollouts[i]
-            text = f"<output>{output_of[program]}</output>"
-            output = tokenizer(text, add_special_tokens=False)["input_ids"]
-            room = max_tokens - len(r.completion) - len(output)
-            r.truncated = room <= 0
-            if not r.truncated:
-                rooms[i] = room
-                r.completion += output
-                r.loss_mask += [False] * len(output)
-                r.vllm_logps += [0.0] * len(output)
+    for number in range(CALLS):
+        rooms = add_outputs(rollouts, programs, tokenizer, max_tokens)
         # One request per rollout, also if there is none: all ranks make the same calls.
-        contexts = [rollouts[i].prompt + rollouts[i].completion for i in rooms]
-        turn_seeds = seeds and [request_seed(seeds[i // n], i % n, turn) for i in rooms]
-        most = max(rooms.values(), default=1)
+        contexts = []
+        turn_seeds = [] if seeds else None
+        for i in rooms:
+            contexts.append(rollouts[i].prompt + rollouts[i].completion)
+            if seeds:
+                turn_seeds.append(request_seed(seeds[i // n], i % n, number))
+        most = max(rooms.values(), default=1)  # a turn may be longer than its own room
         turns = rollout(llm, contexts, 1, temperature, most, turn_seeds, **sampling)
         programs = {}
-        for (i, room), new in zip(rooms.items(), turns):  # a turn may be longer than its own room
-            r = rollouts[i]
-            r.completion += new.completion[:room]
-            r.loss_mask += new.loss_mask[:room]
-            r.vllm_logps += new.vllm_logps[:room]
-            r.truncated = new.truncated or len(new.completion) > room
-            programs[i] = None if r.truncated else called_program(new.text)
-    texts = tokenizer.batch_decode([r.completion for r in rollouts], skip_special_tokens=True)
-    return [
-        Rollout(r.prompt, r.completion, text, r.truncated or programs.get(i) is not None,
-                r.vllm_logps, r.loss_mask)
-        for i, (r, text) in enumerate(zip(rollouts, texts))]
+        for i, turn in zip(rooms, turns):
+            programs[i] = add_turn(rollouts[i], turn, rooms[i])
+    for i, program in programs.items():
+        if program is not None:
+            rollouts[i].truncated = True
+    texts = completion_texts(rollouts, tokenizer)
+    return [Rollout(r.prompt, r.completion, text, r.truncated, r.vllm_logps, r.loss_mask)
+            for r, text in zip(rollouts, texts)]
 
 
 @each

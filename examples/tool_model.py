@@ -31,7 +31,7 @@ TAGS = ["<python>", "</python>", "<output>", "</output>"]  # one token each
 def product(rng):
     """A product of two numbers with 1 to 3 digits each."""
     digits = rng.randint(1, 3), rng.randint(1, 3)
-    a, b = (rng.randrange(10 ** (n - 1), 10**n) for n in digits)
+    a, b = [rng.randrange(10 ** (n - 1), 10**n) for n in digits]
     return {"question": f"{a}*{b}", "answer": str(a * b)}
 
 
@@ -61,13 +61,15 @@ def main():
 
     def sample(rng):
         example = training_example(product, rng)
-        parts = [(tokenizer(text)["input_ids"], learned)
-                 for text, learned in demonstration(example, rng)]
-        completion = [token for ids, _ in parts for token in ids]
-        learned = [learned for ids, learned in parts for _ in ids]
+        completion = []
+        loss_mask = []
+        for text, is_learned in demonstration(example, rng):
+            ids = tokenizer(text)["input_ids"]
+            completion += ids
+            loss_mask += [is_learned] * len(ids)
         prompt = data.encode(example, tokenizer, "chat")
         return nano_rlvr.Rollout(
-            prompt, completion, "", False, [0.0] * len(completion), learned)
+            prompt, completion, "", False, [0.0] * len(completion), loss_mask)
 
     model = new_model(tokenizer, args.seed, args.layers)
     cold_start(model, sample, args.steps, args.batch, args.lr, args.seed)

@@ -1,6 +1,6 @@
 """The exact-gradient audit: what each option does to the expected gradient, without sampling error.
 
-    python -m learn.audit          writes the tables of docs/audit.md
+    python -m learn.audit    prints all tables, and writes that of the presets into docs/audit.md
 
 A completion has at most 3 of 4 tokens, and token 0 ends it: of the 64 strings, 40 are different.
 The policy is a table of logits per prefix. All groups are enumerated, so the mean and the variance

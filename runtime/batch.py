@@ -1,7 +1,10 @@
-"""What a batch is: rollouts, the packs they are laid out in, and attention inside a pack.
+"""What a batch is: rollouts, the packs or rows they are laid out in, and attention inside a pack.
 
 It also decides which sequences share a forward pass. The gradient does not depend on that: see
-nano_rlvr.token_weights.
+nano_rlvr.token_weights. There are two layouts. "packed": sequences stand end to end in one row of T
+tokens, which needs attention that can be told where they end. "rows": B sequences of similar length
+stand in rows of L tokens, padded on the right. No mask is needed, because in a causal model no
+token sees what stands to its right, be it by attention, convolution or recurrence.
 """
 import itertools
 import math
@@ -14,6 +17,8 @@ import torch.nn.functional as F
 
 from runtime import ranks
 from runtime.messages import RunError
+
+SIMILAR = 0.85  # in the layout `rows`: length of a sequence / the longest one's of its batch
 
 
 @dataclass
@@ -160,10 +165,25 @@ def pack(rollouts, budget):
     return [sorted(members, key=len, reverse=True) for members in packs]
 
 
-def pack_evenly(rollouts, budget):
-    """pack(), with the same number of packs on every rank, because each backward pass is
-    collective: ranks with fewer packs add a rollout of one token and weight 0. Collective."""
-    packs = pack(rollouts, budget)
+def rows(rollouts, budget):
+    """Lists of rollouts of similar length: B rows of the longest one's L tokens, with B * L at most
+    `budget`. A longer rollout goes alone. No row is filled to less than SIMILAR."""
+    lists = []
+    longest = 0
+    for r in sorted(rollouts, key=len, reverse=True):
+        fits = lists and (len(lists[-1]) + 1) * longest <= budget
+        if fits and len(r) >= SIMILAR * longest:
+            lists[-1].append(r)
+        else:
+            lists.append([r])
+            longest = len(r)
+    return lists
+
+
+def pack_evenly(rollouts, budget, layout="packed"):
+    """pack() or rows(), with the same number of lists on every rank, because each backward pass is
+    collective: ranks with fewer lists add a rollout of one token and weight 0. Collective."""
+    packs = rows(rollouts, budget) if layout == "rows" else pack(rollouts, budget)
     names = set()
     for r in rollouts:
         names |= r.extra.keys()
@@ -193,34 +213,65 @@ def sampled_values(rollouts, name):
         yield from itertools.compress(values, r.loss_mask)
 
 
-def collate(rollouts, device=None):
-    """A pack of B rollouts -> one row of T tokens: each prompt once, before its first completion.
+def collate(rollouts, device=None, layout="packed"):
+    """A list of B rollouts -> a batch: tensors of the model's input and of the R sampled tokens.
+
+    predictors (R,) are the positions, in the flattened input, whose output predicts the sampled
+    tokens. Other completion tokens (a tool's output) are only read, like a prompt. old and ref are
+    left to store_fixed_logps. extra has a tensor (R,) per name in the extra of the rollouts, which
+    all have the same names. layout: see packed_input and padded_input, which have the rest.
+    """
+    if device is None:
+        device = ranks.device()
+
+    def numbers(name):
+        return tensor_of(sampled_values(rollouts, name), device)
+
+    weights = []
+    sequence_ids = []
+    for i, r in enumerate(rollouts):
+        weights += [r.weight] * r.length
+        sequence_ids += [i] * r.length
+    make_input = padded_input if layout == "rows" else packed_input
+    return SimpleNamespace(
+        rollouts=rollouts,
+        layout=layout,
+        **make_input(rollouts, device),
+        targets=tensor_of(sampled_values(rollouts, "completion"), device, torch.int64),  # (R,)
+        vllm_logps=numbers("vllm_logps"),  # (R,)
+        advantage=numbers("advantages"),  # (R,)
+        extra={name: numbers(name) for name in rollouts[0].extra},  # (R,) each
+        weight=tensor_of(weights, device),  # (R,)
+        sequence_ids=tensor_of(sequence_ids, device, torch.int64),  # (R,)
+        lengths=tensor_of([r.length for r in rollouts], device, torch.int64),  # (B,)
+        max_seqlen=max(map(len, rollouts)),
+        old=None,
+        ref=None)
+
+
+def packed_input(rollouts, device):
+    """One row of T tokens: each prompt once, before its first completion. A dict of tensors.
 
     A prompt X with completions a and b becomes the row X a b. Attention runs per sequence: queries
     X a with keys X a, then queries b with keys X b. The causal mask is aligned to the end: b sees
     all of X. Sequence i has the queries cu_seqlens_q[i]:cu_seqlens_q[i+1] of the row and the keys
-    kv_index[cu_seqlens_k[i]:cu_seqlens_k[i+1]]; kv_index (K,) has positions in the row. predictors
-    (R,) are the positions whose output predicts the R sampled tokens; other completion tokens (a
-    tool's output) are only read, like a prompt. old and ref are left to store_fixed_logps. extra
-    has a tensor (R,) per name in the extra of the rollouts, which all have the same names.
+    kv_index[cu_seqlens_k[i]:cu_seqlens_k[i+1]]; kv_index (K,) has positions in the row.
 
     >>> a, b = (Rollout([5, 6], c, "", False, [0.0] * len(c)) for c in ([7, 8], [9]))
-    >>> batch = collate([a, b], "cpu")
-    >>> batch.input_ids.tolist(), batch.position_ids.tolist()
+    >>> x = {name: tensor.tolist() for name, tensor in packed_input([a, b], "cpu").items()}
+    >>> x["input_ids"], x["position_ids"]
     ([[5, 6, 7, 8, 9]], [[0, 1, 2, 3, 2]])
-    >>> batch.cu_seqlens_q.tolist(), batch.kv_index.tolist(), batch.predictors.tolist()
+    >>> x["cu_seqlens_q"], x["kv_index"], x["predictors"]
     ([0, 4, 5], [0, 1, 2, 3, 0, 1, 4], [1, 2, 1])
     """
     input_ids = []
     position_ids = []
     kv_index = []
     predictors = []
-    sequence_ids = []
-    weights = []
     cu_seqlens_q = [0]
     cu_seqlens_k = [0]
     prompt_at = {}  # prompt -> its positions in the row
-    for i, r in enumerate(rollouts):
+    for r in rollouts:
         prompt = tuple(r.prompt)
         start = len(input_ids)
         if prompt not in prompt_at:  # the first completion of a prompt stores it
@@ -237,36 +288,42 @@ def collate(rollouts, device=None):
         cu_seqlens_k.append(len(kv_index))
         before = sequence_at[len(prompt) - 1:-1]  # the position before each completion token
         predictors += itertools.compress(before, r.loss_mask)
-        sequence_ids += [i] * r.length
-        weights += [r.weight] * r.length
-
-    if device is None:
-        device = ranks.device()
 
     def integers(values, dtype=torch.int64):
         return tensor_of(values, device, dtype)
 
-    def numbers(name):
-        return tensor_of(sampled_values(rollouts, name), device)
+    return {
+        "input_ids": integers(input_ids)[None],  # (1, T)
+        "position_ids": integers(position_ids)[None],  # (1, T)
+        "kv_index": integers(kv_index),  # (K,)
+        "cu_seqlens_q": integers(cu_seqlens_q, torch.int32),  # (B+1,)
+        "cu_seqlens_k": integers(cu_seqlens_k, torch.int32),  # (B+1,)
+        "predictors": integers(predictors),  # (R,)
+    }
 
-    return SimpleNamespace(
-        rollouts=rollouts,
-        input_ids=integers(input_ids)[None],  # (1, T)
-        position_ids=integers(position_ids)[None],  # (1, T)
-        kv_index=integers(kv_index),  # (K,)
-        cu_seqlens_q=integers(cu_seqlens_q, torch.int32),  # (B+1,)
-        cu_seqlens_k=integers(cu_seqlens_k, torch.int32),  # (B+1,)
-        predictors=integers(predictors),  # (R,)
-        targets=integers(sampled_values(rollouts, "completion")),  # (R,)
-        vllm_logps=numbers("vllm_logps"),  # (R,)
-        advantage=numbers("advantages"),  # (R,)
-        extra={name: numbers(name) for name in rollouts[0].extra},  # (R,) each
-        weight=tensor_of(weights, device),  # (R,)
-        sequence_ids=integers(sequence_ids),  # (R,)
-        lengths=integers(r.length for r in rollouts),  # (B,) sampled tokens
-        max_seqlen=max(map(len, rollouts)),
-        old=None,
-        ref=None)
+
+def padded_input(rollouts, device):
+    """B rows of L tokens, each a prompt and its completion, padded on the right. A dict of tensors.
+
+    >>> a, b = (Rollout([5, 6], c, "", False, [0.0] * len(c)) for c in ([7, 8], [9]))
+    >>> x = padded_input([a, b], "cpu")
+    >>> x["input_ids"].tolist(), x["predictors"].tolist()
+    ([[5, 6, 7, 8], [5, 6, 9, 0]], [1, 2, 5])
+    """
+    length = max(map(len, rollouts))  # L
+    input_ids = []
+    predictors = []
+    for r in rollouts:
+        start = len(input_ids) + len(r.prompt) - 1  # the position before the first completion token
+        before = range(start, start + len(r.completion))
+        predictors += itertools.compress(before, r.loss_mask)
+        input_ids += r.prompt
+        input_ids += r.completion
+        input_ids += [0] * (length - len(r))  # any token: no output of these positions is used
+    return {
+        "input_ids": tensor_of(input_ids, device, torch.int64).view(-1, length),  # (B, L)
+        "predictors": tensor_of(predictors, device, torch.int64),  # (R,)
+    }
 
 
 def sequence_sum(x, batch):

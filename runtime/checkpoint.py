@@ -45,14 +45,18 @@ class Checkpoints:
     ValueError if all are damaged, if a log is, or if the disk has no room."""
 
     def __init__(self, cfg, log):
-        self.cfg, self.log, self.folder = cfg, log, log.folder
-        self.progress, self.newest, self.state = Progress(), None, {"logs": {}}
+        self.cfg = cfg
+        self.log = log
+        self.folder = log.folder
+        self.progress = Progress()
+        self.newest = None  # the folder of the newest whole checkpoint
+        self.state = {"logs": {}}  # the content of its state.json
         if ranks.rank() == 0:
             for path in self.folder.glob("*.part"):  # of a run that was killed while it wrote
                 shutil.rmtree(path, ignore_errors=True)
             needed = memory.checkpoint_bytes(cfg, ModelShape.of(cfg.model))
             free = shutil.disk_usage(self.folder).free
-            if cfg.steps and free < needed:
+            if cfg.steps and cfg.save_every >= 0 and free < needed:
                 raise ValueError(
                     f"a checkpoint needs {needed / 2**30:.2f} GiB, the disk of {self.folder} has "
                     f"{free / 2**30:.2f}: make room or choose another --out")
@@ -79,11 +83,11 @@ class Checkpoints:
 
     def save(self, final=False):
         """Writes step-<progress.step> unless it is there; deletes all but the newest --keep and the
-        most accurate. final: then copies it to final/. Raises RunError if a weight is not finite
-        or a write fails, as on a full disk."""
-        folder = self.folder / f"step-{self.progress.step}"
-        if self.progress.step == 0:
+        most accurate. final: then copies it to final/. Nothing at step 0 or with --save_every -1.
+        Raises RunError if a weight is not finite or a write fails, as on a full disk."""
+        if self.progress.step == 0 or self.cfg.save_every < 0:
             return
+        folder = self.folder / f"step-{self.progress.step}"
         if folder != self.newest:
             weights = {}
             for name, w in trainer.named_weights(self.engine):
@@ -106,6 +110,7 @@ class Checkpoints:
         """Rank 0 calls make(part); the folder `part` becomes `folder`. RunError if that fails.
         states: a generator whose tensors all ranks gather while rank 0 writes."""
         problem = ""
+        cause = None
         try:
             if ranks.rank() == 0:
                 with replaced(folder) as part:
@@ -116,12 +121,15 @@ class Checkpoints:
                 sync_file(folder.parent)
         except Exception as e:  # transformers, safetensors and the file system have their own types
             problem = f"{folder} could not be written ({first_line(e)}); older ones are whole"
+            cause = e
         for _ in states:  # on ranks that do not write, and after a failed write
             pass
-        if problem := max(ranks.all_gather([problem])):
-            raise RunError(problem)
+        problem = max(ranks.all_gather([problem]))  # of one of the ranks
+        if problem:
+            raise RunError(problem) from cause
 
     def _fill(self, part, weights, states):
+        """Writes the files of a checkpoint into the folder `part`."""
         (part / "trainer").mkdir(parents=True)
         self.engine.module.model.save_pretrained(
             part, state_dict=weights, save_original_format=False)  # they have that format
@@ -129,26 +137,35 @@ class Checkpoints:
         settings = json.dumps({"config": dataclasses.asdict(self.cfg)}, indent=1)
         (part / "nano_rlvr.json").write_text(settings)
         for name, tensors in states:
-            save_file(tensors, part / f"trainer/{name}.safetensors")
-            # now: the other ranks wait for each tensor
-            sync_file(part / f"trainer/{name}.safetensors")
-        (part / "trainer/state.json").write_text(json.dumps({
-            "progress": dataclasses.asdict(self.progress), "logs": self.log.sizes(),
-            "adamw_step": max(int(s["step"]) for s in trainer.adamw_states(self.engine))}))
-        manifest = {str(path.relative_to(part)): sha256(path)
-                    for path in part.rglob("*") if path.is_file()}
+            path = part / f"trainer/{name}.safetensors"
+            save_file(tensors, path)
+            sync_file(path)  # now: the other ranks wait for each tensor
+        state = {
+            "progress": dataclasses.asdict(self.progress),
+            "logs": self.log.sizes(),
+            "adamw_step": max(int(s["step"]) for s in trainer.adamw_states(self.engine)),
+        }
+        (part / "trainer/state.json").write_text(json.dumps(state))
+        manifest = {}
+        for path in part.rglob("*"):
+            if path.is_file():
+                manifest[str(path.relative_to(part))] = sha256(path)
         (part / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
     def _states(self):
         """Yields (name, {kind: tensor on the CPU}) of the trained parameters."""
         for name, p in trainer.trained_parameters(self.engine).items():
-            yield name, {
-                kind: trainer.get_tensor(p, kind).to("cpu", copy=True) for kind in trainer.KINDS}
+            tensors = {}
+            for kind in trainer.KINDS:
+                tensors[kind] = trainer.get_tensor(p, kind).to("cpu", copy=True)
+            yield name, tensors
 
     def _delete_old(self):
+        """Deletes all checkpoints but the newest --keep and the first of the most accurate."""
         paths = on_disk(self.folder)
         accuracy = series(self.log.rows, "eval/accuracy")  # by step
-        best = max(filter(paths.get, accuracy), key=accuracy.get, default=None)  # the first
+        evaluated = [step for step in paths if step in accuracy]
+        best = max(evaluated, key=accuracy.get, default=None)
         for step in list(paths)[:-self.cfg.keep]:
             if step != best:
                 shutil.rmtree(paths[step], ignore_errors=True)
@@ -159,7 +176,7 @@ class Checkpoints:
 def on_disk(folder):
     """{step: folder} of the checkpoints of a run, oldest first. A folder step-007 is none."""
     names = [path.name.removeprefix("step-") for path in folder.glob("step-[1-9]*")]
-    steps = sorted(map(int, filter(str.isdecimal, names)))
+    steps = sorted(int(name) for name in names if name.isdecimal())
     return {step: folder / f"step-{step}" for step in steps}
 
 
@@ -179,7 +196,8 @@ def newest_whole(folder):
     """The newest whole checkpoint, None if there is none. Newer ones are renamed to .damaged."""
     damaged = []
     for path in reversed(on_disk(folder).values()):
-        if not (problem := damage(path)):
+        problem = damage(path)
+        if not problem:
             for newer in damaged:  # no longer one of the newest to keep
                 shutil.rmtree(f"{newer}.damaged", ignore_errors=True)  # of an earlier time
                 newer.rename(f"{newer}.damaged")

@@ -72,71 +72,104 @@ def random_tokens(rng, vocab, most):
     return rng.choices(range(vocab), k=min(16, most))
 
 
-def logps_of(policy, sequences):
-    """Log-probs of a pack of B (prompt, completion) pairs of equal lengths: (B, R / B)."""
+def logps_of(policy, sequences, layout):
+    """Log-probs of a batch of (prompt, completion) pairs: (R,)."""
     rollouts = []
     for prompt, completion in sequences:
         rollouts.append(Rollout(prompt, completion, "", False, [0.0] * len(completion)))
-    logp, _ = policy(collate(rollouts))  # (R,)
-    return logp.view(len(sequences), -1)  # (B, R / B)
+    logp, _ = policy(collate(rollouts, layout=layout))  # (R,)
+    return logp
+
+
+def library_logps(policy, sequence, cfg):
+    """Log-probs of a (prompt, completion) pair from the logits that the library computes: (R,)."""
+    prompt, completion = sequence
+    module = getattr(policy, "module", policy)  # of DeepSpeed's engine
+    r = Rollout(prompt, completion, "", False, [0.0] * len(completion))
+    batch = collate([r], layout=cfg.layout)
+    inputs = {"input_ids": batch.input_ids}  # (1, T)
+    if cfg.layout != "rows":
+        inputs["batch"] = batch
+    logits = module.model(**inputs, use_cache=False).logits[0]  # (T, V)
+    logits = logits[batch.predictors].float() / cfg.temperature  # (R, V)
+    return logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]  # (R,)
 
 
 @torch.no_grad()
 def check_packing(policy, cfg):
-    """Raises RunError if a log-prob depends on the other sequences of a pack. Collective.
+    """Raises RunError if a log-prob depends on the other sequences of a batch, or differs from the
+    library's. Collective.
 
     With random tokens, two completions per prompt:
-    1. Packed and alone, log-probs differ by no more than the noise of the dtype.
-    2. If every second completion is replaced, the log-probs of the others do not change, in any
-       dtype (bound 2^-17), because shapes and kernels stay the same. For mixture-of-experts
+    1. Together and alone, log-probs differ by no more than the noise of the dtype.
+    2. In a pack, if every second completion is replaced, the log-probs of the others do not change,
+       in any dtype (bound 2^-17), because shapes and kernels stay the same. For mixture-of-experts
        models, and where kernels do not repeat their results, the bound is that of 1.
+    3. Alone, log-probs are those of the library's own logits: its LM head may have more parts.
     """
     rng = random.Random(0)
     vocab = ModelShape.of(cfg.model).vocab
-    first, second = (random_tokens(rng, vocab, cfg.max_prompt) for _ in range(2))
+    first = random_tokens(rng, vocab, cfg.max_prompt)
+    second = random_tokens(rng, vocab, cfg.max_prompt)
     prompts = [first, first, second, second]
-    sequences = [(prompt, random_tokens(rng, vocab, cfg.max_tokens)) for prompt in prompts]
-    replaced = sequences.copy()
+    completions = [random_tokens(rng, vocab, cfg.max_tokens) for _ in prompts]
+    others = completions.copy()
     for i in (0, 2):
-        replaced[i] = (prompts[i], random_tokens(rng, vocab, cfg.max_tokens))
-    packed = logps_of(policy, sequences)  # (4, R / 4)
-    alone = torch.cat([logps_of(policy, [sequence]) for sequence in sequences])  # (4, R / 4)
-    others_replaced = logps_of(policy, replaced)  # (4, R / 4)
-    repeats = all(ranks.all_gather([torch.equal(packed, logps_of(policy, sequences))]))
+        others[i] = random_tokens(rng, vocab, cfg.max_tokens)
+    if cfg.layout == "rows":  # of different lengths, so that there is padding
+        for i, n in enumerate((1, 16, 5, 9)):
+            del completions[i][n:]
+    sequences = list(zip(prompts, completions))
+    replaced = list(zip(prompts, others))
+    together = logps_of(policy, sequences, cfg.layout)  # (R,)
+    alone = [logps_of(policy, [sequence], cfg.layout) for sequence in sequences]  # (R / 4,) each
     experts = any("expert" in name for name, _ in policy.named_parameters())
     # two kernels differ by 0.02 to 0.05 in bfloat16; in float32 the bound is 8,000 roundings
     noise = max(cfg.mismatch_bound, 0.15 if cfg.dtype == "bfloat16" else 1e-3)
-    exact = 2**-17 if repeats and not experts else noise  # 64 roundings of log-probs in float32
-    for difference, bound, fault in (
-        (packed - alone, noise, "packed and single sequences give different log-probs"),
-        ((packed - others_replaced)[1::2], exact,
-         "the log-probs of a sequence depend on the others in its pack"),
-    ):
-        mean = difference.abs().nan_to_num(torch.inf).mean().item()
-        mean = max(ranks.all_gather([mean]))
+    library = library_logps(policy, sequences[-1], cfg)  # (R / 4,)
+    checks = [
+        (together - torch.cat(alone), noise,
+         "batched and single sequences give different log-probs"),
+        (alone[-1] - library, noise, "its logits are not hidden states times the LM head"),
+    ]
+    if cfg.layout != "rows":
+        others_replaced = logps_of(policy, replaced, cfg.layout)  # (R,)
+        again = logps_of(policy, sequences, cfg.layout)  # (R,)
+        repeats = all(ranks.all_gather([torch.equal(together, again)]))
+        exact = 2**-17 if repeats and not experts else noise  # 64 roundings of log-probs in float32
+        kept = (together - others_replaced).view(4, -1)[1::2]  # (2, R / 4)
+        checks.append((kept, exact, "the log-probs of a sequence depend on the others in its pack"))
+    for difference, bound, fault in checks:
+        difference = difference.abs().nan_to_num(torch.inf)
+        mean = max(ranks.all_gather([difference.mean().item()]))
         if mean > bound:
+            advice = "" if cfg.layout == "rows" else "; --layout rows may train it"
             raise RunError(f"--model {cfg.model}: {fault} (mean |difference| {mean:.2g}, bound "
-                           f"{bound:.2g}): this model is not supported")
+                           f"{bound:.2g}): this model is not supported{advice}")
 
 
 def largest_pack(cfg):
     """(prompt tokens, completion tokens) of each sequence of the largest pack that can occur: one
     has the largest length, the others a prompt of one token, for many rows of the LM head (at most
     max_prompt - 1 more are possible). A pack has no more sequences than a step."""
+    longest = cfg.max_prompt + cfg.max_tokens
+    if cfg.layout == "rows":
+        rows = max(1, min(cfg.pack_tokens // longest, cfg.prompts * cfg.samples))
+        return [(cfg.max_prompt, cfg.max_tokens)] * rows
     sequences = [(cfg.max_prompt, cfg.max_tokens)]
-    left = cfg.pack_tokens - cfg.max_prompt - cfg.max_tokens
+    left = cfg.pack_tokens - longest
     while left >= 2 and len(sequences) < cfg.prompts * cfg.samples:
         sequences.append((1, min(left - 1, cfg.max_tokens)))
         left -= sum(sequences[-1])
     return sequences
 
 
-def pack_of(lengths, vocab):
+def batch_of(lengths, vocab, layout):
     """A batch of sequences with these (prompt tokens, completion tokens), each with its prompt."""
     rollouts = []
     for i, (prompt, n) in enumerate(lengths):
         rollouts.append(Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0))
-    return collate(rollouts)
+    return collate(rollouts, layout=layout)
 
 
 def rehearse(policy, ref, cfg):
@@ -145,8 +178,8 @@ def rehearse(policy, ref, cfg):
     and optimizer are then as before. Raises RunError: see check_packing. Collective."""
     check_packing(policy, cfg)
     vocab = ModelShape.of(cfg.model).vocab
-    smallest = pack_of([(1, 2)], vocab)  # a size of 1 is compiled apart
-    largest = pack_of(largest_pack(cfg), vocab)
+    smallest = batch_of([(1, 2)], vocab, cfg.layout)  # a size of 1 is compiled apart
+    largest = batch_of(largest_pack(cfg), vocab, cfg.layout)
     for group in policy.optimizer.param_groups:
         group["lr"] = 0.0
     if ref is not None:

@@ -54,7 +54,8 @@ class ModelShape:
     parameters: int
     hidden: int
     layers: int
-    attention: int  # query heads times head size
+    attention: int  # query heads times head size; 0 without attention
+    head_size: int
     mlp: int  # intermediate size of the MLP
     vocab: int
     kv_cache: int  # numbers in the keys and values of one token, over all layers
@@ -64,19 +65,24 @@ class ModelShape:
     @functools.cache
     def of(cls, model):
         """The shape of a model folder or hub id."""
-        built = empty_model(model)
-        config = built.config.get_text_config()
-        heads = config.num_attention_heads
+        empty = empty_model(model)
+        config = empty.config.get_text_config()
+        hidden = config.hidden_size
+        layers = config.num_hidden_layers
+        heads = getattr(config, "num_attention_heads", None) or 0  # Mamba has none
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        head_size = getattr(config, "head_dim", None) or hidden // max(heads, 1)
+        names = [name for name, _ in empty.named_parameters()]
         return cls(
-            parameters=sum(p.numel() for p in built.parameters()),
-            hidden=config.hidden_size, layers=config.num_hidden_layers,
+            parameters=sum(p.numel() for p in empty.parameters()),
+            hidden=hidden,
+            layers=layers,
             attention=heads * head_size,
-            mlp=getattr(config, "intermediate_size", 4 * config.hidden_size),  # GPT-2 has none
+            head_size=head_size if heads else 0,
+            mlp=getattr(config, "intermediate_size", None) or 4 * hidden,  # GPT-2 has none
             vocab=config.vocab_size,
-            kv_cache=2 * config.num_hidden_layers * kv_heads * head_size,
-            qk_norms=any("q_norm" in name for name, _ in built.named_parameters()))
+            kv_cache=2 * layers * kv_heads * head_size,
+            qk_norms=any("q_norm" in name for name in names))
 
     def forward_flops(self, rollouts):
         """FLOPs of one forward pass over the completions and, once each, their prompts. A query has
@@ -84,8 +90,11 @@ class ModelShape:
         prompts = {tuple(r.prompt) for r in rollouts}
         completion_tokens = sum(len(r.completion) for r in rollouts)
         tokens = sum(map(len, prompts)) + completion_tokens
-        pairs = sum(len(prompt) ** 2 for prompt in prompts)  # twice the (query, key) pairs
-        pairs += sum(len(r) ** 2 - len(r.prompt) ** 2 for r in rollouts)
+        pairs = 0  # twice the (query, key) pairs
+        for prompt in prompts:
+            pairs += len(prompt) ** 2
+        for r in rollouts:
+            pairs += len(r) ** 2 - len(r.prompt) ** 2
         # the embedding is a look-up; an untied head is counted as body too: slightly too much
         head = self.vocab * self.hidden
         body = self.parameters - head
@@ -95,14 +104,16 @@ class ModelShape:
 
 @functools.cache
 def peak_flops(dtype):
-    """Dense FLOP/s of this device in `dtype`: from the data sheet, or measured in 0.5 s."""
+    """Dense FLOP/s of this device in `dtype`: from the data sheet, or measured in a few seconds."""
     cuda = torch.cuda.is_available()
     if cuda and dtype == "bfloat16":
         for name, flops in DATA_SHEET.items():
             if re.search(rf"\b{name}\b", torch.cuda.get_device_name()):
                 return flops
-    n, device = (8192, "cuda") if cuda else (2048, "cpu")
-    a = torch.randn(n, n, dtype=getattr(torch, dtype), device=device)
+    n = 8192 if cuda else 2048
+    if not cuda and dtype == "bfloat16":
+        n = 512  # a CPU without instructions for bfloat16 does less than 10^9 operations per second
+    a = torch.randn(n, n, dtype=getattr(torch, dtype), device="cuda" if cuda else "cpu")
 
     def product():
         (a @ a)[0, 0].item()  # item() waits for a GPU
@@ -117,8 +128,9 @@ def keep_freed_memory():
     kernel, which fills each page with zeros again: a fifth of an update of a real model."""
     libc = ctypes.CDLL(None)
     if not torch.cuda.is_available():
-        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
-            libc.mallopt(option, value)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(M_ARENA_MAX, 1)
 
 
 def free_host_bytes():
@@ -150,8 +162,11 @@ def bytes_per_number(cfg):
 
 def trained_parameters(cfg, shape):
     """Number of trained parameters: all, or those of adapters: r * (a + b) per matrix (a, b)."""
-    sides = 7 * shape.hidden + 2 * shape.attention + 3 * shape.mlp + shape.kv_cache // shape.layers
-    return cfg.lora_rank * shape.layers * sides or shape.parameters
+    if not cfg.lora_rank:
+        return shape.parameters
+    keys_and_values = shape.kv_cache // shape.layers
+    sides = 7 * shape.hidden + 2 * shape.attention + 3 * shape.mlp + keys_and_values
+    return cfg.lora_rank * shape.layers * sides
 
 
 def checkpoint_bytes(cfg, shape):
@@ -325,8 +340,9 @@ def peak_gib():
 
 def is_out_of_memory(error):
     """Whether an exception means that the device is full: vLLM's and cuBLAS' are RuntimeErrors."""
-    full = ("out of memory", "allocate memory", "ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in full)
+    texts = ("out of memory", "allocate memory", "ALLOC_FAILED")
+    is_named = any(text in str(error) for text in texts)
+    return is_named or isinstance(error, torch.OutOfMemoryError)
 
 
 def smaller(cfg, in_host=False):

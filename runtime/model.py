@@ -1,5 +1,6 @@
-"""Tokenizer and model of the trainer, LoRA, the LM head, the reference's way to the GPU."""
+"""Tokenizer and model of the trainer, torch.compile, the reference's way to the GPU, LoRA."""
 import contextlib
+import dataclasses
 import os
 from pathlib import Path
 
@@ -11,12 +12,15 @@ from runtime.memory import ModelShape, empty_model
 from runtime.messages import RunError, first_line, hub_answers
 
 CPU_HEADS = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512  # sizes that vLLM has kernels for
+CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2; RecurrentGemma
+
 
 @contextlib.contextmanager
 def loading(part, cfg, hint):
     """Any exception in this block becomes a ValueError with one line about a part of the model."""
     is_folder = Path(cfg.model).is_dir()
-    is_folder or hub_answers()  # decides whether the libraries try to reach it
+    if not is_folder:
+        hub_answers()  # decides whether the libraries try to reach it
     try:
         yield
     except Exception as e:  # a config.json is free text, and a model may have its own code
@@ -57,26 +61,84 @@ def load_tokenizer(cfg):
 
 def check_architecture(cfg, model):
     """Raises ValueError for what the rehearsal does not notice: see guard.rehearse."""
-    config, head = model.config.get_text_config(), model.get_output_embeddings()
-    settings = "final_logit_softcapping logit_scale logits_scaling attention_chunk_size".split()
-    found = [name for name in settings if getattr(config, name, None) not in (None, 1.0)]
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    faults = []
     if type(head) is not torch.nn.Linear or head.bias is not None:
-        found += ["an LM head that is no plain matrix"]
-    size = ModelShape.of(cfg.model).attention // config.num_attention_heads
-    if not torch.cuda.is_available() and size not in CPU_HEADS:
-        found += [f"attention heads of size {size}, for which vLLM has no kernel on a CPU"]
-    if found:
+        faults.append("an LM head that is no plain matrix")
+    size = ModelShape.of(cfg.model).head_size
+    if size and not torch.cuda.is_available() and size not in CPU_HEADS:
+        faults.append(f"attention heads of size {size}, for which vLLM has no kernel on a CPU")
+    if faults:
         raise ValueError(f"--model {cfg.model} ({config.model_type}) is not supported: it has "
-                         f"{' and '.join(found)}")
+                         f"{' and '.join(faults)}")
+
+
+def logit_factor_and_cap(config):
+    """What a model does to its logits: logits = factor * hidden @ head.T, and if cap is not None,
+    cap * tanh(logits / cap). The rehearsal compares the result with the library's logits."""
+    config = config.get_text_config()
+    factor = 1.0
+    for name in ("logit_scale", "lm_head_multiplier"):  # Cohere; Falcon-H1
+        factor *= getattr(config, name, None) or 1.0
+    factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    caps = [getattr(config, name, None) for name in CAPS]
+    return factor, next(filter(None, caps), None)
+
+
+def why_not_packed(cfg):
+    """The reason why a model cannot be given sequences end to end in one row; "" if it may.
+
+    A pack needs attention that can be told where sequences end. What these names do not tell, the
+    rehearsal finds: see guard.check_packing."""
+    model = empty_model(cfg.model, trust_remote_code=cfg.trust_remote_code)
+    config = model.config.get_text_config()
+    if not ModelShape.of(cfg.model).attention:
+        return "it has no attention"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds |= set(getattr(config, "layers_block_type", None) or ())
+    others = kinds - {"full_attention", "sliding_attention", "attention"}
+    if others:
+        return f"it has layers of {', '.join(sorted(others))}"
+    window = getattr(config, "sliding_window", None)
+    is_used = "sliding_attention" in kinds or getattr(config, "use_sliding_window", True)
+    if window and is_used and window < cfg.max_prompt + cfg.max_tokens:
+        return f"its attention has a window of {window} tokens"
+    for name in ("attention_chunk_size", "attn_logit_softcapping"):
+        if getattr(config, name, None):
+            return f"its attention has {name}"
+    if any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
+        return "it has convolutions along the sequence"
+    if not model._supports_attention_backend:
+        return "its attention cannot be replaced"
+    return ""
+
+
+def choose_layout(cfg):
+    """Returns cfg with --layout auto decided: packed where the model allows it, or rows, with a
+    note."""
+    if cfg.layout != "auto":
+        return cfg
+    reason = why_not_packed(cfg)
+    if reason:
+        ranks.note(f"--layout rows, because {reason}: a prompt is computed once per completion, "
+                   "and rows are padded to their longest sequence")
+    return dataclasses.replace(cfg, layout="rows" if reason else "packed")
 
 
 def load_model(cfg):
-    """The causal language model in cfg.dtype with packed attention, on the CPU; with lora_rank its
-    weights are frozen and adapters are added. Raises RunError for NaN or infinite weights."""
+    """The causal language model in cfg.dtype on the CPU, with packed attention or, in the layout
+    `rows`, with the library's own; with lora_rank its weights are frozen and adapters are added.
+    Raises RunError for NaN or infinite weights."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     AttentionInterface.register("packed", packed_attention)
+    attention = "packed"
+    if cfg.layout == "rows":
+        config = empty_model(cfg.model).config.get_text_config()
+        # the library's default would ignore the soft cap of Gemma 2
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     model = AutoModelForCausalLM.from_pretrained(
-        cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation="packed",
+        cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation=attention,
         use_safetensors=True, trust_remote_code=cfg.trust_remote_code)
     for name, weight in model.named_parameters():
         if not is_finite(weight):
@@ -156,10 +218,10 @@ class WithoutAdapters(torch.nn.Module):
     def forward(self, batch):
         for layer in self.layers:
             layer.enable_adapters(False)
-        found = self.policy[0](batch)  # (R,), (R,)
+        logp, entropy = self.policy[0](batch)  # (R,), (R,)
         for layer in self.layers:
             layer.enable_adapters(True)
-        return found
+        return logp, entropy
 
 
 def merge_adapter(model, name, tensor):

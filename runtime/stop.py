@@ -55,14 +55,17 @@ def on_signals():
 
 def check(checkpoints):
     """Ends the run with a checkpoint if one of the ranks got a signal. Collective."""
-    if number := max(ranks.all_gather([received])):
-        checkpoints.save()
+    number = max(ranks.all_gather([received]))
+    if number == 0:
+        return
+    checkpoints.save()
+    line = (f"nano_rlvr: stopped by {signal.Signals(number).name} at step "
+            f"{checkpoints.progress.step}")
+    if checkpoints.cfg.save_every >= 0:
         again = [] if "--resume" in sys.argv else ["--resume", str(checkpoints.folder)]
-        ranks.print_once(
-            f"nano_rlvr: stopped by {signal.Signals(number).name} at step "
-            f"{checkpoints.progress.step}; continue with: "
-            f"python {shlex.join([*sys.orig_argv[1:], *again])}", file=sys.stderr)
-        raise SystemExit(128 + number)
+        line += f"; continue with: python {shlex.join([*sys.orig_argv[1:], *again])}"
+    ranks.print_once(line, file=sys.stderr)
+    raise SystemExit(128 + number)
 
 
 def is_lost_rank(e):

@@ -98,7 +98,8 @@ def wake(engine):
 @torch.no_grad()
 def token_logps(model, rollouts, cfg):
     """-> per rollout, a list with the log-prob of each sampled token under a model. Collective."""
-    batches = [collate(rollouts) for rollouts in pack_evenly(rollouts, cfg.pack_tokens)]
+    packs = pack_evenly(rollouts, cfg.pack_tokens, cfg.layout)
+    batches = [collate(pack, layout=cfg.layout) for pack in packs]
     logps = rollout_logps(batches, [model(batch)[0] for batch in batches])
     return [logps[id(r)] for r in rollouts]
 

@@ -202,10 +202,9 @@ START, MINUTES = time.monotonic(), float(os.environ.get("TEST_MINUTES", "inf"))
 
 
 def pytest_runtest_setup(item):
-    """TEST_MINUTES, which .ci/run sets: a slow machine leaves out what has not begun by then, and
-    says so; of the notebooks, what has not begun after 0.6 of it."""
-    share = 0.6 if item.path.name == "test_notebooks.py" else 1.0
-    if time.monotonic() - START > 60 * MINUTES * share:
+    """TEST_MINUTES, which .ci/run sets for the long tests: what has not begun by then is left out,
+    by name."""
+    if time.monotonic() - START > 60 * MINUTES:
         pytest.skip(f"TEST_MINUTES={MINUTES:g} are over")
 
 

@@ -13,13 +13,15 @@ from rewards import gsm8k_reward
 
 STEPS = [importlib.import_module(f"learn.ladder.{name}") for name in ladder.step_names()]
 reinforce, in_groups, clip, packs, vllm = STEPS
-REWARD = torch.tensor([float(i % 8 < 1 + i // 8) for i in range(16)])
+# two groups of 8, with 1 and 2 right completions
+REWARD = torch.tensor([1.0] + 7 * [0.0] + 2 * [1.0] + 6 * [0.0])  # (16,)
 
 
 def tiny(noise=0.0):
     """The bundled model with noise in its weights: a model that has moved."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(ladder.MODEL).to(torch.get_default_dtype())
+    model = AutoModelForCausalLM.from_pretrained(ladder.MODEL)
+    model.to(torch.get_default_dtype())
     with torch.no_grad():
         for p in model.parameters():
             p += noise * torch.randn_like(p)
@@ -35,98 +37,142 @@ def rollouts(tokenizer):
     return rollouts
 
 
+@pytest.fixture(scope="module")
+def batch(rollouts):
+    prompts = [r.prompt for r in rollouts]
+    completions = [r.completion for r in rollouts]
+    return padded(prompts, completions)
+
+
 def padded(prompts, completions):
     """The batch that step 1 makes of these token ids."""
     P = max(map(len, prompts))
     C = max(map(len, completions))
-    ids = torch.full((len(prompts), P + C), 256)  # (N, P + C)
-    attention = torch.zeros_like(ids)  # (N, P + C)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions)):
+    ids, attention = [], []
+    for prompt, completion in zip(prompts, completions):
         tokens = prompt + completion
-        first = P - len(prompt)
-        ids[row, first:first + len(tokens)] = torch.tensor(tokens)
-        attention[row, first:first + len(tokens)] = 1
-    return reinforce.Batch(ids, attention, mask=attention[:, P:])
+        left = P - len(prompt)
+        right = C - len(completion)
+        ids.append([256] * left + tokens + [256] * right)
+        attention.append([0] * left + [1] * len(tokens) + [0] * right)
+    ids = torch.tensor(ids)  # (N, P + C)
+    attention = torch.tensor(attention)  # (N, P + C)
+    mask = attention[:, P:]  # (N, C)
+    return reinforce.Batch(ids, attention, mask)
 
 
-def moved(step, completions, *ref_model):
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def moved(step, completions, advantage, *ref_model):
     """How far one update of a step moves the weights by plain gradient descent, in float64."""
     with float64():
-        model, start = tiny(0.01), tiny(0.01)
+        model = tiny(0.01)
+        start = flat(model.parameters()).detach()
         descent = torch.optim.SGD(model.parameters(), 1e-4)
         torch.manual_seed(0)  # of the order of the completions
-        step.update(model, *ref_model, descent, completions, REWARD.double())
-        changes = [(a - b).flatten() for a, b in zip(model.parameters(), start.parameters())]
-        return torch.cat(changes)
+        step.update(model, *ref_model, descent, completions, advantage.double())
+        return flat(model.parameters()) - start
 
 
-def test_each_step_does_what_the_one_before_does_without_what_it_adds(rollouts, monkeypatch):
-    batch = padded([r.prompt for r in rollouts], [r.completion for r in rollouts])
+def test_each_step_does_what_the_one_before_does_without_what_it_adds(
+        rollouts, batch, monkeypatch):
+    sequences = []
+    sampled = []
     with float64():
-        ref_model, model = tiny(), tiny(0.01)
-        sequences, sampled = [], []
+        ref_model = tiny()
+        model = tiny(0.01)
         for r in rollouts:
-            sequences.append(packs.Sequence(r.prompt, r.completion))
             logps, _ = naive_logps(model, r)  # (R,)
+            sequences.append(packs.Sequence(r.prompt, r.completion))
             sampled.append(vllm.Sequence(r.prompt, r.completion, logps.tolist()))
-    first = moved(reinforce, batch)
-    second = moved(in_groups, batch)
-    third = moved(clip, batch, ref_model)
-    assert not torch.allclose(first, second) and not torch.allclose(second, third)
-    monkeypatch.setattr(clip, "MINIBATCHES", 1)
-    monkeypatch.setattr(clip, "KL_COEF", 0.0)
-    close(moved(clip, batch, ref_model), second)
+    advantage = in_groups.advantages(REWARD)  # (16,)
+    for step in (clip, packs, vllm):
+        assert step.advantages(REWARD).equal(advantage)
+    first = moved(reinforce, batch, REWARD)
+    second = moved(in_groups, batch, advantage)
+    third = moved(clip, batch, advantage, ref_model)
+    assert not torch.allclose(first, second)
+    assert not torch.allclose(second, third)
+    close(moved(in_groups, batch, REWARD), first)
     for size in (packs.PACK, 3):
         monkeypatch.setattr(packs, "PACK", size)
-        close(moved(packs, sequences, ref_model), third)
-    close(moved(vllm, sampled, ref_model), third)
-    monkeypatch.setattr(in_groups, "advantages", lambda reward: reward)
-    close(moved(in_groups, batch), first)
+        close(moved(packs, sequences, advantage, ref_model), third)
+    close(moved(vllm, sampled, advantage, ref_model), third)
+    monkeypatch.setattr(clip, "MINIBATCHES", 1)
+    monkeypatch.setattr(clip, "KL_COEF", 0.0)
+    close(moved(clip, batch, advantage, ref_model), second)
 
 
-def test_the_loss_of_step_4_has_the_gradient_of_the_scripts(rollouts, group, monkeypatch):
+def test_the_losses_of_steps_3_to_5_have_the_gradient_of_the_scripts(
+        rollouts, group, monkeypatch):
     """With other log-probs as old and reference: the clip acts."""
     monkeypatch.setattr(packs, "PACK", len(rollouts))
     cfg = make_config(samples=8, prompts=2, aggregate="token", correction="none",
                       kl_coef=packs.KL_COEF)
+    groups = [rollouts[:8], rollouts[8:]]
+    sequences = []
     with float64():
-        nr.assign_advantages([rollouts[:8], rollouts[8:]], cfg, math.nan)
+        nr.assign_advantages(groups, cfg, math.nan)
         batch = nr.collate(nr.assign_token_weights(rollouts, cfg))
         logp = batch.vllm_logps.double().requires_grad_()  # (R,)
-        old, ref = logp.detach() + 0.3 * torch.randn(2, len(logp))  # (R,), (R,)
+        old = logp.detach() + 0.3 * torch.randn(len(logp))  # (R,)
+        ref = logp.detach() + 0.3 * torch.randn(len(logp))  # (R,)
         loss, terms = nr.policy_loss(logp, old, ref, batch, cfg)  # (), (R,) each
-        sequences = []
-        for r, advantage in zip(rollouts, packs.advantages(REWARD.double()).tolist()):
-            sequences.append(packs.Sequence(r.prompt, r.completion, advantage))
+        [gradient] = torch.autograd.grad(loss, logp)  # (R,)
+        assert terms["clip_ratio"].any()
+        advantage = packs.advantages(REWARD.double())  # (16,)
+        for r, value in zip(rollouts, advantage.tolist()):
+            sequences.append(packs.Sequence(r.prompt, r.completion, value))
         [pack] = packs.make_packs(sequences)
-        assert pack.targets.equal(batch.targets) and terms["clip_ratio"].any()
-        ladders = packs.policy_loss(logp, old, ref, pack.advantage, pack.weight)  # ()
-        close(*(torch.autograd.grad(x, logp)[0] for x in (ladders, loss)))
+        assert pack.targets.equal(batch.targets)
+        losses = [
+            packs.policy_loss(logp, old, ref, pack.advantage, pack.weight),  # ()
+            vllm.policy_loss(logp, old, ref, pack.advantage, pack.weight),  # ()
+        ]
+        # for step 3, each token is a completion of its own
+        column = logp.unsqueeze(-1)  # (R, 1)
+        mask = torch.ones_like(column)  # (R, 1)
+        losses.append(clip.policy_loss(
+            column, old.unsqueeze(-1), ref.unsqueeze(-1), pack.advantage, mask))  # ()
+        for loss in losses:
+            [gradient_of_step] = torch.autograd.grad(loss, logp)  # (R,)
+            close(gradient_of_step, gradient)
 
 
-def test_the_questions_and_rewards_of_step_5_are_the_scripts(llm, tokenizer):
-    for seed in (0, 1):
-        _, train_set, test_set = ladder.load_questions(seed)
-        makers = [(train_set[:64], "train", seed), (test_set, "test", 0)]
-        for questions, split, of_seed in makers:
-            made = vllm.make_questions(tokenizer, split, len(questions), of_seed)
-            assert list(map(vars, made)) == list(map(vars, questions))
-    _, texts = vllm.sample(llm, test_set)
-    texts += [f"<think></think><answer>{question.answer}" for question in test_set]  # cut off
-    answers = [question.answer for question in test_set] * 2
-    reward = vllm.score(texts, test_set * 2)
-    assert reward[:len(test_set)].tolist() == gsm8k_reward(texts[:len(test_set)], answer=answers)
-    assert set(reward[:len(test_set)].tolist()) == {0.0, 1.0} and not reward[len(test_set):].any()
+def rows(questions):
+    return [vars(question) for question in questions]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_step_5_makes_the_questions_of_the_script(tokenizer, seed):
+    _, train_set, test_set = ladder.load_questions(seed)
+    made = vllm.make_questions(tokenizer, "train", 64, seed)
+    assert rows(made) == rows(train_set[:64])
+    made = vllm.make_questions(tokenizer, "test", 256, seed=0)
+    assert rows(made) == rows(test_set)
+
+
+def test_the_reward_of_the_steps_is_the_scripts_for_what_the_model_writes(llm, tokenizer):
+    questions = vllm.make_questions(tokenizer, "test", 256, seed=0)
+    _, texts = vllm.sample(llm, questions)
+    answers = [question.answer for question in questions]
+    rewards = gsm8k_reward(texts, answer=answers)
+    assert set(rewards) == {0.0, 1.0}
+    for step in STEPS:
+        assert step.score(texts, questions).tolist() == rewards
 
 
 def test_step_5_stops_if_vllm_has_old_weights_and_a_sync_brings_the_new(fresh_llm, tokenizer):
+    questions = vllm.make_questions(tokenizer, "test", 8, seed=0)
     model = tiny(0.01)
-    questions = vllm.make_questions(tokenizer, "test", vllm.SAMPLES, seed=0)
+    ref_model = tiny()
+    descent = torch.optim.SGD(model.parameters(), 0.0)
 
     def update():
         sequences, _ = vllm.sample(fresh_llm, questions)
-        descent = torch.optim.SGD(model.parameters(), 0.0)
-        vllm.update(model, tiny(), descent, sequences, torch.arange(8.0))
+        vllm.update(model, ref_model, descent, sequences, torch.ones(8))
 
     with pytest.raises(AssertionError, match="different weights"):
         update()
@@ -134,25 +180,40 @@ def test_step_5_stops_if_vllm_has_old_weights_and_a_sync_brings_the_new(fresh_ll
     update()
 
 
+WITHOUT_MASK = "that of no step"
+
+
+@pytest.mark.parametrize("weigh, verdict", [
+    (torch.clone, "that of step 1"),
+    (in_groups.advantages, "that of steps 2 to 5"),
+    (in_groups.advantages, WITHOUT_MASK),
+])
 def test_the_check_of_a_students_file_knows_the_steps_and_a_missing_mask(
-        monkeypatch, tmp_path, capsys):
+        weigh, verdict, monkeypatch, tmp_path, capsys):
     def loss_of(model, prompts, completions, reward):
         batch = padded(prompts, completions)
-        mask = batch.mask.clamp(min=int("no step" in verdict))  # 1 for padding, too: wrong
-        return reinforce.policy_loss(reinforce.log_probs(model, batch), weigh(reward), mask)
+        if verdict == WITHOUT_MASK:
+            batch.mask = torch.ones_like(batch.mask)  # (N, C) also where there is padding
+        logp = reinforce.log_probs(model, batch)  # (N, C)
+        return reinforce.policy_loss(logp, weigh(reward), batch.mask)  # ()
 
     monkeypatch.setattr(ladder, "RUNS", tmp_path)
     monkeypatch.setattr(vllm, "loss_of", loss_of, raising=False)
+    ladder.check_gradient("5_vllm")
+    assert f"the gradient is {verdict}" in capsys.readouterr().out
+
+
+def test_the_check_of_a_students_file_reads_the_rewards_of_its_last_run(
+        monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(ladder, "RUNS", tmp_path)
+    ladder.check_run("mine")
+    assert "no run yet" in capsys.readouterr().out
     log = []
     for reward in [0.1] * 5 + [0.8] * 5:
         log.append({"reward": reward, "sampling": 1.0, "updating": 1.0})
-    for weigh, verdict in ((torch.clone, "that of step 1"),
-                           (in_groups.advantages, "that of no step"),
-                           (in_groups.advantages, "that of steps 2 to 5")):
-        ladder.check("5_vllm")
-        text = capsys.readouterr().out
-        assert f"the gradient is {verdict}" in text
-        ladder.report("5_vllm", 0, log, accuracy=0.9)
+    ladder.report("mine", 0, log, accuracy=0.9)
+    ladder.check_run("mine")
+    text = capsys.readouterr().out
     assert "batches 80.0%, held-out accuracy 90.0%: it learns" in text
 
 
@@ -160,16 +221,17 @@ def test_every_file_runs_and_the_figures_of_the_runs_make_the_table(
         monkeypatch, tmp_path, fresh_llm):
     monkeypatch.setattr(ladder, "RUNS", tmp_path)
     tokenizer, train_set, test_set = ladder.load_questions(0)
-    few = (tokenizer, train_set, test_set[:8])
-    monkeypatch.setattr(ladder, "load_questions", lambda seed: few)
+    few_questions = (tokenizer, train_set, test_set[:8])
+    monkeypatch.setattr(ladder, "load_questions", lambda seed: few_questions)
     monkeypatch.setattr(vllm, "start_vllm", lambda **args: fresh_llm)
     for step in STEPS:
         monkeypatch.setattr(step, "STEPS", 1)
         monkeypatch.setattr(step, "PROMPTS", step.PROMPTS // 4)
         step.train()
     figures = ladder.read_figures()
-    assert len(figures) == len(STEPS)
-    assert all(0 < runs[0]["rewards"][0] < 1 for runs in figures.values())
+    assert list(figures) == ladder.step_names()
+    for [run] in figures.values():
+        assert 0 < run["rewards"][0] < 1
     page = tmp_path / "README.md"
     page.write_text("a\n<!-- table -->\n<!-- table -->\nb\n")
     monkeypatch.setattr(ladder, "PAGE", page)

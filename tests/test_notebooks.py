@@ -21,6 +21,7 @@ def printed(cell):
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXECUTED)
 def test_a_new_run_prints_what_is_stored_and_the_asserted_ranges_hold(name):
     """Cells tagged "exact" only compute formulas: their text is the same on any machine."""

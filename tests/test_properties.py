@@ -8,8 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import data
-import nano_rlvr as nr
-import runtime.flags
 from conftest import ROOT, make_config
 from examples import judge
 from runtime import model, records
@@ -74,15 +72,6 @@ def test_a_file_of_a_run_gives_rows_with_a_step_or_one_line_with_its_name(tmp_pa
     path.write_bytes(content)
     with refusal(begins=str(path)):
         assert all(int(row["step"]) is not None for row in records.read(tmp_path))
-
-
-@quick
-@given(content=files())
-def test_the_settings_of_a_run_that_are_damaged_are_said_in_one_line(tmp_path, content):
-    (tmp_path / "config.json").write_bytes(content)
-    with refusal(names=str(tmp_path)):
-        saved = runtime.flags.saved_config(nr.Config, str(tmp_path))
-        assert saved["resume"] == str(tmp_path)
 
 
 @settings(quick, max_examples=15)

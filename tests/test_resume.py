@@ -131,6 +131,17 @@ def test_too_little_room_for_a_checkpoint_is_noticed_before_the_run(saving, monk
         resumed(saving)
 
 
+def test_with_save_every_minus_1_a_run_writes_no_checkpoint_and_needs_no_room(saving, monkeypatch):
+    cfg = dataclasses.replace(saving.cfg, save_every=-1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    before = set(saving.folder.iterdir())
+    checkpoints = checkpoint.Checkpoints(cfg, saving.log)
+    checkpoints.restore(saving.engine)
+    for checkpoints.progress.step in (3, 4):
+        checkpoints.save(final=True)
+    assert set(saving.folder.iterdir()) == before
+
+
 @contextlib.contextmanager
 def largest_file(size):
     """No file can grow beyond `size` bytes, as if the disk was full."""
@@ -143,8 +154,9 @@ def largest_file(size):
 
 
 def test_a_failed_write_is_said_and_leaves_whole_files_only(saving):
-    with largest_file(2**20), pytest.raises(RunError, match="step-3 could not be written"):
+    with largest_file(2**20), pytest.raises(RunError, match="step-3 could not be written") as e:
         saving.save()
+    assert e.value.__cause__ is not None  # errors/rank-0.txt has its traceback, too
     assert {path.name for path in saving.folder.glob("step-*")} == {"step-1", "step-2"}
     saving.log.write(0, {"loss": 1.0})
     with largest_file(30), pytest.raises(RunError, match="metrics.jsonl cannot be written"):
@@ -302,7 +314,8 @@ def test_a_resumed_run_is_the_same_run_for_wandb(saving, monkeypatch):
 def test_a_signal_ends_the_run_before_its_next_step_and_the_second_one_the_process(
         capfd, monkeypatch, number):
     saved, codes, progress = [], [], SimpleNamespace(step=7)  # `loop` stands in for Checkpoints
-    loop = SimpleNamespace(save=lambda: saved.append(7), folder="x", progress=progress)
+    loop = SimpleNamespace(save=lambda: saved.append(7), folder="x", progress=progress,
+                           cfg=SimpleNamespace(save_every=20))
     monkeypatch.setattr(os, "_exit", codes.append)
     outer = signal.signal(number, signal.SIG_DFL)  # a shell's background job ignores SIGINT
     ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup sets it

@@ -125,10 +125,10 @@ def policy_loss(logp, advantage, mask):
     return (mask * token_loss).sum() / mask.sum()  # ()
 
 
-def update(model, optimizer, batch, reward):
+def update(model, optimizer, batch, advantage):
     """Takes one optimizer step."""
     logp = log_probs(model, batch)  # (N, C)
-    loss = policy_loss(logp, advantages(reward), batch.mask)  # ()
+    loss = policy_loss(logp, advantage, batch.mask)  # ()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -149,7 +149,7 @@ def train(seed=0):
         batch, texts = sample(model, tokenizer, questions)
         sampled = time.perf_counter()
         reward = score(texts, questions)  # (N,)
-        update(model, optimizer, batch, reward)
+        update(model, optimizer, batch, advantages(reward))
         updated = time.perf_counter()
 
         mean = reward.mean().item()

@@ -132,7 +132,9 @@ def log_probs(model, batch):
 
 
 def policy_loss(logp, old, ref, advantage, mask):
-    """The mean over all tokens. logp, old, ref, mask (N, C), advantage (N,) -> ()"""
+    """The mean over all tokens. logp, old, ref, mask (N, C), advantage (N,) -> ()
+
+    logp, old, ref: log p of the tokens now, before this update, and by the model of the start."""
     advantage = advantage.unsqueeze(-1)  # (N, 1) each token has the advantage of its completion
     ratio = (logp - old).exp()  # (N, C)
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)  # (N, C)
@@ -143,13 +145,12 @@ def policy_loss(logp, old, ref, advantage, mask):
     return (mask * token_loss).sum() / mask.sum()  # ()
 
 
-def update(model, ref_model, optimizer, batch, reward):
+def update(model, ref_model, optimizer, batch, advantage):
     """Takes MINIBATCHES optimizer steps, each on its own part of the completions."""
-    advantage = advantages(reward)  # (N,)
     with torch.no_grad():  # before the first optimizer step
         old = log_probs(model, batch)  # (N, C)
         ref = log_probs(ref_model, batch)  # (N, C)
-    order = torch.randperm(len(reward))  # (N,)
+    order = torch.randperm(len(advantage))  # (N,)
     for rows in order.chunk(MINIBATCHES):  # (N / MINIBATCHES,)
         minibatch = Batch(
             ids=batch.ids[rows],
@@ -179,7 +180,7 @@ def train(seed=0):
         batch, texts = sample(model, tokenizer, questions)
         sampled = time.perf_counter()
         reward = score(texts, questions)  # (N,)
-        update(model, ref_model, optimizer, batch, reward)
+        update(model, ref_model, optimizer, batch, advantages(reward))
         updated = time.perf_counter()
 
         mean = reward.mean().item()

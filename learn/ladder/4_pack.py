@@ -160,7 +160,9 @@ def log_probs(model, pack):
 
 
 def policy_loss(logp, old, ref, advantage, weight):
-    """The pack's part of the mean over all tokens. Tensors (R,) -> ()"""
+    """The pack's part of the mean over all tokens. Tensors (R,) -> ()
+
+    logp, old, ref: log p of the tokens now, before this update, and by the model of the start."""
     ratio = (logp - old).exp()  # (R,)
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)  # (R,)
     objective = torch.minimum(ratio * advantage, clipped * advantage)  # (R,)
@@ -170,10 +172,10 @@ def policy_loss(logp, old, ref, advantage, weight):
     return (weight * token_loss).sum()  # ()
 
 
-def update(model, ref_model, optimizer, sequences, reward):
+def update(model, ref_model, optimizer, sequences, advantage):
     """Takes MINIBATCHES optimizer steps, each on its own part of the sequences."""
-    for sequence, advantage in zip(sequences, advantages(reward).tolist()):
-        sequence.advantage = advantage
+    for sequence, value in zip(sequences, advantage.tolist()):
+        sequence.advantage = value
     minibatches = []
     order = torch.randperm(len(sequences))  # (N,)
     for rows in order.chunk(MINIBATCHES):  # (N / MINIBATCHES,)
@@ -209,7 +211,7 @@ def train(seed=0):
         sequences, texts = sample(model, tokenizer, questions)
         sampled = time.perf_counter()
         reward = score(texts, questions)  # (N,)
-        update(model, ref_model, optimizer, sequences, reward)
+        update(model, ref_model, optimizer, sequences, advantages(reward))
         updated = time.perf_counter()
 
         mean = reward.mean().item()

@@ -217,7 +217,9 @@ def log_probs(model, pack):
 
 
 def policy_loss(logp, old, ref, advantage, weight):
-    """The pack's part of the mean over all tokens. Tensors (R,) -> ()"""
+    """The pack's part of the mean over all tokens. Tensors (R,) -> ()
+
+    logp, old, ref: log p of the tokens now, before this update, and by the model of the start."""
     # At the first optimizer step the ratio is 1, but it still has a gradient, that of log p. So a
     # token with a positive advantage becomes more probable, and one with a negative less.
     ratio = (logp - old).exp()  # (R,) p now / p before the update
@@ -233,10 +235,10 @@ def policy_loss(logp, old, ref, advantage, weight):
     return (weight * token_loss).sum()  # ()
 
 
-def update(model, ref_model, optimizer, sequences, reward):
+def update(model, ref_model, optimizer, sequences, advantage):
     """Takes MINIBATCHES optimizer steps, each on its own part of the sequences."""
-    for sequence, advantage in zip(sequences, advantages(reward).tolist()):
-        sequence.advantage = advantage
+    for sequence, value in zip(sequences, advantage.tolist()):
+        sequence.advantage = value
     minibatches = []
     order = torch.randperm(len(sequences))  # (N,)
     for rows in order.chunk(MINIBATCHES):  # (N / MINIBATCHES,)
@@ -304,7 +306,7 @@ def train(seed=0):
         sequences, texts = sample(llm, questions)
         sampled = time.perf_counter()
         reward = score(texts, questions)  # (N,)
-        update(model, ref_model, optimizer, sequences, reward)
+        update(model, ref_model, optimizer, sequences, advantages(reward))
         sync(model, llm)
         updated = time.perf_counter()
 

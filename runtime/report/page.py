@@ -18,18 +18,10 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 QUESTIONS = 1000  # of the evaluation, the first ones, are shown
 
 
-def check_regular(folder):
-    """Raises ValueError if a folder has a file, such as a pipe, whose reading may never end."""
-    for path in Path(folder).rglob("*"):
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ValueError(f"{path} is no regular file: reading it may never end")
-
-
 def read_run(path):
     """A run folder as a dict."""
-    check_regular(path)
     path = Path(path)
-    about = json.loads((path / "config.json").read_text())
+    provenance = json.loads((path / "config.json").read_text())
     rows = read(path)
     names = {}  # of all metrics, in the order in which they appear
     for row in rows:
@@ -42,8 +34,8 @@ def read_run(path):
     return {
         "path": path,
         "name": path.resolve().name,
-        "about": about,
-        "config": about["config"],
+        "provenance": provenance,
+        "config": provenance["config"],
         "rows": rows,
         "metrics": metrics,
     }
@@ -153,7 +145,7 @@ def settings(runs):
     for run in runs:
         flags |= run["config"]
     flags.pop("name", None)
-    commands = str([run["about"].get("command") for run in runs])
+    commands = str([run["provenance"].get("command") for run in runs])
     named = {"seed", *re.findall(r"--(\w+)", commands)}
     rows = []
     for flag in flags:
@@ -186,11 +178,12 @@ def summary(runs):
             f"{stage_seconds(run['rows']):.0f} s",
             f"{stage_seconds(run['rows'], ['evaluate']):.0f} s",
         ]
-        about = run["about"]
-        origin = [about[name] for name in ("command", "commit", "device") if name in about]
+        provenance = run["provenance"]
+        names = [name for name in ("command", "commit", "device") if name in provenance]
+        origin = ", ".join(provenance[name] for name in names)
         swatch = f"<span class=swatch style='background: var(--c{i % 10})'></span>"
         rows.append(f"<tr><td>{swatch}" + "<td>".join(map(html.escape, cells)))
-        rows.append(f"<tr class=quiet><td colspan={len(cells)}>{html.escape(', '.join(origin))}")
+        rows.append(f"<tr class=quiet><td colspan={len(cells)}>{html.escape(origin)}")
     return "\n".join(rows)
 
 

@@ -58,7 +58,7 @@ class Pool:
         results = pool.run(tasks)
 
     `make_handler(*args)` of a module is called once, in the fork server, and returns the function
-    `handle` and `about`, what the caller must know. The result of a task is handle(task), or text:
+    `handle` and `facts`, what the caller must know. The result of a task is handle(task), or text:
     Pool.TIMEOUT after `timeout` seconds, up to three times as many with more load than cores,
     Pool.DIED if the worker ended, or why it did not start. Raises ValueError with make_handler's
     message, RuntimeError if it takes too long or ends the process.
@@ -73,7 +73,7 @@ class Pool:
         self.setup = pickle.dumps((list(sys.path), CPUS, memory, make_handler, args))
         self.timeout = timeout
         self.size = workers or len(CPUS)
-        self.workers, self.closed = [], False
+        self.workers = []
         self.mean_seconds = 0.0  # running mean of the time of a task that computes
         self.lock = threading.Lock()  # one `run` at a time
         self._start_fork_server()
@@ -82,15 +82,14 @@ class Pool:
         """The results of tasks, in their order. `waits`: for each, whether it waits for a network.
 
         As many tasks run at a time as the pool has workers, and WAITING tasks that wait. Raises
-        RuntimeError if the pool is closed, OSError if no process can be started."""
+        OSError if no process can be started."""
         tasks = [Task(pickle.dumps(task), wait) for task, wait in zip(tasks, waits)]
         busy = os.getloadavg()[0] / len(CPUS)  # on a busy machine a call gets less of a core
         self.limit = self.timeout * min(max(busy, 1), 3)
+        pending = {False: deque(), True: deque()}  # by Task.waits
+        for task in tasks:
+            pending[task.waits].append(task)
         with self.lock:
-            if self.closed:
-                raise RuntimeError("the verifier pool is closed")
-            pending = {waits: deque(task for task in tasks if task.waits == waits)
-                       for waits in (False, True)}
             for worker in self.workers[:]:
                 if worker.conn.poll():  # end of file: it has died since the last run
                     self._remove(worker)
@@ -107,7 +106,6 @@ class Pool:
     def close(self):
         """Kill all processes of the pool, after a `run` of another thread."""
         with self.lock:
-            self.closed = True
             self._end_fork_server()
 
     def _assign(self, pending):
@@ -192,10 +190,10 @@ class Pool:
         self.fork_server.wait()
 
     def _start_fork_server(self):
-        root = str(Path(__file__).resolve().parents[1])
+        root = str(Path(__file__).resolve().parents[2])
         self.control, theirs = socket.socketpair()
         # os._exit does not wait for threads of a user's file, but drops buffers, hence -u
-        code = (f"import os, sys; sys.path.insert(0, {root!r}); from verify import pool; "
+        code = (f"import os, sys; sys.path.insert(0, {root!r}); from runtime.verify import pool; "
                 "pool._serve(); os._exit(0)")
         command = [sys.executable, "-u", "-c", code, str(theirs.fileno())]
         # One thread each and no GPU, whatever a user's reward function imports. A session of its
@@ -219,7 +217,7 @@ class Pool:
         if not reply:
             raise RuntimeError(f"the verifier process ended with status {self.fork_server.wait()} "
                                "when it imported the reward functions")
-        error, self.about = pickle.loads(reply)
+        error, self.facts = pickle.loads(reply)
         if error:
             self.fork_server.wait()
             raise ValueError(error)
@@ -235,13 +233,13 @@ def _serve():
     os.sched_setaffinity(0, cpus)
     try:
         _keep(control)
-        handle, about = make_handler(*args)
+        handle, facts = make_handler(*args)
     except Exception as e:  # it runs code of users: any type
         error = str(e) if isinstance(e, (ValueError, RuntimeError)) else f"{type(e).__name__}: {e}"
         return control.sendall(pickle.dumps((" ".join(error.split())[:2000], None)))
     # otherwise the garbage collector writes to every page, and each worker gets its own copy
     gc.freeze()
-    control.sendall(pickle.dumps((None, about)))
+    control.sendall(pickle.dumps((None, facts)))
     forked = []
     while True:
         _, fds, *_ = socket.recv_fds(control, 1, 1)

@@ -26,14 +26,15 @@ def load(spec, kind="reward"):
     try:
         if path:
             sys.path.append(str(path.parent))  # the file may import its neighbours
-            about = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-            found = sys.modules[about.name] = importlib.util.module_from_spec(about)
-            about.loader.exec_module(found)
+            file_spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+            imported = importlib.util.module_from_spec(file_spec)
+            sys.modules[file_spec.name] = imported
+            file_spec.loader.exec_module(imported)
         else:
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
     except (Exception, SystemExit) as e:  # a user's file: any type
         raise ValueError(f"{kind} {spec}: {user_error(e, spec)}") from None
-    function = getattr(found, name, None)
+    function = getattr(imported, name, None)
     if not callable(function):
         raise ValueError(f"{kind} {spec} is not a function")
     return function

@@ -53,10 +53,10 @@ class Verifier(contextlib.AbstractContextManager):
 
     def __init__(self, spec, workers=None, timeout=5.0, messages=False,
                  memory_mb=512, *, known, **settings):
-        args = spec, known, settings | {"timeout": timeout}
-        self.pool = Pool(_make_handler, args, workers, timeout, memory_mb << 20)
+        settings |= {"timeout": timeout}
+        self.pool = Pool(_make_handler, (spec, known, settings), workers, timeout, memory_mb << 20)
         self.messages = messages
-        self.weights, self.traits = self.pool.about  # {name: [weight, value]}, {...}
+        self.weights, self.traits = self.pool.facts  # {name: [weight, value]}, {...}
         self.crashes = {}  # name of a function -> last line of its first crash
 
     def __call__(self, completions, **columns):
@@ -69,44 +69,65 @@ class Verifier(contextlib.AbstractContextManager):
                 raise ValueError(f"column {name!r} has {len(values)} values for {n} completions")
         if self.messages:
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-        values, errors = {name: [None] * n for name in self.traits}, []
-        for whole_batch, rows in (False, [[i] for i in range(n)]), (True, [range(n)]):
-            names = [x for x, traits in self.traits.items() if traits.whole_batch == whole_batch]
-            calls = [(name, own) for own in rows for name in names]
-            errors += self._judge(calls, completions, columns, values)
-            if names:
-                columns["correct"] = values[names[0]]
-
-        rewards, failed = [None] * n, {i for name, i, _ in errors if values[name][i] is None}
+        values = {name: [None] * n for name in self.traits}
+        single = [name for name, traits in self.traits.items() if not traits.whole_batch]
+        batched = [name for name, traits in self.traits.items() if traits.whole_batch]
+        calls = []
         for i in range(n):
-            given = [weight * values[name][i] for name, (weight, _) in self.weights.items()
-                     if values[name][i] is not None]
-            if given and i not in failed:
-                rewards[i] = sum(given)
+            calls += [(name, [i]) for name in single]
+        errors = self._judge(calls, completions, columns, values)
+        if single:
+            columns["correct"] = values[single[0]]
+        calls = [(name, range(n)) for name in batched]
+        errors += self._judge(calls, completions, columns, values)
         timeouts = sum(error == Pool.TIMEOUT for *_, error in errors)
         metrics = {"reward/timeouts": timeouts, "reward/crashes": len(errors) - timeouts}
-        return rewards, values, metrics
+        return self._weighted_sums(values, errors), values, metrics
+
+    def _weighted_sums(self, values, errors):
+        """The reward of each completion: see `rewards` of the class."""
+        rewards = []
+        failed = {i for name, i, _ in errors if values[name][i] is None}
+        for i, row in enumerate(zip(*values.values())):
+            parts = []
+            for name, value in zip(values, row):
+                if value is not None:
+                    weight, _ = self.weights[name]
+                    parts.append(weight * value)
+            rewards.append(sum(parts) if parts and i not in failed else None)
+        return rewards
 
     def _judge(self, calls, completions, columns, values):
         """Make calls (name of a function, indices of completions) and enter what they return.
         Returns [(name, index of a completion, error)] for those that failed."""
-        tasks, errors = [], []
+        tasks = []
         for name, rows in calls:
-            own = {key: [column[i] for i in rows] if isinstance(column, (list, tuple)) else column
-                   for key, column in columns.items()}
-            tasks.append((name, [completions[i] for i in rows], own))
+            arguments = {}
+            for key, column in columns.items():
+                one_each = isinstance(column, (list, tuple))
+                arguments[key] = [column[i] for i in rows] if one_each else column
+            tasks.append((name, [completions[i] for i in rows], arguments))
         waits = [self.traits[name].waits for name, _ in calls]
-        for (name, rows), task, result in zip(calls, tasks, self.pool.run(tasks, waits)):
-            error = isinstance(result, str)
-            for i, value in zip(rows, [self.weights[name][1]] * len(rows) if error else result):
+        results = self.pool.run(tasks, waits)
+        errors = []
+        for (name, rows), task, result in zip(calls, tasks, results):
+            if isinstance(result, str):
+                errors += [(name, i, result) for i in rows]
+                if result != Pool.TIMEOUT and name not in self.crashes:
+                    self._report_crash(task, result)
+                _, value = self.weights[name]
+                result = [value] * len(rows)
+            for i, value in zip(rows, result):
                 values[name][i] = value
-                errors += [(name, i, result)] * error
-            if error and result != Pool.TIMEOUT and name not in self.crashes:
-                self.crashes[name] = f"{name}: {result.strip().splitlines()[-1]}"
-                print(f"reward {name!r} crashed (printed once, then counted in reward/crashes) on "
-                      f"completion {repr(task[1])[:500]} of {repr(task[2])[:500]}\n{plain(result)}",
-                      file=sys.stderr)
         return errors
+
+    def _report_crash(self, task, error):
+        """Prints the first crash of a function, with the completion and its columns."""
+        name, completions, columns = task
+        self.crashes[name] = f"{name}: {_last_line(error)}"
+        print(f"reward {name!r} crashed (printed once, then counted in reward/crashes) on "
+              f"completion {repr(completions)[:500]} of {repr(columns)[:500]}\n{plain(error)}",
+              file=sys.stderr)
 
     def check_columns(self, examples, source):
         """Raises ValueError if a reward function needs a column that is None or missing in all of
@@ -123,18 +144,25 @@ class Verifier(contextlib.AbstractContextManager):
         (dicts) that it judges. Raises ValueError if it can read none.
 
         Each judges an empty completion of every example; of more than 256, of an even sample."""
-        for name in [name for name, traits in self.traits.items() if traits.reads_gold]:
-            sample = examples[::len(examples) // 257 + 1]
-            rows = [{key: [value] for key, value in example.items()} for example in sample]
-            values = self.pool.run([(name, [""], row) for row in rows])
-            bad = [(value, e) for e, value in zip(sample, values) if value != [0.0]]
-            if not bad:
+        sample = examples[::len(examples) // 257 + 1]
+        for name, traits in self.traits.items():
+            if not traits.reads_gold:
                 continue
-            error, example = bad[0]
-            one = (error.strip().splitlines()[-1] if isinstance(error, str)
-                   else f"one is {str(example.get('answer'))[:200]!r}")
-            says = f"reward {name}: {len(bad)} of {len(sample)} answers cannot be read, {one}"
-            if len(bad) == len(sample):
+            tasks = []
+            for example in sample:
+                columns = {key: [value] for key, value in example.items()}
+                tasks.append((name, [""], columns))
+            results = self.pool.run(tasks)
+            unreadable = [(x, example) for x, example in zip(results, sample) if x != [0.0]]
+            if not unreadable:
+                continue
+            result, example = unreadable[0]
+            reason = f"one is {str(example.get('answer'))[:200]!r}"
+            if isinstance(result, str):
+                reason = _last_line(result)
+            says = (f"reward {name}: {len(unreadable)} of {len(sample)} answers cannot be read, "
+                    f"{reason}")
+            if len(unreadable) == len(sample):
                 raise ValueError(f"{says}; choose another reward or --answer_key")
             notify(f"{says}; their completions get no reward")
 
@@ -156,10 +184,17 @@ def text_of(completion):
     return "".join(message.get("content") or "" for message in completion)
 
 
+def _last_line(error):
+    return error.strip().splitlines()[-1]
+
+
 def _make_handler(spec, known, settings):
     """Runs in the fork server."""
-    parts = parse_spec(spec, known)
-    functions = {name: load(where) for name, _, where in parts}
+    functions = {}
+    weights = {}
+    for name, numbers, where in parse_spec(spec, known):
+        functions[name] = load(where)
+        weights[name] = numbers
     for function in functions.values():
         if hasattr(function, "check"):
             function.check(**settings)
@@ -171,39 +206,54 @@ def _make_handler(spec, known, settings):
         return _call(functions[name], completions, columns | settings)
 
     traits = {name: _traits(name, function, settings) for name, function in functions.items()}
-    return handle, ({name: numbers for name, numbers, _ in parts}, traits)
+    return handle, (weights, traits)
 
 
 def _traits(name, function, settings):
     """Raises ValueError if the function cannot be called with `completions`."""
-    read = list(inspect.signature(function).parameters.values())
-    if "completions" not in [p.name for p in read] and hasattr(function, "__wrapped__"):
-        read = read[1:]  # @each: the first parameter is the text of a completion
-    elif not any(p.name == "completions" or p.kind is p.VAR_KEYWORD for p in read):
+    parameters = list(inspect.signature(function).parameters.values())
+    names = [p.name for p in parameters]
+    if "completions" not in names and hasattr(function, "__wrapped__"):
+        parameters = parameters[1:]  # @each: the first parameter is the text of a completion
+    elif "completions" not in names and not _takes_any(parameters):
         raise ValueError(f"--rewards {name}: it is no reward function, which is "
                          "f(completions, **columns)")
-    needs = {p.name for p in read
-             if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    return Traits(needs - {"completions"} - settings.keys(), *(
-        getattr(function, name, False) for name in "whole_batch waits reads_gold".split()))
+    needs = set()
+    for p in parameters:
+        is_column = p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != "completions"
+        if is_column and p.default is p.empty:
+            needs.add(p.name)
+    return Traits(
+        needs=needs - settings.keys(),
+        whole_batch=getattr(function, "whole_batch", False),
+        waits=getattr(function, "waits", False),
+        reads_gold=getattr(function, "reads_gold", False))
+
+
+def _takes_any(parameters):
+    """Whether a function has **columns."""
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _call(function, completions, columns):
     """Returns a list with a number or None per completion, or an error as text."""
     try:
         parameters = inspect.signature(function).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        if not _takes_any(parameters.values()):
             columns = {name: value for name, value in columns.items() if name in parameters}
         values = function(completions=completions, **columns)
-        values = asyncio.run(values) if inspect.isawaitable(values) else values
-        given = [] if isinstance(values, (str, bytes, dict, set)) else list(values)
-        if len(given) != len(completions):
+        if inspect.isawaitable(values):
+            values = asyncio.run(values)
+        numbers = [] if isinstance(values, (str, bytes, dict, set)) else list(values)
+        if len(numbers) != len(completions):
             raise ValueError(f"returned {str(values)[:200]}, no list with a value for each of "
                              f"{len(completions)} completions")
-        given = [None if value is None or math.isnan(value) else float(value) for value in given]
-        if {math.inf, -math.inf} & {*given}:
-            raise ValueError(f"returned {given}")
-        return given  # nan is TRL's form of None
+        for i, x in enumerate(numbers):
+            is_none = x is None or math.isnan(x)  # nan is TRL's form of None
+            numbers[i] = None if is_none else float(x)
+        if {math.inf, -math.inf} & set(numbers):
+            raise ValueError(f"returned {numbers}")
+        return numbers
     except TimeoutError:
         return Pool.TIMEOUT
     except BaseException:  # SystemExit too: a reward function must not end the worker
@@ -228,14 +278,15 @@ def parse_spec(spec, known):
             if not rest:
                 raise ValueError(f"unknown reward {name!r}; known: {', '.join(known)}; or "
                                  "my_file.py:function, module:function")
-            where, name = f"{name}:{rest[0]}", rest.pop(0)
+            where = f"{name}:{rest[0]}"
+            name, *rest = rest
         try:
-            weight, *value = map(float, rest or [1])
+            numbers = [float(number) for number in rest] or [1.0]
         except ValueError:
-            weight, value = math.nan, []
-        if not math.isfinite(sum(value, weight)) or len(value) > 1:
+            numbers = []
+        if len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)):
             raise ValueError(f"reward {item!r}: its weight must be a finite number")
         if name in [other for other, *_ in parts]:
             raise ValueError(f"reward {name!r} is named twice")
-        parts.append((name, [weight, *value, None][:2], where))
+        parts.append((name, [*numbers, None][:2], where))
     return parts
