@@ -1,4 +1,5 @@
 """What the course texts describe: formulas and tasks of their examples, and docs/course.md."""
+import random
 import re
 import sys
 
@@ -8,9 +9,9 @@ import torch
 import data
 import nano_rlvr as nr
 from bench import race, seeds
-from conftest import ROOT, close, fixed_rollouts, make_config, naive_logps
+from conftest import FAKE_RUN, ROOT, close, fixed_rollouts, make_config, naive_logps
 from examples import agents, length_free, ppo, reward_model
-from learn.lab import doubting, think
+from learn.lab import doubting, lab, think
 from runtime.model import load_model
 
 COURSE = ROOT / "docs/course.md"
@@ -179,7 +180,6 @@ def test_a_budget_cuts_the_thinking_of_its_rows_only(llm, tokenizer):
 
 
 def test_a_line_errs_and_is_noticed_as_often_as_the_habits_say():
-    import random
     rng = random.Random(0)
     habits = doubting.Habits(0.4, 0.5, 0.1)
     lines = [doubting.line(10, 5, habits, rng) for _ in range(2000)]
@@ -188,7 +188,25 @@ def test_a_line_errs_and_is_noticed_as_often_as_the_habits_say():
     assert abs(len(wrong) / 2000 - 0.4) < 0.05  # 4.5 standard deviations
     assert abs(len(noticed) / len(wrong) - 0.5) < 0.08
     assert all(text.endswith("10+5=15") for text in noticed)
-    assert all(f"={total}" in text for text, total in lines)
+    assert all(text.endswith(f"={total}") for text, total in lines)
+
+
+def test_an_arm_can_begin_with_the_weights_of_another_arm_of_its_seed(tmp_path):
+    (tmp_path / "fake.py").write_text(FAKE_RUN)
+    fake = [sys.executable, str(tmp_path / "fake.py"), "--fail", "0"]
+    settings = {"first": fake, "then": [*fake, "--model", "first-{seed}/final"]}
+    folders = seeds.run_all(settings, [5], tmp_path)
+    command = seeds.common.read_config(folders["then"][0])["command"]
+    assert "--model first-5/final" in command
+
+
+def test_a_dry_run_prints_the_rule_the_seeds_and_the_commands(monkeypatch, capsys):
+    finding = lab.findings()["pipeline"]
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", "--dry"])
+    lab.main(finding)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(finding.checks) + 1 + len(finding.arms)
+    assert "--model runs/lab/SFT-DPO-{seed}/final" in lines[-5]
 
 
 # ---- the race of seeds
@@ -243,7 +261,6 @@ def test_the_course_page_is_short_and_its_links_files_and_commands_are_there():
 
 
 def test_the_course_page_says_which_findings_have_no_runs():
-    from learn.lab import lab
     text = COURSE.read_text()
     missing = text.partition("Not run yet:")[2].partition(".\n")[0]
     named = set(re.findall(r"`(\w+)`", missing))
