@@ -206,7 +206,7 @@ def test_a_dry_run_prints_the_rule_the_seeds_and_the_commands(monkeypatch, capsy
     lab.main(finding)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(finding.checks) + 1 + len(finding.arms)
-    assert "--model runs/lab/SFT-DPO-{seed}/final" in lines[-5]
+    assert "runs/lab/SFT-DPO-{seed}/final" in lines[-5]
 
 
 # ---- the race of seeds
