@@ -112,6 +112,7 @@ def test_the_checker_goes_on_after_the_writer_and_has_its_own_reward(llm, tokeni
     prompts = [data.encode(e, tokenizer, "chat") for e in examples]
     rollouts = agents.two_turns(llm, prompts, 2, 1.0, 200, [1, 2, 3])
     model = load_model(make_config())
+    model.set_attn_implementation("eager")
     for i, r in enumerate(rollouts):
         between = [not sampled for sampled in r.loss_mask]
         assert [t for t, other in zip(r.completion, between) if other] == prompts[i // 2]
