@@ -47,16 +47,15 @@ def is_program(source):
 
 
 def end_of_program(text):
-    """The match of the fence that ends the program at the start of the text, or None.
+    """The match of the fence that ends the program at the start of the text, None without a fence.
 
-    A fence in a docstring or in a comment ends no program, because Python cannot parse what is
-    before it, or because the fence is not alone on its line.
+    It is alone on its line, and Python can parse what is before it: a fence in a docstring or in a
+    comment ends no program. If there is no such fence, the first one counts.
     """
-    for fence in FENCE_ALONE, FENCE:
-        for end in itertools.islice(fence.finditer(text), MOST_FENCES // 5):
-            if is_program(text[:end.start()]):
-                return end
-    return None
+    for end in itertools.islice(FENCE_ALONE.finditer(text), MOST_FENCES // 5):
+        if is_program(text[:end.start()]):
+            return end
+    return FENCE.search(text)
 
 
 def fenced_blocks(text):
@@ -69,7 +68,7 @@ def fenced_blocks(text):
         language = opening[1].lower()
         text = text[opening.end():]
         may_be_python = few and language in ("", *PYTHON)
-        end = may_be_python and end_of_program(text) or FENCE.search(text)
+        end = end_of_program(text) if may_be_python else FENCE.search(text)
         if not end:
             break
         blocks.append((language, text[:end.start()]))

@@ -6,9 +6,7 @@
 A check returns what it found and a text about what limits a run, which is empty or None if nothing
 does. It raises an error if the run would fail.
 """
-import contextlib
 import dataclasses
-import io
 import os
 import platform
 import shutil
@@ -86,9 +84,8 @@ def plan(cfg):
         place = "a GPU that is not here; host memory is not checked"
         if "--compile" not in " ".join(sys.argv):  # what auto means there
             cfg = dataclasses.replace(cfg, compile="on" if cfg.zero_stage < 3 else "off")
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        memory.plan(cfg, device, model)
-    return f"for {place}\n{text.getvalue()}", ""
+    _, planned = memory.plan(cfg, device, model)
+    return f"for {place}\n{planned['text']}", ""
 
 
 def hours(cfg):

@@ -136,7 +136,9 @@ def check_packing(policy, cfg):
         others_replaced = logps_of(policy, replaced, cfg.layout)  # (R,)
         again = logps_of(policy, sequences, cfg.layout)  # (R,)
         repeats = all(ranks.all_gather([torch.equal(together, again)]))
-        exact = 2**-17 if repeats and not experts else noise  # 64 roundings of log-probs in float32
+        exact = noise
+        if repeats and not experts:
+            exact = 2**-17  # 64 roundings of log-probs in float32
         kept = (together - others_replaced).view(4, -1)[1::2]  # (2, R / 4)
         checks.append((kept, exact, "the log-probs of a sequence depend on the others in its pack"))
     for difference, bound, fault in checks:

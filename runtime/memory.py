@@ -204,11 +204,11 @@ def activation_bytes(cfg, shape):
         attention = 3 * (shape.attention + shape.kv_cache // shape.layers)
         mlp = 3 * shape.mlp
     tokens = max(cfg.pack_tokens, cfg.max_prompt + cfg.max_tokens)
-    token = tokens * bytes_per_number(cfg)
-    layer = token * (5 * shape.hidden + attention + mlp)
+    one = tokens * bytes_per_number(cfg)  # bytes of one number per token
+    layer = one * (5 * shape.hidden + attention + mlp)
     kept = shape.layers * layer
     if cfg.gradient_checkpointing == "on":  # the inputs of layers; the rest is computed again
-        kept = token * (shape.layers + 4) * shape.hidden
+        kept = one * (shape.layers + 4) * shape.hidden
     return kept + 1.5 * layer  # the layer at work, and half a layer more in its backward pass
 
 

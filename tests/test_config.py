@@ -120,6 +120,19 @@ def test_the_file_of_a_run_repeats_it_and_any_flag_overrides_it(tmp_path):
         nr.parse_config(["--config", "nowhere.json"])
 
 
+def test_a_run_is_resumed_with_as_many_steps_as_its_checkpoint_has_but_not_with_fewer(tmp_path):
+    (tmp_path / "run/step-60").mkdir(parents=True)
+    (tmp_path / "run/step-61.damaged").mkdir()
+    (tmp_path / "run/config.json").write_text(json.dumps({"config": vars(nr.Config())}))
+    argv = ["--resume", str(tmp_path / "run"), "--resume_force", "--steps"]
+    assert nr.parse_config([*argv, "60"]).steps == 60  # evaluates, as a run that is done
+    with pytest.raises(ValueError, match="--steps 59: the run .*run has a checkpoint of step 60;"):
+        nr.parse_config([*argv, "59"])
+    (tmp_path / "other.json").write_text('{"config": {"samples": 2}}')
+    cfg = nr.parse_config([*argv, "60", "--config", str(tmp_path / "other.json")])
+    assert cfg.samples == nr.Config.samples  # a run goes on with its own file
+
+
 def test_too_little_memory_for_vllm_is_out_of_memory_with_vllms_own_reason(group, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "5000")
     with pytest.raises(torch.OutOfMemoryError, match="less than requested memory for kv"):
