@@ -112,6 +112,7 @@ def test_the_checker_goes_on_after_the_writer_and_has_its_own_reward(llm, tokeni
     prompts = [data.encode(e, tokenizer, "chat") for e in examples]
     rollouts = agents.two_turns(llm, prompts, 2, 1.0, 200, [1, 2, 3])
     model = load_model(make_config())
+    model.set_attn_implementation("eager")
     for i, r in enumerate(rollouts):
         between = [not sampled for sampled in r.loss_mask]
         assert [t for t, other in zip(r.completion, between) if other] == prompts[i // 2]
@@ -206,7 +207,7 @@ def test_a_dry_run_prints_the_rule_the_seeds_and_the_commands(monkeypatch, capsy
     lab.main(finding)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(finding.checks) + 1 + len(finding.arms)
-    assert "--model runs/lab/SFT-DPO-{seed}/final" in lines[-5]
+    assert "runs/lab/SFT-DPO-{seed}/final" in lines[-5]
 
 
 # ---- the race of seeds

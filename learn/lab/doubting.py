@@ -104,7 +104,7 @@ COUNTERS = ("waits", "right_if_wait", "right_if_none", "tokens_if_wrong", "token
 
 def flags(name):
     """Flags of the arms that begin with this base."""
-    return f"--model runs/lab/{name} --template chat --max_tokens 96 --lr 1e-4"
+    return f"--model runs/lab/{name} --task arithmetic --template chat --max_tokens 96 --lr 1e-4"
 
 
 def counted(*first):

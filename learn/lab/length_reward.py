@@ -32,7 +32,7 @@ FINDING = lab.Finding(
         "tokens before": (lab.at("eval/length", 0), lab.number),
         "clipped": (lab.late("clip_ratio"), "{:.2%}".format)} | lab.FLAT,
     panels=lab.SAMPLES | {"zero-std groups": "group/zero_std"},
-    flags="--model runs/r1/base --template chat --max_tokens 96 --lr 1e-4 --rewards gsm8k:1",
+    flags="--model runs/r1/base --task arithmetic --template chat --max_tokens 96 --lr 1e-4",
     seeds=(3, 4, 5, 6, 7),
     prepare=make_base)
 

@@ -60,7 +60,7 @@ FINDING = lab.Finding(
                                             f"arithmetic --rewards {OPEN}")},
     measures=lab.MEAN | lab.BEFORE | lab.TOKENS | {"one language": (language, lab.share)},
     panels={"mean@4": "eval/mean@4"},
-    flags="--template chat --max_prompt 64 --max_tokens 128 --lr 1e-4",
+    flags="--task arithmetic --template chat --max_prompt 64 --max_tokens 128 --lr 1e-4",
     equal=False,
     seeds=(3, 4, 5, 6, 7),
     prepare=prepare)
