@@ -5,7 +5,8 @@
 The model answers sums. It reads a prompt and writes a completion, one token after the other:
 
     prompt      <|user|>14+2-9<|assistant|>
-    completion  <think>14+2=16  16-9=7</think><answer>7</answer>
+    completion  <think>14+2=16
+                16-9=7</think><answer>7</answer>
 
 It has two habits. It works a sum out, as above, or it guesses: <think></think><answer>9</answer>.
 Nobody shows it a right answer, and nobody tells it which habit is the better one. It learns from
