@@ -17,15 +17,12 @@ from runtime.report.text import evaluation_text
 ROWS = [{"question": "3+4+5", "answer": "12"}, {"question": "3+4-5", "answer": "2"}]
 
 
-def test_each_set_keeps_its_name_and_a_column_that_names_rewards_is_refused(tmp_path, tokenizer):
+def test_each_set_keeps_its_name(tmp_path, tokenizer):
     own = write_rows(tmp_path / "own.jsonl", ROWS * 600)
     cfg = make_config(eval_data=f"arithmetic, countdown,{own}", eval_size=8, max_prompt=400)
     _, examples = data.load_splits(cfg, tokenizer, notify=pytest.fail)
     assert [(e["eval_set"], e["eval_of"]) for e in examples] == (  # functions make 8
         [("arithmetic", 8)] * 8 + [("countdown", 8)] * 8 + [("own", 1200)] * 8)
-    file = write_rows(tmp_path / "reward.jsonl", [row | {"reward": "math"} for row in ROWS])
-    with pytest.raises(ValueError, match=r"reward.jsonl:1: .* column 'reward': rows cannot name"):
-        data.load(file)
 
 
 def test_gold_answers_of_an_evaluation_that_the_reward_cannot_read_are_said(group):

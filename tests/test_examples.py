@@ -71,7 +71,7 @@ def test_a_distilled_token_has_the_advantage_log_teacher_minus_log_student(model
     prefix = tokenizer.encode("Think.", add_special_tokens=False)
     rollouts = fixed_rollouts(tokenizer)
     rollouts[1].loss_mask[0] = False  # a tool wrote it
-    mean = distill.token_advantages(student, teacher, rollouts, prefix, make_config(), rollouts[0])
+    mean = distill.token_advantages(student, teacher, rollouts, prefix, make_config())
     for r in rollouts:
         told = dataclasses.replace(r, prompt=[*prefix, *r.prompt])
         with torch.no_grad():
