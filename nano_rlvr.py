@@ -615,6 +615,8 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
             with timed(metrics, "evaluate"):
                 results, answers = evaluation.evaluate(run, score)
             metrics |= results
+            if step == 0:
+                evaluation.first_look(run, answers)  # prompts and answers, on the screen
         if is_last or (cfg.save_every and step % cfg.save_every == 0):
             checkpoints.save(final=is_last)
         if is_last:
