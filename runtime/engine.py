@@ -33,6 +33,8 @@ class Sampler:
                 kv_cache_memory_bytes=memory.kv_cache_bytes(cfg),
                 enable_sleep_mode=True))
         self._llm = start_vllm(**settings | args)
+        from torch._inductor import config  # late: it takes two seconds, and vLLM needs it too
+        config.compile_threads = ranks.CORES  # of the trainer; vLLM's import has set 1
         self.lean = vllm_patches.lean_engine(self._llm)
 
     def __getattr__(self, name):
@@ -127,8 +129,12 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
     vllm_patches.require_reload()
     vllm_patches.leave_transformers_alone()
     if on_gpu:
+        vllm_patches.show_no_progress()
         ranks.print_once("the first start on a GPU compiles kernels and is silent for minutes")
-        args = dict(max_num_seqs=max_num_seqs) | cuda_args | args
+        args = dict(
+            max_num_seqs=max_num_seqs,
+            enable_flashinfer_autotune=False,  # it tunes nothing that is used here, and talks
+            ) | cuda_args | args
     else:
         vllm_patches.draw_by_inversion()
         vllm_patches.name_shared_memory(process or os.getpid())

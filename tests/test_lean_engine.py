@@ -36,27 +36,27 @@ def results_of(requests):
 
 
 class Steps:
-    """Records what the device is told at each step. Requests and blocks become their numbers."""
+    """Records all that the device is told at each step. Requests and blocks become numbers."""
 
     def __init__(self, execute_model):
-        self.execute_model, self.steps = execute_model, []
+        self.execute_model = execute_model
+        self.steps = []
         self.requests, self.blocks = {}, {}  # name -> number in order of appearance
 
     def __call__(self, scheduled, **kwargs):
         cached = scheduled.scheduled_cached_reqs
-        self.steps.append(dict(
-            new=[(self.request(new.req_id), new.num_computed_tokens, self.block(new.block_ids))
-                 for new in scheduled.scheduled_new_reqs],
-            decode=[*zip(map(self.request, cached.req_ids), cached.num_computed_tokens,
-                         cached.num_output_tokens, map(self.block, cached.new_block_ids),
-                         strict=True)],
-            tokens=[*zip(map(self.request, scheduled.num_scheduled_tokens),
-                         scheduled.num_scheduled_tokens.values())],
-            finished={self.requests.get(name) for name in scheduled.finished_req_ids},
-            preempted={self.request(name) for name in scheduled.preempted_req_ids or ()},
-            resumed={self.request(name) for name in cached.resumed_req_ids},
-            shared=scheduled.num_common_prefix_blocks,
-            total=scheduled.total_num_scheduled_tokens))
+        step = vars(scheduled) | vars(cached) | dict(
+            scheduled_cached_reqs=None,
+            scheduled_new_reqs=[
+                (self.request(new.req_id), new.num_computed_tokens, self.block(new.block_ids))
+                for new in scheduled.scheduled_new_reqs],
+            req_ids=[self.request(name) for name in cached.req_ids],
+            new_block_ids=[self.block(groups) for groups in cached.new_block_ids],
+            num_scheduled_tokens=[(self.request(name), count) for name, count
+                                  in scheduled.num_scheduled_tokens.items()])
+        for names in ("finished_req_ids", "preempted_req_ids", "resumed_req_ids", "all_token_ids"):
+            step[names] = {self.requests.get(name) for name in step[names]}  # None: an older one
+        self.steps.append(step)
         return self.execute_model(scheduled, **kwargs)
 
     def request(self, name):
@@ -82,7 +82,7 @@ def counted(lean):
         yield counts
 
 
-def both_ways(llm, lean, generate, device=None, blocks=None):
+def both_ways(llm, lean, generate, blocks=None):
     """generate() with LeanEngine and in vLLM's own way, with an empty prefix cache and, if given,
     so many free blocks. Asserts equal results and steps. Returns counts of the former."""
     core = llm.llm_engine.engine_core.engine_core
@@ -99,7 +99,7 @@ def both_ways(llm, lean, generate, device=None, blocks=None):
             assert lean.row == {} and len(lean.free_rows) == len(lean.requests)
     (own, own_steps), (ours, our_steps) = found
     assert ours == own
-    for own_step, our_step in zip(own_steps[1:], our_steps[1:], strict=True):  # 0: ends the last
+    for own_step, our_step in zip(own_steps[1:], our_steps[1:], strict=True):  # 0 ends older ones
         assert our_step == own_step
     return counts
 
@@ -288,7 +288,7 @@ def test_on_the_asynchronous_scheduler_too(llm, blocks, tokens, changes):
     with asynchronous(llm, blocks, tokens) as lean:
         counts = both_ways(llm, lean, generation(llm, parameters(**changes)))
     assert counts["hand_over"] and counts["next_step"]
-    assert bool(counts["preempt_request"]) is (blocks < 400 and "stop_token_ids" not in changes)
+    assert counts["preempt_request"] or blocks == 400 or "stop_token_ids" in changes
 
 
 # ---- another vLLM
