@@ -379,6 +379,8 @@ def encode(example, tokenizer, template):
     system_prompt of an example, if it has one, is a text before the question. Raises ValueError
     for the template `chat`, see encode_chat."""
     system = example.get("system_prompt")
+    if not isinstance(system, str):  # a gap
+        system = ""
     question = example["question"]
     if template == "chat":
         return encode_chat(system, question, tokenizer)

@@ -11,20 +11,22 @@ One step of the loop, in the order of this file; `train`, near the end, has it i
     2. reward      verifiers (rewards.py) turn texts into numbers; None is "no reward", not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): no critic is needed
     4. pack        a weight per token; no padding; a pack stores a prompt once for its completions
-    5. log-probs   the trainer's log pi of each token (pi_old before an update); stores no logits
+    5. log-probs   log pi of each token, by the trainer; pi_old is pi before the first update
     6. loss        clipped policy gradient * min(pi_old / pi_vllm, 2) + kl_coef * KL to first model
-                   With the defaults a step has one update: pi / pi_old is 1, nothing is clipped
+                   Default: one update per step. Then pi_old = pi, the ratio is 1, no clip acts
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
     8. sync        the new weights go into vLLM in place; checksums of both copies must agree
 
 A textbook PPO has a critic, GAE, padding and means per micro-batch. Here the loss is a sum over
 tokens, each with a weight: for GRPO 1 / (S * tokens of its completion), where S counts the
 sequences of the optimizer step over all packs and processes. So the gradient is the same for any
-packing and any number of processes, up to rounding. With one process, skip what is said of ranks.
+packing and any number of processes, up to rounding. A rank is one of these processes, and all of
+them make a "collective" call together. With one process, skip what is said of ranks.
 
-Shapes: P prompts, G completions of each (a group). A pack is a row of T tokens with B completions
-and R sampled tokens; as tensors it is a `batch`. A minibatch: the packs of one optimizer step. In
---baseline and --scale, "batch" means all P * G completions. H hidden size, V vocabulary.
+Shapes: P prompts, G completions of each (a group). A minibatch: the groups of one optimizer step,
+from stage 4 on as packs. A pack: a row of T tokens with B completions and R sampled tokens, or, for
+models that cannot take packs, B rows padded to L tokens: --layout. A `batch` is a pack as tensors,
+but "batch" in --baseline and --scale is all P * G completions. H hidden size, V vocabulary.
 Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import functools
@@ -55,7 +57,8 @@ from runtime.sync import SentWeights
 @dataclass
 class Config(flags.RunFlags):
     """The flags that a student turns; runtime/flags.py has those of model, data, memory and files.
-    Defaults are for 1.5B parameters on one GPU; nano_rlvr.json of models/tiny has other ones."""
+    Defaults are for 1.5B parameters on one GPU; nano_rlvr.json of models/tiny has other ones.
+    On a first reading, go on to stage 1, and skip every branch for a value that is no default."""
 
     # rollout
     rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
@@ -72,8 +75,8 @@ class Config(flags.RunFlags):
     ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old; see policy_loss
     surrogate: Literal["ppo", "cispo", "sapo", "kimi"] = "ppo"  # see surrogate_objective
     aggregate: Literal["sequence", "token", "constant"] = "sequence"  # see token_weights
-    clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low ...
-    clip_high: float = 0.2  # ... and to 1 + clip_high at most
+    clip_low: float = 0.2  # pi/pi_old is clipped to 1 - clip_low at least ...
+    clip_high: float = 0.2  # ... and to 1 + clip_high at most; acts from the second update on
     delta: float = 0.0  # largest ratio for negative advantages (two-sided clip); 0 = off
     tau: float = 1.0  # sapo: temperature for positive advantages; kimi: weight of the penalty
     tau_neg: float = 1.05  # sapo: temperature for negative advantages
@@ -176,8 +179,8 @@ def score(rollouts, examples, verifier, step=0):
 def sample_groups(run, step, draw=0):
     """Stages 1 and 2: samples and scores this process's part of P prompts -> its groups.
 
-    Batch numbers are reserved per step, 1 + resample of them, so that a resumed run reads the same
-    data however often earlier steps drew again.
+    The data are numbered batches of P prompts. A step owns 1 + resample numbers, used or not. So
+    the data of a step depend on its number only, also after --resume.
     """
     cfg = run.cfg
     number = step * (1 + cfg.resample) + draw
@@ -197,7 +200,9 @@ def sample_groups(run, step, draw=0):
 
 
 def collect_rollouts(run, step):
-    """Stages 1 and 2 of a step -> (the groups of each minibatch, all groups that were sampled)."""
+    """Stages 1 and 2 of a step -> (the groups of each minibatch, all groups that were sampled).
+
+    deal puts the group at position i into minibatch i % minibatches: by default all into one."""
     cfg = run.cfg
     if cfg.filter_groups:
         groups, sampled = sample_until_enough(run, step)
@@ -233,8 +238,8 @@ def sample_until_enough(run, step):
 def nan_mean_std(x, dim):
     """Mean and population standard deviation over `dim`, kept with size 1, of what is not NaN.
 
-    Both are 0 where all entries are NaN. Of equal entries the deviation is exactly 0, because the
-    smallest entry is subtracted first: the sum of n equal numbers is rounded.
+    Both are 0 where all entries are NaN. The smallest entry is subtracted first, so that equal
+    entries have deviation 0. Else rounding of the mean could leave a deviation such as 1e-8.
     """
     if not len(x):  # all groups were dropped, and amin() needs an entry
         zero = x.sum(dim, keepdim=True)
@@ -398,8 +403,9 @@ MAX_LOG_RATIO = 20.0  # beyond e^20 a ratio is constant, as in verl, SkyRL and O
 def k3(logp, ref):
     """Schulman's third estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
 
-    (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref),
-    but the mean of its gradient is the gradient of KL(ref || pi): training lowers this other KL."""
+    (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref).
+    backward() takes the sampled tokens as fixed. So the mean gradient is not that of KL(pi || ref)
+    but that of KL(ref || pi): training lowers this other KL."""
     d = ref - logp  # (R,)
     return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away
 
@@ -451,15 +457,15 @@ def is_clipped(ratio, advantage, cfg):
 
 
 def policy_loss(logp, old, ref, batch, cfg):
-    """Surrogate times correction plus k3 KL, weighted and summed. logp, old, ref: (R,).
+    """sum of weight * (-surrogate * correction + kl_coef * k3). logp, old, ref: (R,).
 
-    old None: on-policy, old = logp. ref None: no KL. Returns (loss, terms). loss, a scalar: this
-    pack's share of the global mean. terms: values per token (R,) for the metrics. batch: see
+    old None: one update per step, so pi_old = pi. ref None: no KL. Returns (loss, terms). loss:
+    this pack's share of the global mean. terms: values per token (R,) for the metrics. batch: see
     collate. A loss of yours must put mismatch into terms, and correction if --correction is on.
     """
     if old is None:
         old = logp.detach()  # (R,)
-    log_ratio = logp - old  # (R,) on-policy it is 0, but has a gradient
+    log_ratio = logp - old  # (R,) if old is logp.detach(): 0, with the gradient of logp
     if cfg.ratio == "sequence":  # GSPO: geometric mean of the sequence's ratios
         log_ratio = sequence_mean(log_ratio, batch)  # (R,) one value per sequence, at each token
     elif cfg.ratio == "product":  # RLOO: product of the ratios, at each token
@@ -563,7 +569,10 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 # ----------------------------------------------------------------------------------------- 8. sync
 
 def sync_weights(policy, llm):
-    """Wakes vLLM with the policy's weights. RunError if their checksums differ."""
+    """Copies the policy's weights into vLLM and wakes it. RunError if the checksums of both differ.
+
+    Every step needs it: on a GPU llm.sleep() drops vLLM's weights. On a CPU vLLM would sample from
+    older weights, and update() stops the run once the mismatch is above its bound."""
     trainer.sleep(policy)  # only LoRA with offload: moves frozen weights to the host
     llm.wake_for_weights()
     weights = SentWeights(trainer.named_weights(policy))  # keeps a checksum of each tensor it sends
@@ -615,6 +624,8 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
             with timed(metrics, "evaluate"):
                 results, answers = evaluation.evaluate(run, score)
             metrics |= results
+            if step == 0:
+                evaluation.first_look(run, answers)  # prompts and answers, on the screen
         if is_last or (cfg.save_every and step % cfg.save_every == 0):
             checkpoints.save(final=is_last)
         if is_last:

@@ -23,7 +23,7 @@ from fractions import Fraction
 
 from runtime.verify import latex, verifier
 from runtime.verify.answer import after_thinking as after_thinking  # for rewards of yours
-from runtime.verify.answer import final_answer, final_number, read_number
+from runtime.verify.answer import final_answer, final_number, is_float, read_number
 
 
 def each(score_one):
@@ -60,15 +60,20 @@ def each(score_one):
 def gsm8k_reward(text, answer):
     """1.0 if the final answer is exactly the gold number, else 0.0 (arXiv 2110.14168).
 
-    `answer` is a number or a GSM8K solution that ends with `#### 72`. None if it has no number."""
-    gold = read_number(str(answer).rpartition("####")[2])
-    return None if gold is None else float(final_number(text) == gold)
+    `answer` is a number or a GSM8K solution that ends with `#### 72`. None if it has no number. A
+    gold number with the digits of a float has noise at its end: 5400.9999999999996 is 5401."""
+    gold_text = str(answer).rpartition("####")[2]
+    gold, said = read_number(gold_text), final_number(text)
+    if gold is None or said is None:
+        return None if gold is None else 0.0
+    noise = abs(gold) / 10**14 if is_float(gold_text) else 0
+    return float(abs(said - gold) <= noise)
 
 
 @each
 def math_reward(text, answer):
-    r"""1.0 if the final answer equals the gold answer in LaTeX, else 0.0. None if the time is over
-    or nobody can tell: see runtime/verify/latex.py.
+    r"""1.0 if the final answer equals the gold answer in LaTeX, else 0.0. None if the gold answer
+    cannot be read. runtime/verify/latex.py says what is equal.
 
     `answer` may also be a whole solution, of which the last \boxed{} or GSM8K's `####` counts.
 
@@ -84,7 +89,6 @@ def math_reward(text, answer):
 
 # such attributes: see Traits in runtime/verify/verifier.py
 gsm8k_reward.reads_gold = math_reward.reads_gold = True
-math_reward.warm = latex.warm_math
 
 SIGNS = [
     ("×", "*"), ("·", "*"), ("⋅", "*"), ("∗", "*"),

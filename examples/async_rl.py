@@ -67,7 +67,9 @@ class RemoteSampler:
         self.get_tokenizer = lambda: tokenizer
         self.llm_engine = self.model_config = self  # for the checks of a --rollout function
         self.get_vocab_size = lambda: vocabulary
-        self.sleep = lambda: None  # vLLM has a device of its own
+        # vLLM has a device of its own, and compares checksums itself: see answer
+        self.sleep = self.wake_for_weights = self.wake_kv_cache = lambda: None
+        self.apply_model = lambda function: []
         self.lag, self.futures = lag, {}  # step -> the rollouts to come
         self.folder = Path(cfg.out) / cfg.name / f"weights-lag-{lag}"
         self.folder.mkdir(exist_ok=True)
@@ -75,7 +77,7 @@ class RemoteSampler:
         self.seconds = 60 * cfg.timeout
         self.started = self.process.submit(make_run, cfg, os.getpid())
 
-    def load(self, named_weights):
+    def reload_weights(self, named_weights):
         """Writes the weights before the next step, and deletes those that nobody needs any more."""
         self.version += 1
         weights = {name: w.to("cpu", copy=True) for name, w in named_weights}
@@ -108,7 +110,7 @@ class RemoteSampler:
 def train(run):
     """nano_rlvr's loop. If the sampler's process ends, or does not answer for --timeout minutes,
     the run ends with one line."""
-    run.llm.version = run.checkpoints.progress.step - 1  # load() begins with this step's weights
+    run.llm.version = run.checkpoints.progress.step - 1  # the first sync writes this step's weights
     try:
         run.llm.started.result(run.llm.seconds)
         nr.train(run, collect_rollouts=run.llm.collect)

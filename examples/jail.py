@@ -19,6 +19,7 @@ import json
 import os
 import re
 import resource
+import secrets
 import shlex
 import shutil
 import signal
@@ -209,7 +210,8 @@ def _jailed(arguments, packages):
         pivot_root . old; cd {SCRATCH}; umount -l /old
         exec "$@" """
     drop = ["setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
-    user = 1_000_000_000 + os.getpid()
+    # of its own: what a former jail left to the kernel counts for another user
+    user = 1_000_000_000 + secrets.randbits(30)
     namespaces = ["--mount", "--net", "--pid", "--ipc", "--uts"]
     if os.getuid() == 0:  # an unused user id: RLIMIT_NPROC does not apply to user 0
         drop += [f"--reuid={user}", f"--regid={user}", "--clear-groups"]

@@ -30,7 +30,7 @@ EXERCISES = {  # number -> (functions to write, test files); learn/exercises.md 
     5: ("nano_rlvr.py:policy_loss", "vectors"),
     6: ("nano_rlvr.py:importance", "vectors"),
     7: ("runtime/batch.py:pack", "math"),
-    8: ("runtime/batch.py:collate", "savings"),
+    8: ("runtime/batch.py:packed_input", "savings"),
     9: ("runtime/head.py:chunk_backward runtime/head.py:HeadLogps.backward", "precision"),
     10: ("rewards.py:countdown_reward rewards.py:_evaluate", "rewards"),
     11: ("nano_rlvr.py:group_advantages", "vectors"),
@@ -39,7 +39,7 @@ EXERCISES = {  # number -> (functions to write, test files); learn/exercises.md 
     13: ("runtime/stats.py:pass_at_k runtime/stats.py:majority_vote", "math stats"),
     14: ("data.py:batch_at", "data"),
     15: ("runtime/sync.py:checksum", "sampler"),
-    16: ("runtime/engine.py:Sampler.load runtime/sync.py:SentWeights.check", "sampler"),
+    16: ("runtime/engine.py:Sampler.reload_weights runtime/sync.py:SentWeights.check", "sampler"),
 }
 
 

@@ -42,8 +42,8 @@ def _write_chat_template(final, cfg, tokenizer):
     if cfg.template == "chat":  # the tokenizer has it
         return
     prompt = data.TEMPLATES.get(cfg.template, cfg.template)
-    if tokenizer("")["input_ids"]:  # the tokenizer adds a BOS to a text, but not to a chat
-        prompt = tokenizer.bos_token + prompt.removeprefix(tokenizer.bos_token)
+    bos = tokenizer.decode(data.added_prefix(tokenizer))  # added to a text, but not to a chat
+    prompt = bos + prompt.removeprefix(bos)
     question = "messages[-1]['content']"
     template = f"{ascii(prompt)}.replace('{{question}}', {question})"
     (final / "chat_template.jinja").write_text("{{ " + template + " }}")

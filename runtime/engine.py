@@ -33,27 +33,23 @@ class Sampler:
                 kv_cache_memory_bytes=memory.kv_cache_bytes(cfg),
                 enable_sleep_mode=True))
         self._llm = start_vllm(**settings | args)
+        from torch._inductor import config  # late: it takes two seconds, and vLLM needs it too
+        config.compile_threads = ranks.CORES  # of the trainer; vLLM's import has set 1
         self.lean = vllm_patches.lean_engine(self._llm)
 
     def __getattr__(self, name):
         return getattr(self._llm, name)
 
     def generate(self, prompts, sampling_params=None, **args):
-        """vLLM's generate. Faster, with equal results, if all requests are as rollout() asks: a
-        list of parameters with logprobs=0 and flat_logprobs=True (no token ranks then)."""
-        asked = sampling_params if isinstance(sampling_params, list) else []
-        if self.lean and asked and all(p.logprobs == 0 and p.flat_logprobs for p in asked):
-            self.lean.steps = []
-            try:
-                requests = self._llm.generate(prompts, sampling_params, **args)
-                if self.lean.fill(requests):
-                    return requests
-            finally:
-                self.lean.steps = None
-            ranks.print_each_once(
-                "note: vLLM computed tokens twice (too little KV cache for all running "
-                "sequences?): the rollout is repeated with its own log-probs")
-        return self._llm.generate(prompts, sampling_params, **args)
+        """vLLM's generate. After an exception, as of Ctrl-C, it drops the unfinished requests: vLLM
+        would return them in the next call."""
+        try:
+            return self._llm.generate(prompts, sampling_params, **args)
+        except BaseException:
+            processor = self.llm_engine.output_processor
+            names = [*processor.request_states, *processor.parent_requests]
+            self.llm_engine.abort_request(names, internal=True)
+            raise
 
     def sleep(self):
         """Frees the GPU, if there is one: drops the weights, which a sync brings anew, and the KV
@@ -130,10 +126,15 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
     if not on_gpu:
         vllm_patches.compile_no_helpers()  # before the other modules of vLLM are imported
     from vllm import LLM
+    vllm_patches.require_reload()
     vllm_patches.leave_transformers_alone()
     if on_gpu:
+        vllm_patches.show_no_progress()
         ranks.print_once("the first start on a GPU compiles kernels and is silent for minutes")
-        args = dict(max_num_seqs=max_num_seqs) | cuda_args | args
+        args = dict(
+            max_num_seqs=max_num_seqs,
+            enable_flashinfer_autotune=False,  # it tunes nothing that is used here, and talks
+            ) | cuda_args | args
     else:
         vllm_patches.draw_by_inversion()
         vllm_patches.name_shared_memory(process or os.getpid())

@@ -1,4 +1,6 @@
 """The evaluation of greedy completions and of samples, of one or several sets."""
+import re
+
 import data
 from runtime import guard, ranks, stats
 from runtime.batch import in_groups
@@ -32,6 +34,46 @@ def evaluate(run, score):
     guard.check_scored("eval", first_parts, metrics, verifier)
     results, answers = summary(examples, indices, greedy, samples, cfg)
     return metrics | results, answers
+
+
+def first_look(run, answers):
+    """Says, once, what the first evaluation of a run looks like: two prompts as the model sees
+    them, three completions with their rewards and, if none was right, the usual reasons."""
+    tokenizer = run.llm.get_tokenizer()
+    for example in run.eval_set[:2]:
+        run.log.say(f"a prompt: {excerpt(tokenizer.decode(example['prompt_ids']))}")
+    for answer in answers[:3]:
+        parts = ", ".join(f"{name} {value}" for name, value in answer["parts"].items())
+        run.log.say(f"a completion ({parts}): {excerpt(answer['completion'])}")
+    if not any(answer["right"] for answer in answers):
+        for reason in usual_reasons(answers, run.cfg, tokenizer):
+            run.log.say(f"no answer is right: {reason}")
+
+
+def excerpt(text, most=240):
+    """A text in quotes, without its middle if it is long."""
+    if len(text) > most:
+        text = f"{text[:most // 2]} [...] {text[-most // 2:]}"
+    return repr(text)
+
+
+def usual_reasons(answers, cfg, tokenizer):
+    """Why all answers of an evaluation may be wrong, in words."""
+    n = max(1, len(answers))
+    cut_off = sum(answer["finish"] == "length" for answer in answers)
+    unmarked = sum(not final_answer(answer["completion"]) for answer in answers)
+    unscored = sum(None in answer["parts"].values() for answer in answers)
+    reasons = []
+    if cut_off:
+        reasons.append(f"{cut_off / n:.0%} were cut off at --max_tokens {cfg.max_tokens}")
+    if unmarked:
+        reasons.append(f"{unmarked / n:.0%} mark no final answer: see --template")
+    if unscored:
+        reasons.append(f"{unscored / n:.0%} have no reward: see --answer_key and --rewards")
+    is_instruct = re.search(r"instruct|chat|-it\b", cfg.model, re.I)
+    if is_instruct and cfg.template != "chat" and tokenizer.chat_template:
+        reasons.append(f"--template {cfg.template} is not this model's chat format: try chat")
+    return reasons
 
 
 def vote_of(rollout):

@@ -54,15 +54,15 @@ class RunFlags:
     eval_every: int = 20  # steps between evaluations; one more after the last step
     eval_size: int = 512  # held-out examples per set, 0 = all
     eval_n: int = 0  # also draw this many samples per example: mean@n, pass@k, maj@n
-    eval_temperature: float = 0.0  # of these samples, 0 = --temperature
-    eval_top_p: float = 1.0  # nucleus sampling of these samples
+    eval_temperature: float = 0.0  # temperature of the eval_n samples, 0 = --temperature
+    eval_top_p: float = 1.0  # nucleus sampling of the eval_n samples
     # files
     name: str = ""  # name of the run ("" = model-task-algo-time); its files are in <out>/<name>/
     out: str = "runs"  # folder of the runs
-    save_every: int = 20  # steps between checkpoints; 0 = one when the run ends or is stopped
+    save_every: int = 20  # steps between checkpoints; 0 = one at the end or a stop, -1 = none
     keep: int = 2  # newest checkpoints to keep; the one with the best accuracy is also kept
     resume: str = ""  # continue this run (folder); without a value the run --name, if there is one
-    resume_force: bool = False  # ... also with flags that change its results
+    resume_force: bool = False  # continue a run also with flags that change its results
     keep_rollouts: int = 64  # rollouts per step in rollouts.jsonl, in whole groups, of rank 0
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
     seed: int = 0  # seed of data order, sampling and everything else
@@ -70,11 +70,12 @@ class RunFlags:
 
 # (flags, smallest, largest value): one row for each numeric flag. inf and nan are in no range.
 RANGES = (
-    ("steps warmup save_every keep_rollouts pack_tokens kl_coef clip_high delta "
+    ("steps warmup keep_rollouts pack_tokens kl_coef clip_high delta "
      "resample max_grad_norm memory_gb mismatch_bound eval_size", 0, 10**9),
     ("max_prompt max_tokens eval_every correction_cap keep", 1, 10**9),
     ("tau tau_neg reward_timeout timeout", 1e-3, 10**6),
     ("prompts minibatches epochs", 1, 2**16),
+    ("save_every", -1, 10**9),
     ("samples", 1, 16384),  # vLLM's limit for one prompt
     ("eval_n lora_rank", 0, 16384),
     ("seed", 0, 2**32 - 1),  # vLLM's limit

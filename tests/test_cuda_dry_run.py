@@ -20,7 +20,7 @@ import nano_rlvr as nr
 import runtime.model
 from card import CARD, HOST, attention_kernel, simulated_card, stub_cuda
 from conftest import ENV, EPS, ROOT, close, fixed_rollouts, make_config, within
-from runtime import guard, log, memory, ranks, stats
+from runtime import evaluation, guard, log, memory, ranks, stats
 from runtime.checkpoint import Checkpoints
 from runtime.log import Log
 from runtime.memory import ModelShape
@@ -80,7 +80,7 @@ def train(monkeypatch, tokenizer, stays=False, **changes):
         groups = copy.deepcopy([rollouts[:4], rollouts[4:]])
         return [groups[i::cfg.minibatches] for i in range(cfg.minibatches)], groups
 
-    monkeypatch.setattr(nr, "evaluate", lambda *_: ({}, []))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: ({}, []))
     monkeypatch.setattr(Log, "close", lambda self: None)
     monkeypatch.setattr(stats, "peak_flops", lambda dtype: 1e12)
     llm = nr.Sampler.__new__(nr.Sampler)

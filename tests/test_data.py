@@ -226,8 +226,9 @@ def test_a_system_prompt_is_a_message_of_a_chat_and_a_text_before_the_question_e
     for template, text in (("none", "Add.\n\n1+1"), ("Q: {question}.", "Q: Add.\n\n1+1."),
                            ("chat", "<|system|>Add.<|user|>1+1<|assistant|>")):
         assert tokenizer.decode(data.encode(example, tokenizer, template)) == text
-    gap = example | {"system_prompt": None}  # a row without one, of a set with some
-    assert tokenizer.decode(data.encode(gap, tokenizer, "none")) == "1+1"
+    for gap in None, float("nan"), "":  # a row without one, of a set with some
+        gap = example | {"system_prompt": gap}
+        assert tokenizer.decode(data.encode(gap, tokenizer, "none")) == "1+1"
     other = copy.deepcopy(tokenizer)
     other.chat_template = "{{ messages[-1]['content'] }}"
     with pytest.raises(ValueError, match="chat template omits the message of the system; use"):

@@ -1,6 +1,8 @@
 """The evaluation: several sets, templates, examples/test_time.py."""
+import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,15 +19,12 @@ from runtime.report.text import evaluation_text
 ROWS = [{"question": "3+4+5", "answer": "12"}, {"question": "3+4-5", "answer": "2"}]
 
 
-def test_each_set_keeps_its_name_and_a_column_that_names_rewards_is_refused(tmp_path, tokenizer):
+def test_each_set_keeps_its_name(tmp_path, tokenizer):
     own = write_rows(tmp_path / "own.jsonl", ROWS * 600)
     cfg = make_config(eval_data=f"arithmetic, countdown,{own}", eval_size=8, max_prompt=400)
     _, examples = data.load_splits(cfg, tokenizer, notify=pytest.fail)
     assert [(e["eval_set"], e["eval_of"]) for e in examples] == (  # functions make 8
         [("arithmetic", 8)] * 8 + [("countdown", 8)] * 8 + [("own", 1200)] * 8)
-    file = write_rows(tmp_path / "reward.jsonl", [row | {"reward": "math"} for row in ROWS])
-    with pytest.raises(ValueError, match=r"reward.jsonl:1: .* column 'reward': rows cannot name"):
-        data.load(file)
 
 
 def test_gold_answers_of_an_evaluation_that_the_reward_cannot_read_are_said(group):
@@ -265,3 +264,28 @@ def test_a_tree_search_keeps_a_complete_beam_beside_one_that_goes_on():
         lambda examples, texts, *_: [next(drawn) for _ in texts], [{"question": "q"}], 2, 1,
         lambda texts, question: [{"bad\n": 0.9, "done": 0.5}.get(text, 0.1) for text in texts])
     assert [r.text for r in found] == ["done"]
+
+
+def test_the_first_evaluation_shows_prompts_and_answers_and_why_none_may_be_right(tokenizer):
+    said = []
+    cfg = dataclasses.replace(make_config(), model="x/y-Instruct", template="none")
+    prompts = [tokenizer("<|user|>1+1<|assistant|>")["input_ids"] for _ in range(3)]
+    run = SimpleNamespace(
+        cfg=cfg, log=SimpleNamespace(say=said.append),
+        llm=SimpleNamespace(get_tokenizer=lambda: tokenizer),
+        eval_set=[{"prompt_ids": ids} for ids in prompts])
+    answer = {"completion": "I think " * 99, "parts": {"gsm8k": 0.0}, "right": False}
+    answers = [answer | {"finish": "length"}, answer | {"finish": "stop"},
+               answer | {"finish": "stop", "completion": "<answer>3</answer>"},
+               answer | {"finish": "stop", "parts": {"gsm8k": None}}]
+    evaluation.first_look(run, answers)
+    assert said[:2] == ["a prompt: '<|user|>1+1<|assistant|>'"] * 2
+    assert said[2].startswith("a completion (gsm8k 0.0): 'I think ") and "[...]" in said[2]
+    assert said[5:] == [f"no answer is right: {reason}" for reason in (
+        f"25% were cut off at --max_tokens {cfg.max_tokens}",
+        "75% mark no final answer: see --template",
+        "25% have no reward: see --answer_key and --rewards",
+        "--template none is not this model's chat format: try chat")]
+    said.clear()
+    evaluation.first_look(run, [answer | {"finish": "length", "right": True}])
+    assert len(said) == 3  # two prompts and one completion

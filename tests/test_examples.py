@@ -14,6 +14,7 @@ import nano_rlvr as nr
 from conftest import ROOT, close, fixed_rollouts, make_config, naive_logps, write_rows
 from examples import async_rl, curriculum, distill, dpo, entropy, kl, products, sft, stories, tags
 from examples.ppo import Critic, gae
+from rewards import anywhere, numbers_in, right
 from runtime.messages import RunError
 
 
@@ -70,7 +71,7 @@ def test_a_distilled_token_has_the_advantage_log_teacher_minus_log_student(model
     prefix = tokenizer.encode("Think.", add_special_tokens=False)
     rollouts = fixed_rollouts(tokenizer)
     rollouts[1].loss_mask[0] = False  # a tool wrote it
-    mean = distill.token_advantages(student, teacher, rollouts, prefix, make_config(), rollouts[0])
+    mean = distill.token_advantages(student, teacher, rollouts, prefix, make_config())
     for r in rollouts:
         told = dataclasses.replace(r, prompt=[*prefix, *r.prompt])
         with torch.no_grad():
@@ -241,18 +242,26 @@ def test_the_rows_of_a_task_depend_on_split_and_seed_and_near_seeds_share_none()
 
 
 def test_no_pair_of_held_out_numbers_is_trained_and_a_story_knows_its_answer():
-    for task in products, stories:
-        train, rows = (list(task.make(split, 2000, 0)) for split in ("train", "test"))
-        trained, held_out = ({frozenset(products.numbers(row["question"])) for row in part}
-                             for part in (train, rows))
-        assert not trained & held_out and min(len(train), len(rows)) >= 256
+    train, rows = (list(stories.make(split, 2000, 0)) for split in ("train", "test"))
+    trained, held_out = ({frozenset(numbers_in(row["question"])) for row in part}
+                         for part in (train, rows))
+    assert not trained & held_out
     assert {row["kind"] for row in train} == {row["kind"] for row in rows} == {0, 1, 2, 3, 4}
     story, answer = stories.STORIES[rows[0]["kind"]]
-    a, b = map(int, products.numbers(rows[0]["question"]))
+    a, b = map(int, numbers_in(rows[0]["question"]))
     assert rows[0]["answer"] == str(answer(a, b))
     assert rows[0]["question"].endswith(story.rpartition("}")[2])
-    assert products.right(["7 times 8 is 56.", "56 or 54"], ["56"] * 2) == [1.0, 0.0]
-    assert products.anywhere(["7 times 8 is 56.", "56 or 54"], ["56"] * 2) == [1.0, 1.0]
+    assert right(["7 times 8 is 56.", "56 or 54"], ["56"] * 2) == [1.0, 0.0]
+    assert anywhere(["7 times 8 is 56.", "56 or 54"], ["56"] * 2) == [1.0, 1.0]
+
+
+def test_variants_of_products_have_larger_numbers_or_an_answer_that_is_begun():
+    for row in products.larger("test", 500, 0):
+        a, b = map(int, numbers_in(row["question"]))
+        assert max(a, b) >= 13 and row["answer"] == str(a * b)
+    for row in products.primed("test", 500, 0):
+        *_, a, b = map(int, numbers_in(row["question"]))
+        assert row["question"].endswith(f"assistant\n{a} x {b} =") and row["answer"] == str(a * b)
 
 
 def test_a_strict_answer_counts_only_in_its_tags_at_the_end():

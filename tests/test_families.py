@@ -52,12 +52,12 @@ IN_ROWS = dict(
     gemma3_text=(dict(sliding_window=8), "window of 8"),
     gpt_oss=(EXPERTS | dict(sliding_window=8), "window of 8"),  # attention sinks
     lfm2=(dict(layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False), "conv"),
-    falcon_h1=(MAMBA, "convolutions"),  # a factor of the logits
+    falcon_h1=(MAMBA, "hybrid"),  # a factor of the logits
     qwen3_5_text=(LINEAR, "linear_attention"),
     mamba2=(dict(num_heads=8, head_dim=32, state_size=16, n_groups=1), ""),
     granite=(dict(logits_scaling=8.0), None),  # None: packs are possible, too
     qwen2=({}, None))
-LONG_IN_ROWS = {"gemma3_text", "gpt_oss", "qwen3_5_text", "mamba2"}
+LONG_IN_ROWS = {"gemma3_text", "gpt_oss", "qwen3_5_text", "mamba2", "falcon_h1"}
 
 
 @pytest.fixture(scope="module")

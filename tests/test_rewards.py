@@ -4,7 +4,6 @@ import doctest
 import functools
 import http.server
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -26,7 +25,7 @@ from examples import code_reward, instructions, jail, process_rewards
 from examples import judge as judging
 from examples import shaping_rewards as shaping
 from runtime import batch, stats
-from runtime.verify import answer, latex, user_code, verifier
+from runtime.verify import answer, formula, latex, units, user_code, verifier
 
 needs_jail = pytest.mark.skipif(not jail.isolates(), reason="this machine cannot build a jail")
 JUDGE = f"{ROOT}/examples/judge.py:judge"
@@ -38,7 +37,9 @@ COLUMNS = {"gsm8k": {"answer": r"\frac{1}{2}"}, "math": {"answer": r"\frac{1}{2}
                {"num_paragraphs": 2}, {"keywords": ["a"]}, {"forbidden_words": ["b"]},
                {"keyword": "c", "frequency": 2}, {"letter": "e", "let_frequency": 2}, {},
                {"num_bullets": 1}, {"num_highlights": 1}, {}, {"num_placeholders": 1},
-               {"postscript_marker": "P.S."}, {}, {"end_phrase": "x"}, {}, {"language": "en"}]},
+               {"postscript_marker": "P.S."}, {}, {"end_phrase": "x"}, {}, {"language": "en"},
+               {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "a"}, {},
+               {"section_spliter": "Section", "num_sections": 1}, {}, {"prompt_to_repeat": "a"}]},
            "language": {"question": "How many eggs are there?"}, "repetition": {},
            "random": {"prompts": "p"},
            "overlong": {"completion_ids": [1] * 9, "max_tokens": 10},
@@ -105,7 +106,7 @@ def test_every_completion_of_the_table_earns_what_it_says_within_the_time_limit(
 
 @pytest.mark.parametrize("module", [
     nr, data, batch, stats, rewards, instructions, answer, verifier, shaping, code_reward,
-    latex, process_rewards, pytest.param(jail, marks=needs_jail)])
+    formula, latex, units, process_rewards, pytest.param(jail, marks=needs_jail)])
 def test_the_examples_in_the_docstrings_are_true(module):
     failed, tried = doctest.testmod(module)
     assert tried > 0 and failed == 0
@@ -176,23 +177,6 @@ def test_a_bad_spec_raises_a_one_line_error(spec, says):
         for _, _, where in rewards.parse_spec(spec):
             user_code.load(where)
     assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_math_called_directly_has_a_time_limit_in_every_thread_and_works_after_a_fork(monkeypatch):
-    monkeypatch.setattr(latex, "SECONDS", 0.5)
-    monkeypatch.setattr(latex, "_own_pool", functools.cache(latex._own_pool.__wrapped__))
-    latex.same_math.cache_clear()
-    texts, golds, values = [r"\boxed{9^{9^{9}}}", r"\boxed{x+y}"], ["5", "y+x"], []
-    thread = threading.Thread(target=lambda: values.extend(rewards.math_reward(texts, golds)))
-    thread.start()
-    thread.join()
-    assert values == [None, 1.0]
-    monkeypatch.setattr(latex, "SECONDS", 60.0)
-    with multiprocessing.get_context("fork").Pool(1) as forked:
-        texts = [r"\boxed{x+z}", r"\boxed{x}"]
-        assert forked.apply(rewards.math_reward, (texts, ["z+x", "z+x"])) == [1.0, 0.0]
-    latex._own_pool(multiprocessing.current_process().pid).close()
-    latex.same_math.cache_clear()
 
 
 PIECES = st.sampled_from([  # of what a model writes

@@ -168,8 +168,8 @@ def test_mfu_counts_three_passes_per_epoch_one_for_the_reference_and_one_for_the
 
 def test_the_plan_by_hand():
     """1,000 parameters in bfloat16."""
-    sizes = memory.ModelShape(parameters=1000, hidden=10, layers=2, attention=10, mlp=30, vocab=50,
-                             kv_cache=40, qk_norms=False)
+    sizes = memory.ModelShape(parameters=1000, hidden=10, layers=2, attention=10,
+                               head_size=5, mlp=30, vocab=50, kv_cache=40, qk_norms=False)
     parts = memory.step_bytes(nr.Config(dtype="bfloat16", offload="optimizer"), sizes, True)
     buffers = 1.5 * 2**30 + (2 + 4 + 2) * 1000  # a bucket in bf16 and in fp32, one for offload
     assert parts["CUDA, kernels, buffers"] == [buffers, buffers, 0]

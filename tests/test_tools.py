@@ -85,7 +85,7 @@ def test_the_ids_trained_are_the_ids_sampled_and_the_output_stands_after_its_cal
     for r in rollouts:
         targets = nr.collate([r]).targets.tolist()
         assert targets == [token for _, ids, _ in turns(r) for token in ids]
-        assert r.text == decode(r.completion, skip_special_tokens=True)
+        assert [r.text] == data.completion_texts([r], llm.get_tokenizer())
         if not all(r.loss_mask):
             call, output, *_ = (decode(ids) for _, ids in segments(r))
             program = call.removeprefix("<think>").removesuffix("=")

@@ -193,6 +193,8 @@ WIRES = {
     "lora_rank": ((2, 4), lambda cfg: {
         p.shape[0] for name, p in nr.make_policy(cfg).module.named_parameters()
         if ".lora_A." in name}, ({2}, {4})),
+    "layout": (("packed", "rows"), lambda cfg: nr.load_model(cfg).config._attn_implementation,
+               ("packed", "sdpa")),
     "zero_stage": ((1, 2), lambda cfg: (
         (policy := nr.make_policy(cfg)).zero_optimization_stage(),
         policy.get_data_types()[1],  # in which the gradients of packs are summed

@@ -81,11 +81,12 @@ def sample(model, tokenizer, questions, greedy=False):
 
 
 def score(texts, questions):
-    """The rewards: 1 for a text that ends with the right answer, 0 for any other text. -> (N,)"""
+    """The rewards: 1 if the last answer in a text is exactly the right one, else 0. -> (N,)"""
     rewards = []
     for text, question in zip(texts, questions):
-        is_right = text.endswith(f"<answer>{question.answer}</answer>")
-        rewards.append(float(is_right))
+        answer = text.rpartition("<answer>")[2]  # all that follows the last <answer>
+        answer = answer.partition("</answer>")[0]  # the tag at the end may be missing
+        rewards.append(float(answer == question.answer))
     return torch.tensor(rewards)  # (N,)
 
 
@@ -215,7 +216,11 @@ def train(seed=0):
         updated = time.perf_counter()
 
         mean = reward.mean().item()
-        log.append({"reward": mean, "sampling": sampled - start, "updating": updated - sampled})
+        log.append({
+            "reward": mean,
+            "sampling": sampled - start,
+            "updating": updated - sampled,
+        })
         print(f"step {step:2}  reward {mean:.3f}", flush=True)
 
     _, texts = sample(model, tokenizer, test_set, greedy=True)

@@ -5,7 +5,8 @@
 The model answers sums. It reads a prompt and writes a completion, one token after the other:
 
     prompt      <|user|>14+2-9<|assistant|>
-    completion  <think>14+2=16  16-9=7</think><answer>7</answer>
+    completion  <think>14+2=16
+                16-9=7</think><answer>7</answer>
 
 It has two habits. It works a sum out, as above, or it guesses: <think></think><answer>9</answer>.
 Nobody shows it a right answer, and nobody tells it which habit is the better one. It learns from
@@ -25,6 +26,11 @@ this file adds to step 4 of the ladder: vLLM, the sync, and its own questions in
 If a sync failed, vLLM would go on sampling from old weights, without any error. So two checks can
 stop the run. `sync` compares checksums of the weights. `update` compares the log-probs that vLLM
 and the trainer compute for the same tokens.
+
+nano_rlvr.py has the same stages, and four differences. By default it takes one update per step, so
+nothing is clipped. A token weighs 1 / (sequences * tokens of its sequence) there; here all tokens
+weigh the same, as with --aggregate token. It multiplies the loss by min(pi_old / pi_vllm, 2). And a
+completion that could not be judged has no reward, instead of 0.
 
 Shapes: N completions. A pack has T tokens, R of them in completions. V vocabulary.
 """
@@ -128,11 +134,12 @@ def sample(llm, questions, greedy=False):
 
 
 def score(texts, questions):
-    """The rewards: 1 for a text that ends with the right answer, 0 for any other text. -> (N,)"""
+    """The rewards: 1 if the last answer in a text is exactly the right one, else 0. -> (N,)"""
     rewards = []
     for text, question in zip(texts, questions):
-        is_right = text.endswith(f"<answer>{question.answer}</answer>")
-        rewards.append(float(is_right))
+        answer = text.rpartition("<answer>")[2]  # all that follows the last <answer>
+        answer = answer.partition("</answer>")[0]  # the tag at the end may be missing
+        rewards.append(float(answer == question.answer))
     return torch.tensor(rewards)  # (N,)
 
 
@@ -311,7 +318,11 @@ def train(seed=0):
         updated = time.perf_counter()
 
         mean = reward.mean().item()
-        log.append({"reward": mean, "sampling": sampled - start, "updating": updated - sampled})
+        log.append({
+            "reward": mean,
+            "sampling": sampled - start,
+            "updating": updated - sampled,
+        })
         print(f"step {step:2}  reward {mean:.3f}", flush=True)
 
     _, texts = sample(llm, test_set, greedy=True)

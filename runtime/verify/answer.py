@@ -42,6 +42,20 @@ SENTENCE = re.compile(r"""(?xm)
         (?! [^\n]*\sB[.:)] ) )  # A. 5 B. 6: a list of options""")
 
 
+def opened_thinking(text):
+    """"<think>" if a part of a prompt opens a thinking, else "".
+
+    Many chat templates end with <think>, so their completions only close it. Who knows the prompt
+    puts opened_thinking(what follows the question) before each completion, and the rewards, votes
+    and answers see that a completion without </think> was cut off in its thinking.
+
+    >>> opened_thinking("<|assistant|><think>\\n") + "It may be 5. Let me check"
+    '<think>It may be 5. Let me check'
+    """
+    rest = text.rpartition("</think>")[2]
+    return "<think>" if "<think>" in rest else ""
+
+
 def after_thinking(text):
     """The text after the last </think>; "" if a <think> is not closed: it was cut off."""
     rest = text.rpartition("</think>")[2]
@@ -174,6 +188,16 @@ def read_number(text, only=True):
             r"| 0 \s*(?:squared|tenths|hundredths|lakh|crore|bn|trillion)\b)", rest):
         return None  # an expression, a bound, or several answers
     return values[0] if len(set(values)) == 1 else None
+
+
+def is_float(text):
+    """Whether a decimal has as many digits as a float, so that the last ones may be noise.
+
+    >>> is_float("3244047.0999999996"), is_float("0.3000001")
+    (True, False)
+    """
+    digits = re.sub(r"^[-+0.,]+|\D", "", text)
+    return "." in text and len(digits) >= 15
 
 
 def replaced(text, table):

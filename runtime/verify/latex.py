@@ -1,306 +1,917 @@
-r"""Whether two answers in LaTeX are equal; math_reward in rewards.py asks this.
+r"""Whether a final answer in LaTeX equals the gold answer: the comparison of the reward math.
 
-Outside a worker of Verifier, as when TRL calls the reward, a comparison has a limit of 5 seconds;
-its verdict is then None.
+An answer is read as one of these kinds. Answers of different kinds are different, apart from what
+the right column says.
+
+    formula   \frac{1}{2}, 3x+2, 5 cm    the same value (formula.py). A unit may be left off; 50% is
+                                         50 or 0.5; 0.333333 is a third, rounded
+    named     x=5, f(x)=2x, e=1/2        the same name and value; the name may be left off
+    relation  x^2+y^2=1, y < 2x          the same difference of the sides, up to a constant factor
+    list      1,2; \{1,2\}; 1 \pm i      the same members in any order
+    tuple     (1,2), a matrix            the same members in this order; (1,2) also as 1,2
+    system    x=1,y=2                    the same value of each name; (1,2) has them in order
+    range     [1,2), 1 \le x<2, x \ne 3  the same ends; (1,2) may be a range, too
+    ratio     3:4:5                      the same proportions
+    text      n \text{ is even}, 25_8    the same words, and between them equal formulas
+    option    (B) 42                     the same letter, with or without its text
+
+A question is not its answer: sums, integrals and what is to be solved (2x=10, x^2 \le 4) are not
+equal to their solutions, and 25_8 is not 21. Equal texts are equal, also where the gold answer
+cannot be read. A sentence can be said in other words, so it cannot be read as a gold answer.
 """
-import contextlib
 import functools
-import logging
-import os
-import random
 import re
-import resource
-from decimal import Decimal
+from collections import namedtuple
 from fractions import Fraction
-from pathlib import Path
 
-from runtime.verify import pool
-from runtime.verify.answer import PLAIN, in_ascii, replaced
+from runtime.verify import formula
+from runtime.verify.answer import is_float
+from runtime.verify.formula import ONE, ZERO, Unreadable, is_word, names_of, tokens_of, typed
+from runtime.verify.units import MEASURES, PERCENT, read_unit, same_units, start_of_unit
 
-PLAIN_NUMBER = re.compile(f"-?{PLAIN}")
-# as JSON, Python and calculators write them; 2e-5 may be Euler's number, 2e-05 and 2e5 are not
-E_NOTATION = re.compile(
-    r"-?(?:\d+(?:\.\d+)?[eE](?:[-+]\d{2,3}|\d{1,2})|(?:1|\d+\.\d+)[eE]-\d{1,2})")
-WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:bf|rm)|mbox)\s?\{([^{}]*)\}")
-CHOICE = re.compile(  # an option with its letter, \textbf{(D)} 15, and no second letter
-    r"\\(?:text|math)(?:bf|rm)?\s?\{\s?\(([A-J])\)\s?\}\s*-?(?:\d|\\(?:[dt]?frac|sqrt|\$))"
-    r"(?!.*(?:\([A-J]\)|\b(?:or|and)\b|,\s))")
-HALF_OF_DAY = re.compile(r"(?i)(?<![A-Z\\])([ap])\.?\s?m(?![A-Z])")  # a.m., PM, but not \pm
-COUNTS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
-BASES = "zero one two three four five six seven eight nine ten eleven twelve".split()
+Formula = namedtuple("Formula", "tree unit plain", defaults=[(), ""])  # plain: a number as typed
+Named = namedtuple("Named", "name value tree")  # tree: of the name, None if it is no formula
+Relation = namedtuple("Relation", "sign left right")  # sign: "=", "<" or "\le"
+Members = namedtuple("Members", "values is_set", defaults=[False])  # is_set: it has braces
+Tuple = namedtuple("Tuple", "values brackets")
+System = namedtuple("System", "names values")
+Range = namedtuple("Range", "name pieces")
+Piece = namedtuple("Piece", "low high left right")  # trees, and a bracket at each end
+Ratio = namedtuple("Ratio", "parts unit is_time")
+Text = namedtuple("Text", "parts")  # words as str, formulas and others
+Rounded = namedtuple("Rounded", "exact rounded")  # \pi \approx 3.14
 
-
-def _based(m):
-    """25_8 -> 77 b_{8}, which no number without a base 8 is equal to. 77 is 25 in base 36."""
-    digits, base = m[1], re.sub(r"\\[a-z]+|base|[^A-Za-z\d]", "", m[2]) or "0"
-    base = str(BASES.index(base)) if base in BASES else base
-    number = int(digits.replace(".", "z"), 36)
-    return digits if base == "10" else rf"{number} b_{{{int(base, 36)}}} "
-
-
-def _repeating(m):
-    """0.1\\overline{6} -> \\frac{15}{90}"""
-    first, period = m[1] + m[2], m[3] or m[4]
-    difference = int(first + period) - int(first or 0)
-    return rf"\frac{{{difference}}}{{{10**len(m[2]) * (10**len(period) - 1)}}}"
-
-
-def _ratio(m):
-    """3:4:5 -> (\\frac{3}{5}, \\frac{4}{5}); the library divides 3 by 4 and by 5."""
-    *parts, last = m[0].split(":")
-    return "(" + ", ".join(rf"\frac{{{part}}}{{{last}}}" for part in parts) + ")"
-
-
-TIDY = (
-    (r"(?<=\d),\\!\s*(?=\d{3})", ","),  # before \! goes: "11, 111" would be a list
-    (r"(?<!\\)\\[,; ](?!\d{3}(?!\d)|[a-z])|~", " "),  # 2\ 3/4 is not 23/4
-    (r"(?<!\\)\\(?:[!,; ](?![a-z])|[()\[\]])|(?<!\\)\$"
-     r"|[\u200b-\u200f\u202a-\u202e\u2066-\u2069]", ""),
-)
-# What math-verify 0.9 and its latex2sympy2_extended 1.11 read wrongly or not at all
-LATEX = (
-    # colours, weights and sizes
-    (r"\\(?:text)?color\s?\{\w+\}|\\hspace\s?\{\w+\}|\\text\s?\{\\\$\}"
-     r"|\\(?:[bB]igg?[lrm]?|boldsymbol|bm|bf|mathsf|underline|[lL]arge)(?![A-Za-z])", ""),
-    (r"\\\\\s?\[\d[\d.]*\s?[a-z]{2}\]|\\cr(?![a-z])", r"\\\\ "), (r"\{smallmatrix\}", "{pmatrix}"),
-    (r"\\lbrace(?![a-z])", r"\\{"), (r"\\rbrace(?![a-z])", r"\\}"),
-    (r"\\varnothing", r"\\emptyset "),
-    (r"\\mathbb\s?([A-Z])|\\([RZNQC])(?![A-Za-z])", r"\\mathbb{\1\2}"),
-    (r"\\(?:sfrac|nicefrac)(?![a-z])", r"\\frac"),
-    (r"\\([dt]?)frac\s+([A-Za-z])\s?([A-Za-z\d])", r"\\frac{\2}{\3}"),
-    # as in books of other countries
-    (r"\\(?:operatorname\s?(\{))?(arc)?tg(?![a-z])(?(1)\})", r"\\\2tan "),
-    (r"(?<![A-Za-z\\])C_\{?(\d+)\}?\^\{?(\d+)\}?", r"\\binom{\1}{\2}"), (r"\s?;\s?", ", "),
-    ("∶|\\\\colon(?![a-z])", ":"), (r"^[^:=]+(?::[^:=]+){2,}$", _ratio),
-    (r"^\\\{\s?[a-z]\s?(?:\\in\s?\\mathbb\{R\}\s?)?(?:\\mid|[|:])(.*)\\\}$", r"\1"),  # {x | x > 2}
-    # the library drops words at the end, whatever they say
-    (rf"(?<=[\d}}])\s*(\\(?:text|mathrm|mbox)\s?\{{)?\s*({'|'.join(COUNTS)})s?\b",
-     lambda m: rf" \cdot 10^{{{COUNTS[m[2]]}}} {m[1] or ''}"),
-    (r"(?<=\d)\s*\\(?:text|mathrm)\s?\{\s*dozen\b", r" \\cdot 12 \\text{"),
-    (r"\\(?:text|mathrm|mbox)\s?\{(\s*(?:squared|cubed|halves|thirds"
-     r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?)\b[^{}]*"
-     r"|[^{}]*\b(?:or|not|if|unless|except)\b[^{}]*|(?:[^{}]*[\s(,–-])?\d+\W*)\}$", r" \1 "),
-    (r"(?<=[\d}])(?:,\s?)?(?:\\[lcd]?dots|\.\.\.|…)(?=\s?(?:\\\}|\))?$)", " d_{ots}"),
-    (r"\}\s*/\s*\\(?:text|mathrm)\s?\{\s*", "/"),
-    # degrees: it takes sin 30° for the sine of 30
-    (r"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s?\^\{?-?\d\}?)?\s?(?:\\left)?[({]?\s?)(\d+)\s?"
-     r"(?:°|\^\{?\\circ\s?\}?)",
-     r"\1{\\frac{\2\\pi}{180}}"),
-    (r"^(?!.*['′]|.*prime|.*\\(?:sin|cos|tan|cot|sec|csc)).*$", lambda m: re.sub(
-        r"\^\{?\\circ\s?\}?|°", "", m[0])),
-    (r"[⁰¹²³⁴-⁾ⁿ]+", lambda m: f"^{{{in_ascii(m[0])}}}"),
-    (r"[₀-₉]+", lambda m: f"_{{{in_ascii(m[0])}}}"),
-    (r"[¼-¾⅐-⅞]", lambda m: r"\frac{%s}{%s}" % tuple(in_ascii(m[0]).split("/"))),
-    (r"([√∛∜])\s?(\d+(?:\.\d+)?|[^\W\d]|\([^()]*\)|(?=\{))",
-     lambda m: r"\sqrt[%d]" % ("√∛∜".find(m[1]) + 2) + (m[2] and f"{{{m[2]}}}")),
-    ("[！-～⁄∕𝐀-𝟿]", lambda m: in_ascii(m[0])),
-    ("∞", r"\\infty "), ("[·∙]", r"\\cdot "), ("∈", r"\\in "), ("°", r"^\\circ "),
-    ("[−‐‑﹣]|(?<!\\d)(?<!\\d )–", "-"),
-    (r"(?<![\\A-Za-z])(?:oo|[Ii]nfinity)(?![A-Za-z])", r"\\infty "),
-    # names of functions and letters, upright or without a backslash
-    (r"(?:\\(?:mathrm|operatorname|text)\s?(\{)|(?<![\\A-Za-z])(?<!(?:rm|xt|me)\{))"
-     r"(pi|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp"
-     r"|alpha|beta|gamma|theta|lambda|phi|omega)(?![A-Za-z])(?(1)\})", r"\\\2 "),
-    (rf"(?<![\w.)}}]){E_NOTATION.pattern}(?![\w.])", lambda m: re.sub(
-        "[eE](.+)", r" \\cdot 10^{\1}", m[0])),
-    (r"(?<![\\A-Za-z])factorial\s?(\([^()]*\))", r"{\1!}"),
-    (r"\*\*", "^"), (r"\^\s?(-\d+)", r"^{\1}"),
-    # mixed numbers without LaTeX; the library multiplies
-    (r"(?<![\d.^_/}])(?<!frac )(\d+)\s([1-9]\d?)\s?/\s?(\d{1,3})(?![\d.])", r"\1\\frac{\2}{\3}"),
-    (r"(\d*)\.(\d*)(?:\\(?:overline|bar|dot)\s?\{?(\d+)\}?|\((\d+)\))", _repeating),
-    (r"(?<![\w^.])\(([\dA-F.]+)\)(?=_)", r"\1"),
-    (r"(?<![\w^.])([\dA-F]*\d[\dA-F.]*(?=_\s?\{?1[1-6])|\d[\d.]*)"
-     r"_\s?(\d+|\w|\{(?:[^{}]|\{[^{}]*\})*\})", _based),
-    # it takes all from the first \text to a } at the end for a unit: 5 \text{ to } \sqrt{36} was 5
-    (r"\\(?:text|mbox|mathrm)\s?\{([^{}]*)\}(?!\^\{?\d\}?$)(?=.+\}(?:\^\d)?$)", r" \1 "),
-    # upright constants
-    (r"\\(?:math(?:rm|it)|text(?:rm|it|normal)?|operatorname|rm)\s*(\{)?\s*([ei]|\\pi)(?![A-Za-z])"
-     r"\s*(?(1)\})", r"{\2}"), (r"I(?=\s?\^)", "{I}"),  # it drops I's exponent
-)
-
-SECONDS = 5.0  # limit of a comparison outside Verifier, which has its own
+LETTERS = "ABCDEFGHIJ"  # of options
+# golds of data sets that have none
+PLACEHOLDERS = set("proof proofs proven proved seeproof seesolution seeexplanation notfound n/a nan"
+                   " noanswer notprovided notgiven notavailable null unknown tbd todo omitted"
+                   " missing".split())
 
 
 @functools.lru_cache(1 << 14)  # the completions of a group often agree
 def same_math(gold, answer):
-    r"""Whether two LaTeX answers are equal; None if the gold answer cannot be read or time is over.
+    r"""Whether two answers in LaTeX are equal; None if the gold answer cannot be read.
 
-    Both are taken whole: no number is searched for inside them. Equal texts are equal, also where
-    the gold answer cannot be read; one of letters only, in any script, always can. sympy hangs on
-    some answers (9^{9^9}): outside a worker of Verifier, which has its own limit, the comparison
-    runs in a process that can be killed. Raises MemoryError near the memory limit of a worker.
+    Both are taken whole: no number is searched for inside them.
 
-    >>> same_math(r"\frac{1}{2}", "0.5"), same_math(r"\text{(B)}", "B"), same_math("5", "5 eggs")
+    >>> same_math(r"\frac{1}{2}", "0.5"), same_math(r"\text{(B)}", "B"), same_math("5", "6, 5")
     (True, True, False)
     """
-    gold, answer = _tidy(gold), _tidy(answer)
-    if _typed(gold) == _typed(answer) != "":  # also if math-verify cannot read it
+    gold, said = tokens_of(gold), tokens_of(answer)
+    if not gold or typed(gold).lower() in PLACEHOLDERS:
+        return None
+    if gold == said or same_words(gold, said):
         return True
-    halves = [{half.lower() for half in HALF_OF_DAY.findall(side)} for side in (gold, answer)]
-    if all(halves) and halves[0] != halves[1]:
+    option, other = option_of(gold), option_of(said)
+    if is_product(answer):
+        other = None
+    if option and other:
+        return same_options(option, other)
+    if option and option.text:
+        return bool(same_tokens(option.text, said))
+    if other and other.text:
+        return same_tokens(gold, other.text)
+    return same_tokens(gold, said)
+
+
+def same_tokens(gold, said):
+    """same_math for tokens."""
+    gold, remark = without_remark(gold)
+    said, other_remark = without_remark(said)
+    try:
+        value = read_answer(gold)
+    except (Unreadable, RecursionError):
+        return None
+    try:
+        return same_remarks(remark, other_remark) and same(value, read_answer(said))
+    except (Unreadable, RecursionError):
         return False
-    chosen = [CHOICE.match(side) for side in (gold, answer)]
-    letters = [m[1] if m else _typed(side).strip("()") for m, side in zip(chosen, (gold, answer))]
-    if sum(map(bool, chosen)) == 1 and letters[0] == letters[1]:
-        return True
-    if PLAIN_NUMBER.fullmatch(gold) and PLAIN_NUMBER.fullmatch(answer):
-        return Fraction(gold) == Fraction(answer)
-    if r"\text" in gold or re.fullmatch("[A-Za-z]{2,}", gold):  # a word or a multiple-choice letter
-        words = [re.sub(r"\\[a-z]+|[^a-z0-9]", "", side.lower()) for side in (gold, answer)]
-        if words[0] == words[1] and words[0].isalpha():  # no digits: 5.4 cents is not 54 cents
+
+
+def same_words(gold, said):
+    r"""Whether both are the same letters, and words: \text{Yes} is yes."""
+    if not any(map(is_word, gold + said)):
+        return False
+    for change in str, str.lower:
+        texts = []
+        for tokens in gold, said:
+            words = [change(token) if is_word(token) else token for token in tokens]
+            texts.append(re.sub(r"[(),.!]", "", typed(words)))
+        if texts[0] == texts[1] and texts[0].isalpha():
             return True
-    if _amounts(gold) == _amounts(answer) != []:
-        return True
-    if pool.in_pool.is_set():
-        equal = _compare(gold, answer)
-    else:
-        [equal] = _own_pool(os.getpid()).run([(gold, answer)])
-    if isinstance(equal, bool):
-        return equal
-    return False if gold.isalpha() else None
+    return False
 
 
-def _typed(latex):
-    """Without \\text{} and spaces that keep no digits apart: \\text{June }20 is June 20."""
-    return re.sub(r"(?<![\d\s])\s+|\s+(?![\d\s])", "", WRAPPED.sub(r"\1", latex))
+# ---------------------------------------------------------------------------- options and remarks
+
+Option = namedtuple("Option", "letter text")  # text: tokens
 
 
-def _amounts(text):
-    """[("10", "hens"), ("9", "cows")] for "9 cows and 10 \\text{ hens}"; [] for any other text."""
-    text = re.sub(r"\\(?:text|mathrm|mbox)\s?\{([^{}]*)\}", r" \1 ", text)
-    text = re.sub(r"\band\b|[,;&]|\\(?=[\s,;&])", " ", text)
-    amount = r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]{2}[A-Za-z\s]*)"
-    found = re.findall(amount, text) if re.fullmatch(f"(?:{amount})+", text) else []
-    return sorted((number, " ".join(words.split())) for number, words in found)
+def option_of(tokens):
+    """B, (B), (B) 42 or Option B as an option; None for others."""
+    if typed(tokens[:1]).lower() in ("option", "choice"):
+        tokens = tokens[1:]
+    found = re.match(r"\(([A-J])\)|([A-J])[).:]|([A-J])$", typed(tokens[:3]))
+    if not found:
+        return None
+    text = tokens[len(found[0]):]
+    has_others = re.search(r"[A-J][).:]", typed(text)) or text[1:] and text[-1] in LETTERS
+    if has_others or {",", '"or', '"and'} & set(text):
+        return None
+    if re.match(r"[-+*/^_=<>,;!'(]", typed(text)):
+        return None  # a formula with a letter
+    return Option(found[1] or found[2] or found[3], text)
 
 
-@functools.cache
-def _own_pool(pid):
-    """One worker for calls outside Verifier. Per process id: a fork does not inherit its thread."""
-    return pool.Pool(_make_handler, workers=1, timeout=SECONDS)
+def is_product(answer):
+    """Whether a letter in brackets is a factor: (B)x, but not (B) x."""
+    letter = r"(?:\\\w+\{)?\([A-J]\)\}?"
+    factor = r"(?:[A-Za-z]|\\(?![,;: ]|text|[dt]?frac|sqrt|q?quad))"
+    return bool(re.match(letter + factor, answer.strip()))
 
 
-def _make_handler():
-    warm_math()
-    return lambda task: _compare(*task), None
+def same_options(gold, said):
+    if gold.letter != said.letter:
+        return False
+    return not gold.text or not said.text or bool(same_tokens(gold.text, said.text))
 
 
-def _compare(gold, answer):
-    """math-verify's verdict, None if it cannot read the gold answer.
-
-    For workers: raises MemoryError where it may have failed for lack of their memory."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _peak_bytes()
-    left = resource.getrlimit(resource.RLIMIT_DATA)[0] - pool.data_bytes()
-    equal = _math_verify()(gold, answer)
-    if not equal and _peak_bytes() - before > left / 2:
-        _math_verify.cache_clear()  # it may have cached a failed parse
-        raise MemoryError("near the memory limit, where math-verify reports unequal")
-    return equal
-
-
-def _peak_bytes():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+def without_remark(tokens):
+    r"""The tokens before \text{for all } x, \text{where } ..., (x > 0), k \in \Z; and the rest."""
+    for at in range(1, len(tokens)):
+        phrase = " ".join(tokens[at:at + 2]).lower()
+        if re.match(r'"for "(all|every|any|each)$|"where\b|\\forall\b', phrase):
+            end = at - 1 if tokens[at - 1] == "," else at
+            return tokens[:end], tokens[at:]
+    if re.search(r",[a-z]\\in\\[ZNRQ]$", typed(tokens)):
+        return tokens[:-4], tokens[-4:]
+    at = len(tokens) - 1
+    while at > 0 and tokens[-1] == ")" and not is_bracket(tokens[at:]):
+        at -= 1
+    if at > 0 and tokens[at] == "(" and RELATIONS & set(tokens[at:]):
+        return tokens[:at], tokens[at:]
+    return tokens, ()
 
 
-def _tidy(latex):
-    r"""Without LaTeX's spaces, signs around a formula, invisible characters, the full stop at the
-    end and the thousands separators of a number (1,000; 1 000; 11,\! 111)."""
-    latex = replaced(latex, TIDY).strip().removesuffix(".").rstrip()
-    if E_NOTATION.fullmatch(latex):
-        return format(Decimal(latex), "f")
-    return re.sub("[ ,~]", "", latex) if PLAIN_NUMBER.fullmatch(latex) else latex
+def same_remarks(gold, said):
+    """A remark may be left off, or, without numbers and bounds, be in other words."""
+    has_bounds = re.search(r"[\d<>=]|\\[lg]e", typed(gold + said))
+    return not gold or not said or gold == said or not has_bounds
 
 
-@functools.cache
-def _math_verify():
-    from math_verify import LatexExtractionConfig, grader, parse, verify  # takes 0.3 s
-    from sympy import Abs, FiniteSet, Float, Pow, Rational, Symbol, Tuple, UnevaluatedExpr, sign
-    from sympy.core.function import AppliedUndef
-    from sympy.core.relational import Relational
-    from sympy.matrices import MatrixBase, MatrixExpr
+# -------------------------------------------------------------------------- reading: lists, names
 
-    # it warns that its timeouts are off
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    latex = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+OPENING = {"(", "[", "{", r"\{", r"\begin", r"\lfloor", r"\lceil"}
+CLOSING = {")", "]", "}", r"\}", r"\end", r"\rfloor", r"\rceil"}
+RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\ne", r"\in", r"\approx"}
+TURNED = {">": "<", r"\ge": r"\le"}
 
-    @functools.lru_cache(1 << 12)  # the completions of a group share their gold answer
-    def read(text):  # its own timeout is signal.alarm, which cannot interrupt sympy's C code
-        text = replaced(text, LATEX)
-        # i that is no index is I; to the library it is a letter. No interval (i, 2) ends at I
-        complex_text = text if "_" in text else re.sub(r"(?<![A-Za-z\\])i(?![A-Za-z])", "{I}", text)
-        found = [parse(rf"\boxed{{{each}}}", latex, "no_fallback", "first_match",
-                       parsing_timeout=None) for each in dict.fromkeys((complex_text, text))]
-        return found[0] or found[-1]
 
-    def is_root(e):
-        return isinstance(e, Pow) and e.exp.is_Rational and not e.exp.is_Integer
+def split(tokens, separators):
+    """The parts of tokens between separators that stand in no bracket, and these separators."""
+    parts, used = [()], []
+    depth = 0
+    for token in tokens:
+        depth += (token in OPENING) - (token in CLOSING)
+        if token in separators and depth == 0:
+            parts.append(())
+            used.append(token)
+        else:
+            parts[-1] += (token,)
+    return parts, used
 
-    def agree(pair, tolerance, equal):
-        """Whether both are equal up to `tolerance`: with letters, at 12 points, of which 6 are
-        positive. `equal` if fewer than 3 are left of those where no root is imaginary."""
-        rng, tried = random.Random(0), 0
-        pair = pair.xreplace({x: Rational(str(x)) for x in pair.atoms(Float)})
-        letters = sorted(pair.free_symbols, key=str)
-        roots = [e for e in pair.atoms(Pow) if is_root(e) and e.exp.q % 2 == 0 and e.free_symbols]
-        pair = pair.replace(  # the cube root of a real number is real
-            lambda e: is_root(e) and e.exp.q % 2 and e.free_symbols,
-            lambda e: sign(e.base)**e.exp.p * Abs(e.base)**e.exp)
-        for n in range(12 if letters else 3):
-            low = 1 if n < 6 else -999
-            point = {letter: Rational(rng.randint(low, 999), 10**rng.randint(1, 3))
-                     for letter in letters}
-            if all(root.base.subs(point).evalf() >= 0 for root in roots):
-                a, b = (e.subs(point) for e in pair)
-                largest = max(abs(a.evalf()), abs(b.evalf()))
-                if not abs((a - b).evalf(maxn=300)) <= tolerance * largest:
-                    return False
-                tried += 1
-        return tried >= 3 or equal
 
-    library_equal = grader.sympy_numeric_eq
+def parts_of(tokens, *separators):
+    parts, _ = split(tokens, separators)
+    return parts
 
-    def numeric_equal(a, b, *digits):
-        """The library's verdict, corrected: it takes what is nearer than 1e-15 for equal, decimals
-        nearer than 1e-6, and sqrt(a b) for another number than sqrt(a) sqrt(b)."""
-        equal, pair = library_equal(a, b, *digits), Tuple(a, b)
-        if pair.has(MatrixBase, MatrixExpr, UnevaluatedExpr):  # matrices entry by entry; percents
-            return equal
-        rounded = equal and (isinstance(a, Float) or isinstance(b, Float))
-        if equal or pair.has(Float) or pair.free_symbols and any(map(is_root, pair.atoms(Pow))):
-            with contextlib.suppress(Exception):  # of sympy, any type: it is no number
-                return agree(pair, 0.01 if rounded else 1e-200, equal)
-        return equal
 
-    grader.sympy_numeric_eq = numeric_equal
+def is_bracket(tokens):
+    """Whether the first token is a bracket that the last one closes."""
+    depth = 0
+    for at, token in enumerate(tokens):
+        depth += (token in OPENING) - (token in CLOSING)
+        if depth == 0:
+            return 0 < at == len(tokens) - 1
+    return False
 
-    def is_range(answer, gold):
-        """Whether the answer, such as 1 <= x < 2, may be compared with a gold interval.
 
-        It must bound x or f(x) alone, because x^2 <= 4 may only repeat the question, and a variable
-        that the gold answer names. math-verify would take 1 < x < 2 for the set {1, 2}, too."""
-        if isinstance(gold, FiniteSet) or not gold.free_symbols <= answer.free_symbols:
+@functools.lru_cache(1 << 13)  # the completions of a group share their gold answer
+def read_answer(tokens):
+    """An answer as one of the kinds above. Raises Unreadable."""
+    following = (*tokens[1:], "")
+    tokens = tuple(token for token, after in zip(tokens, following)
+                   if token != "," or after not in ('"and', '"or'))  # 1, 2, and 3
+    alternatives = parts_of(tokens, ";", '"or')
+    if len(alternatives) == 1:
+        return read_list(tokens, "and")
+    values = tuple(read_list(part, "or") for part in alternatives)
+    if any(isinstance(value, System) for value in values):
+        return Members(values)
+    return joined(flat(values), "or")
+
+
+def read_list(tokens, word):
+    """The value of items between commas. word: "and" or "or", which joins ranges."""
+    items = parts_of(tokens, ",", '"and', "&")
+    return joined(flat(map(read_item, items)), word)
+
+
+def flat(values):
+    """Values, and in place of lists without braces their members."""
+    members = ()
+    for value in values:
+        is_list = isinstance(value, Members) and not value.is_set
+        members += value.values if is_list else (value,)
+    return members
+
+
+def joined(values, word):
+    """One value of several between which a comma, "and" or "or" stands."""
+    first, *others = values
+    if not others:
+        return first
+    kinds = set(map(type, values))
+    if kinds == {Range}:
+        names = {value.name for value in values} - {None}
+        if len(names) < 2:
+            return joined_ranges(values, word)
+    if kinds == {Named}:
+        return systems(values)
+    if isinstance(first, Named) and not kinds & {Range, Relation}:  # x=1,2
+        return first._replace(value=Members((first.value, *others)))
+    return Members(values)
+
+
+def systems(values):
+    """x=1,x=2 are two values of x; x=1,y=2 is a system; where a name returns, the next begins."""
+    names = {value.name for value in values}
+    if len(names) == 1:
+        members = tuple(value.value for value in values)
+        return values[0]._replace(value=Members(members))
+    found = [System((), ())]
+    for name, value, _ in values:
+        if name in found[-1].names:
+            found.append(System((), ()))
+        names, others = found[-1]
+        found[-1] = System((*names, name), (*others, value))
+    return found[0] if len(found) == 1 else Members(tuple(found))
+
+
+def read_item(tokens):
+    """A value or relation without commas; else a text."""
+    try:
+        return read_relation(tokens)
+    except Unreadable:
+        if any(map(is_word, tokens)):
+            return read_text(tokens)
+        raise
+
+
+def read_relation(tokens):
+    if r"\pm" in tokens or r"\mp" in tokens:
+        return joined(tuple(map(read_relation, both_signs(tokens))), "or")
+    sides, signs = split(tokens, RELATIONS)
+    if not signs:
+        return read_value(tokens)
+    if r"\approx" in signs:
+        return read_rounded(sides, signs)
+    if set(signs) == {"="}:
+        return read_equation(sides)
+    name = name_of(sides[0])
+    if signs == [r"\in"] and name:
+        value = as_range(read_value(sides[1]))
+        is_range = isinstance(value, Range)
+        return value._replace(name=name) if is_range else Named(name, value, None)
+    if signs == [r"\ne"] and name:
+        point = read_formula(sides[1])
+        return reals_without([point])._replace(name=name)
+    return read_inequality(sides, signs)
+
+
+def both_signs(tokens):
+    r"""The tokens with + and with - for each \pm; with \mp in them all signs change together."""
+    if tokens.count(r"\pm") > 3:
+        raise Unreadable("too many signs")
+    versions = []
+    for plus, minus in ("+", "-"), ("-", "+"):
+        if r"\mp" in tokens:
+            signs = {r"\pm": plus, r"\mp": minus}
+            versions.append(tuple(signs.get(token, token) for token in tokens))
+        else:
+            at = tokens.index(r"\pm")
+            version = tokens[:at] + (plus,) + tokens[at + 1:]
+            versions += both_signs(version) if r"\pm" in version else [version]
+    return versions
+
+
+def read_equation(sides):
+    """Named if one side is a name: the first, or the last one of 5=x."""
+    left, *between, right = sides
+    if not name_of(left) and name_of(right):
+        if not names_of(read_formula(left).tree):
+            left, right = right, left
+    if any(isinstance(value, Text) for value in map(read_value, between)):
+        raise Unreadable("words in a chain")
+    name, value = name_of(left), read_value(right)
+    if not name:
+        return Relation("=", read_value(left), value)
+    if name[0] == "(" and isinstance(value, Tuple):  # (x,y) = (1,2)
+        names = tuple(name[1:-1].split(","))
+        if len(names) != len(value.values):
+            raise Unreadable("a name for each value")
+        return System(names, value.values)
+    try:
+        return Named(name, value, formula.read(left))
+    except Unreadable:
+        return Named(name, value, None)
+
+
+LETTER = r"(?:\\[a-z]+|[A-Za-z])(?:_\{?\w+\}?|'|\^\{-1\})*"
+NAME = re.compile(rf"[A-Z]{{2,4}}|\|[A-Za-z]{{1,2}}\||m?\\angle\{{?[A-Z\d]+\}}?"
+                  rf"|{LETTER}\([A-Za-z\d,\\]*\)|\(({LETTER},)+{LETTER}\)")
+
+
+def name_of(tokens):
+    r"""The name that tokens are: x, x_1, y', AB, |AB|, f(x), (x,y), \text{area}; else ""."""
+    if all(map(is_word, tokens)) or NAME.fullmatch(typed(tokens)):
+        return typed(tokens)
+    try:
+        tree = formula.read(tokens)
+    except Unreadable:
+        return ""
+    return tree[1] if tree[0] in ("name", "constant") else ""
+
+
+def read_inequality(sides, signs):
+    r"""A range if it bounds one name, 1 \le x < 2; else a relation such as y^2 < x."""
+    if set(signs) <= TURNED.keys():
+        signs = [TURNED[sign] for sign in reversed(signs)]
+        sides = sides[::-1]
+    if not set(signs) <= {"<", r"\le"}:
+        raise Unreadable("relations that differ")
+    places = [at for at, side in enumerate(sides) if name_of(side)]
+    if len(sides) > 3 or len(sides) == 3 and places != [1]:
+        return Text(("".join(signs), *map(read_formula, sides)))  # a < b < c
+    if not places:
+        return Relation(signs[0], *map(read_formula, sides))
+    at = places[0]
+    low, left = MINUS_INFINITY, "("
+    high, right = INFINITY, ")"
+    if at > 0:
+        low = read_formula(sides[at - 1]).tree
+        left = "[" if signs[at - 1] == r"\le" else "("
+    if at + 1 < len(sides):
+        high = read_formula(sides[at + 1]).tree
+        right = "]" if signs[at] == r"\le" else ")"
+    piece = Piece(low, high, left, right)
+    return Range(name_of(sides[at]), (piece,))
+
+
+def read_rounded(sides, signs):
+    r"""\pi \approx 3.14 is \pi or 3.14, x \approx 3.14 is x = 3.14."""
+    if not set(signs) <= {"=", r"\approx"}:
+        raise Unreadable("relations that differ")
+    *before, last = [side for side in sides if side]
+    if not before:
+        return read_value(last)
+    if len(before) == 1 and name_of(before[0]):
+        return read_equation([*before, last])
+    exact = read_equation(before) if len(before) > 1 else read_value(before[0])
+    value = exact.value if isinstance(exact, Named) else exact
+    rounded = read_value(last)
+    if isinstance(value, Formula) and isinstance(rounded, Formula):
+        if not is_near(value, rounded, formula.number(rounded.tree) / 50):
+            return exact
+    return Rounded(exact, rounded)
+
+
+# --------------------------------------------------------------------------- reading: one value
+
+INFINITY = ("constant", "infinity")
+MINUS_INFINITY = ("-", ZERO, INFINITY)
+MATRICES = {"matrix", "pmatrix", "bmatrix", "smallmatrix", "array"}
+LINES = {"cases", "aligned", "array"}
+BASES = "zero one two three four five six seven eight nine ten eleven twelve".split()
+BASED = re.compile(r"\(?(-?[\dA-F]*\d[\dA-F.]*)\)?_\{?(?:base)?([a-z]+|\d+)\}?")
+DATE = re.compile(r"(\d{4})[-/](\d\d?)[-/](\d\d?)|(\d\d?)[-/](\d\d?)[-/](\d{4})")
+
+
+def read_value(tokens):
+    """A value without relation or comma outside brackets."""
+    if not tokens:
+        raise Unreadable("nothing")
+    if tokens == (r"\emptyset",):
+        return Members((), True)
+    parts = parts_of(tokens, r"\cup")
+    if len(parts) > 1:
+        return joined_ranges(list(map(read_range, parts)), "or")
+    if tokens == (r"\R",):
+        return reals_without([])
+    if tokens[:2] in [(r"\R", r"\setminus"), (r"\R", "-")]:
+        return reals_without(read_value(tokens[2:]).values)
+    if tokens[0] == r"\begin" and r"\end" in tokens[-4:-3]:
+        return read_lines(tokens)
+    if tokens[:2] == (r"\{", r"\begin"):  # \left\{ ... \right.
+        return read_lines(tokens[1:])
+    if is_bracket(tokens):
+        value = read_bracket(tokens)
+        if value:
+            return value
+    if date := DATE.fullmatch(typed(tokens)):
+        numbers = [number.lstrip("0") for number in date.groups() if number]
+        return Text(tuple(numbers))
+    if based := BASED.fullmatch(typed(tokens)):
+        return read_based(*based.groups())
+    if ":" in tokens or start_of_unit(tokens) < len(tokens):
+        return read_quantity(tokens)
+    return read_formula(tokens)
+
+
+def read_formula(tokens):
+    plain = typed(tokens)
+    is_plain = re.fullmatch(r"-?(?:\d+(?:\.\d+)?|\.\d+)", plain)
+    return Formula(formula.read(tokens), (), plain if is_plain else "")
+
+
+def read_bracket(tokens):
+    """What stands in brackets: a set, a tuple or a matrix; None for a formula."""
+    inside = tokens[1:-1]
+    is_list = len(parts_of(inside, ",", ";")) > 1
+    has_condition = len(parts_of(inside, "|")) == 2
+    if tokens[0] == r"\{" or tokens[0] == "{" and (is_list or has_condition):
+        return read_set(inside)
+    if tokens[0] in "([" and is_list:
+        return read_tuple(tokens)
+    return read_value(inside) if inside[:1] == (r"\begin",) else None
+
+
+def read_set(tokens):
+    """A set, or a range such as {x | x > 2}. tokens: those between the braces."""
+    head, *condition = parts_of(tokens, "|", ":")
+    variable, *_ = parts_of(head, r"\in")
+    if len(condition) == 1 and variable and name_of(variable):
+        value = read_item(condition[0])
+        if not isinstance(value, Range):
+            raise Unreadable("a set of no range")
+        return value
+    items = parts_of(tokens, ",", ";") if tokens else []
+    return Members(flat(map(read_item, items)), True)
+
+
+def read_tuple(tokens):
+    """A tuple or a range. tokens: with its brackets."""
+    values = tuple(map(read_item, parts_of(tokens[1:-1], ",", ";")))
+    left, right = tokens[0], tokens[-1]
+    ends = [value.tree for value in values if isinstance(value, Formula)]
+    is_infinite = INFINITY in ends or MINUS_INFINITY in ends
+    if is_infinite or left + right in ("(]", "[)"):
+        if len(ends) != 2:
+            raise Unreadable("a range has two ends")
+        return Range(None, (Piece(*ends, left, right),))
+    return Tuple(values, left + right if len(values) == 2 else "()")
+
+
+def read_lines(tokens):
+    r"""A matrix as a tuple of tuples; the lines of cases as a system or a list."""
+    kind = typed(tokens[2:3])
+    if kind not in MATRICES | LINES or tokens[-2] != tokens[2]:
+        raise Unreadable(f"{kind} is not read")
+    lines = tokens[4:-4]
+    if kind == "array":
+        lines = lines[lines.index("}") + 1:]
+    rows = []
+    for line in parts_of(lines, r"\\"):
+        if line:
+            rows.append(tuple(map(read_item, parts_of(line, "&"))))
+    if kind in LINES and max(map(len, rows)) == 1:
+        return joined(sum(rows, ()), "and")
+    return Tuple(tuple(Tuple(row, "row") for row in rows), "matrix")
+
+
+def read_based(digits, base):
+    """A number in a base as a text, 25_8; in base ten as a formula."""
+    if base in BASES:
+        base = str(BASES.index(base))
+    if base == "10":
+        return read_formula((digits,))
+    if not base.isdigit():
+        raise Unreadable("no base")
+    if int(base) < 11 and re.search("[A-F]", digits):
+        raise Unreadable("a digit that is too large")
+    return Text((f"{digits.lstrip('0')} in base {base}",))
+
+
+# ------------------------------------------------------------------------------- reading: ranges
+
+def as_range(value):
+    """A pair as the range that it may be; other values as they are."""
+    if not isinstance(value, Tuple) or len(value.values) != 2:
+        return value
+    low, high = value.values
+    if not isinstance(low, Formula) or not isinstance(high, Formula):
+        return value
+    return Range(None, (Piece(low.tree, high.tree, *value.brackets),))
+
+
+def read_range(tokens):
+    """A range, a pair as a range, or the numbers of a set as ranges."""
+    value = as_range(read_value(tokens))
+    if isinstance(value, Range):
+        return value
+    if not isinstance(value, Members) or not value.is_set:
+        raise Unreadable("no range")
+    points = [member.tree for member in value.values if isinstance(member, Formula)]
+    pieces = [Piece(point, point, "[", "]") for point in points]
+    return Range(None, tuple(pieces))
+
+
+def reals_without(points):
+    """The real numbers without some numbers."""
+    trees = sorted([point.tree for point in points], key=order)
+    pieces, low = [], MINUS_INFINITY
+    for high in [*trees, INFINITY]:
+        pieces.append(Piece(low, high, "(", ")"))
+        low = high
+    return Range(None, tuple(pieces))
+
+
+def order(tree):
+    """The number by which trees are sorted; letters have none, and stay."""
+    return 0 if names_of(tree) else formula.number(tree)
+
+
+def joined_ranges(ranges, word):
+    """The union of ranges, or for "and" their intersection."""
+    names = {value.name for value in ranges} - {None}
+    pieces = ranges[0].pieces
+    for value in ranges[1:]:
+        if word == "or":
+            pieces += value.pieces
+        else:
+            pieces = intersection(pieces, value.pieces)
+    return Range(names.pop() if names else None, in_order(pieces))
+
+
+def in_order(pieces):
+    """Pieces from left to right; those that meet are one. With letters in them, as they are."""
+    for piece in pieces:
+        if names_of(piece.low) or names_of(piece.high):
+            return pieces
+    merged = []
+    for piece in sorted(pieces, key=lambda piece: order(piece.low)):
+        last = merged[-1] if merged else None
+        gap = order(piece.low) - order(last.high) if last else 1
+        touch = gap == 0 and (last.right == "]" or piece.left == "[")
+        if order(piece.low) > order(piece.high):
+            continue
+        if gap >= 0 and not touch:
+            merged.append(piece)
+        elif order(piece.high) > order(last.high):
+            merged[-1] = last._replace(high=piece.high, right=piece.right)
+    return tuple(merged)
+
+
+def intersection(some, others):
+    """The pieces that lie in both."""
+    pieces = []
+    for a in some:
+        for b in others:
+            low, left = max((a.low, a.left), (b.low, b.left), key=start)
+            high, right = min((a.high, a.right), (b.high, b.right), key=end)
+            if order(low) < order(high):
+                pieces.append(Piece(low, high, left, right))
+    return tuple(pieces)
+
+
+def start(bound):
+    """By this the later one of two beginnings is found; of 1, the open one."""
+    tree, bracket = bound
+    return order(tree), bracket == "("
+
+
+def end(bound):
+    tree, bracket = bound
+    return order(tree), bracket == "]"
+
+
+# ---------------------------------------------------------------------- reading: units and words
+
+MOST_WORDS = 6  # of a text; a longer one can be said in other words
+
+
+def read_quantity(tokens):
+    """A number or ratio with its unit; else a text."""
+    at = start_of_unit(tokens)
+    try:
+        factor, unit = read_unit(tokens[at:])
+        parts = list(map(read_formula, parts_of(tokens[:at], ":")))
+    except Unreadable:
+        return read_text(tokens)
+    words = {name for name, _ in unit} - MEASURES
+    if words and names_of(parts[0].tree):  # n odd
+        return read_text(tokens)
+    if len(parts) == 1 and factor == 1:
+        return parts[0]._replace(unit=unit)
+    if len(parts) == 1:
+        return Formula(("*", parts[0].tree, ("number", factor)), unit)
+    if factor != 1:
+        return read_text(tokens)
+    is_time = any(part.plain[:1] == "0" for part in parts)
+    return Ratio(tuple(part.tree for part in parts), unit, is_time)
+
+
+def read_text(tokens):
+    """Words, and between them the values of formulas."""
+    parts, run = [], []
+    for token in (*tokens, '"'):
+        if not is_word(token):
+            run.append(token)
+            continue
+        value = value_between(run)
+        if value:
+            parts.append(value)
+        run = []
+        word = token.strip('"').lower()
+        if parts and isinstance(parts[-1], str):
+            parts[-1] += word
+        elif word:
+            parts.append(word)
+    words = sum(map(is_word, tokens))
+    if words == 0 or words > MOST_WORDS:
+        raise Unreadable("no words, or too many")
+    return Text(tuple(parts))
+
+
+def value_between(tokens):
+    """The value of what stands between two words, without signs such as commas; or its text."""
+    while tokens and tokens[0] in ",.()!?:;":
+        del tokens[0]
+    while tokens and tokens[-1] in ",.()!?:;":
+        del tokens[-1]
+    try:
+        return read_item(tuple(tokens)) if tokens else ""
+    except Unreadable:
+        return "".join(tokens)
+
+
+# ------------------------------------------------------------------------------------- comparing
+
+def same(gold, said):
+    """Whether two answers are equal, each of one of the kinds at the top."""
+    for kind, compare in MIXED:
+        if isinstance(gold, kind) or isinstance(said, kind):
+            return compare(gold, said)
+    return type(gold) is type(said) and ALIKE[type(gold)](gold, said)
+
+
+def same_rounded(gold, said):
+    """A value is equal to either side of a sign for rounding."""
+    if isinstance(gold, Rounded) and isinstance(said, Rounded):
+        return same(gold.exact, said.exact)
+    if isinstance(gold, Rounded):
+        return same(gold.exact, said) or same(gold.rounded, said)
+    return same(gold, said.exact) or same(gold, said.rounded)
+
+
+def same_systems(gold, said):
+    """The values of each name. Beside a list or tuple: in the order of x, y, z or as written."""
+    if isinstance(gold, System) and isinstance(said, System):
+        values = dict(zip(said.names, said.values))
+        if sorted(gold.names) != sorted(values):
             return False
-        bounds = [[side for side in bound.args if side.free_symbols]
-                  for bound in answer.atoms(Relational)]
-        return all(len(b) == 1 and isinstance(b[0], Symbol | AppliedUndef) for b in bounds)
+        return all(same(value, values[name]) for name, value in zip(*gold))
+    system, other = gold, said
+    if isinstance(said, System):
+        system, other = said, gold
+    if not isinstance(other, (Tuple, Members)):
+        return False
+    letters = {name.partition("_")[0] for name in system.names}
+    if isinstance(other, Members) and (other is gold or len(letters) == 1):  # x_1, x_2: the roots
+        return same_members(Members(system.values), other)
+    values = system.values
+    if letters <= {"x", "y", "z"}:
+        value_of = dict(zip(system.names, values))
+        values = [value_of[name] for name in sorted(value_of)]
+    return same_in_order(values, other.values)
 
-    def compare(gold, answer):
-        if not read(gold):
-            return None
-        return verify(
-            read(gold), read(answer), timeout_seconds=None,
-            allow_set_relation_comp=any(is_range(said, read(gold)[0]) for said in read(answer)))
 
-    return compare
+def same_relations(gold, said):
+    """Relations; or one and a value, if the left side only says what the value is."""
+    if not isinstance(said, (Relation, Named)):
+        is_line = isinstance(gold.left, Formula) and names_of(gold.left.tree) & COORDINATES
+        return not is_line and is_label(gold) and same(gold.right, said)
+    if not isinstance(gold, (Relation, Named)):
+        return is_label(said) and same(gold, said.right)
+    if isinstance(gold, Named) and not is_curve(gold):  # solved, unlike 2x = 10
+        return False
+    return same_curves(as_relation(gold), as_relation(said))
 
 
-def warm_math():
-    """Compare one answer of each kind. Workers are forked with the caches that this fills."""
-    answers = (
-        r"\frac{3\sqrt{3}}{4}", "(1,2]", r"1<x\le 2", r"\{1,\pi\}", "x=1", "(x+1)^3", r"30^\circ",
-        r"1 \pm \sqrt{19}", r"(-\infty, 2) \cup (3, \infty)", r"\cot x", "1,-2",
-        r"\begin{pmatrix} 1 \\ a \end{pmatrix}", r"\frac{\sqrt{a}}{2}", r"0.5\sqrt{a}")
-    for gold, answer in zip(answers, answers[1:] + answers[:1]):
-        _math_verify()(_tidy(gold), _tidy(answer))
+def same_named(gold, said):
+    """A name may be left off. Two names may be those of one curve: y=x/2, x=2y."""
+    if isinstance(gold, Named) and isinstance(said, Named) and gold.name != said.name:
+        return is_curve(gold) and same_curves(as_relation(gold), as_relation(said))
+    return same(gold.value if isinstance(gold, Named) else gold,
+                said.value if isinstance(said, Named) else said)
+
+
+COORDINATES = {"x", "y", "z"}
+
+
+def is_label(relation):
+    """Whether the left side says what the right one is the value of, as in 8 * 9 = 72 or x+y = 3.
+
+    x^2 + 1 = 0 and x^2 = 4 are to be solved, and x^2 + y^2 = 9 is a circle."""
+    sign, left, right = relation
+    if sign != "=" or isinstance(left, Ratio):
+        return sign == "="
+    if not isinstance(left, Formula) or not isinstance(right, Formula):
+        return False
+    names = names_of(left.tree)
+    if not names:
+        return not left.plain and same(left, right)
+    has_power = names & COORDINATES and "'^'" in str(left.tree)
+    is_solved = not names_of(right.tree) and not formula.equal(right.tree, ZERO)
+    return is_solved and len(names) > 1 and not has_power and not formula.has_number(left.tree)
+
+
+def is_curve(named):
+    value = named.value
+    return isinstance(value, Formula) and len(names_of(value.tree)) > 0
+
+
+def as_relation(value):
+    if isinstance(value, Relation):
+        return value
+    left = Formula(value.tree) if value.tree else None
+    return Relation("=", left, value.value)
+
+
+def same_curves(gold, said):
+    """Whether the differences of the sides are the same, up to a constant factor."""
+    sides = gold.left, gold.right, said.left, said.right
+    if gold.sign != said.sign or set(map(type, sides)) != {Formula}:
+        return False
+    difference = ("-", gold.left.tree, gold.right.tree)
+    other = ("-", said.left.tree, said.right.tree)
+    if gold.sign != "=":
+        return formula.proportional(difference, other, positive=True)
+    if formula.proportional(formula.numerator(difference), formula.numerator(other)):
+        return True
+    if gold.left.plain:
+        return False
+    # (x+1)^2 = x^2+2x+1 holds always: side by side
+    return same(gold.left, said.left) and same(gold.right, said.right)
+
+
+def same_members(gold, said):
+    """Each member of one has an equal one in the other. A list without braces may be a tuple."""
+    for members, other in (gold, said), (said, gold):
+        if isinstance(other, Tuple) and not members.is_set and other.brackets == "()":
+            return same_in_order(gold.values, said.values)
+    if isinstance(gold, Tuple):
+        return False
+    golds = set(gold.values) if isinstance(gold, Members) else {gold}
+    saids = set(said.values) if isinstance(said, Members) else {said}
+    units = {value.unit for value in golds | saids if isinstance(value, Formula)}
+    compare = same_with_units if len(units) > 2 else same
+    for value in golds:
+        if not any(compare(value, other) for other in saids):
+            return False
+    for other in saids:
+        if not any(compare(value, other) for value in golds):
+            return False
+    return bool(golds) == bool(saids)
+
+
+def same_with_units(gold, said):
+    """Units that differ are names, as in 9 hens and 10 cows, and cannot be left off."""
+    are_formulas = isinstance(gold, Formula) and isinstance(said, Formula)
+    if are_formulas and gold.unit != said.unit:
+        return False
+    return same(gold, said)
+
+
+def same_in_order(gold, said):
+    return len(gold) == len(said) and all(map(same, gold, said))
+
+
+def same_tuples(gold, said):
+    return gold.brackets == said.brackets and same_in_order(gold.values, said.values)
+
+
+def same_ranges(gold, said):
+    gold, said = as_range(gold), as_range(said)
+    if not isinstance(gold, Range) or not isinstance(said, Range):
+        return False
+    names = {gold.name, said.name}
+    if len(names) == 2 and None not in names:
+        return False
+    if len(names) == 2 and "|" in str(names):  # |x| < 2 may be the question
+        return False
+    rest = list(said.pieces)
+    for piece in gold.pieces:
+        equals = [other for other in rest if same_pieces(piece, other)]
+        if not equals:
+            return False
+        rest.remove(equals[0])
+    return not rest
+
+
+def same_pieces(gold, said):
+    if (gold.left, gold.right) != (said.left, said.right):
+        return False
+    return same_trees(gold.low, said.low) and same_trees(gold.high, said.high)
+
+
+def same_trees(gold, said):
+    return same_formulas(Formula(gold), Formula(said))
+
+
+def same_ratios(gold, said):
+    """Proportional; a ratio of two is a fraction. But 12:00 and 5:06 are times."""
+    gold, said = as_ratio(gold), as_ratio(said)
+    if gold is None or said is None:
+        return False
+    if len(gold.parts) != len(said.parts) or not same_units(gold.unit, said.unit):
+        return False
+    if gold.is_time or said.is_time:
+        return all(map(formula.equal, gold.parts, said.parts))
+    first, other_first = gold.parts[0], said.parts[0]
+    for part, other in zip(gold.parts, said.parts):
+        left, right = ("*", part, other_first), ("*", other, first)
+        if not formula.equal(left, right):
+            return False
+    return True
+
+
+def as_ratio(value):
+    if isinstance(value, Formula):
+        return Ratio((value.tree, ONE), value.unit, False)
+    return value if isinstance(value, Ratio) else None
+
+
+def same_texts(gold, said):
+    if len(gold.parts) != len(said.parts):
+        return False
+    for part, other in zip(gold.parts, said.parts):
+        is_text = isinstance(part, str) or isinstance(other, str)
+        if part != other and (is_text or not same(part, other)):
+            return False
+    return True
+
+
+# ---------------------------------------------------------------------------- comparing: numbers
+
+def same_formulas(gold, said):
+    """The same value and unit; 50% is 50 or 0.5."""
+    if not same_units(gold.unit, said.unit):
+        return False
+    if same_values(gold, said):
+        return True
+    if (PERCENT in gold.unit) == (PERCENT in said.unit):
+        return False
+    return formula.equal(without_percent(gold), without_percent(said))
+
+
+def without_percent(value):
+    hundred = ("number", Fraction(100))
+    return ("/", value.tree, hundred) if PERCENT in value.unit else value.tree
+
+
+def same_values(gold, said):
+    """Whether two values are equal, or equal where one is rounded.
+
+    A gold decimal with the digits of a float has noise at its end. A decimal of six places or more
+    is a rounded fraction or root. Two shorter decimals are equal only if they are the same."""
+    if formula.equal(gold.tree, said.tree):
+        return True
+    if names_of(gold.tree) or names_of(said.tree):
+        return False
+    if is_float(gold.plain):
+        noise = Fraction(gold.plain) / 10**14
+        if is_near(gold, said, noise):
+            return True
+    plain = gold.plain or said.plain
+    decimals = len(plain.partition(".")[2])
+    if decimals < 6 or gold.plain and said.plain:
+        return False
+    half = Fraction(1, 2 * 10**decimals)
+    percent = abs(Fraction(plain)) / 100
+    return is_near(gold, said, min(half, percent))
+
+
+def is_near(gold, said, distance):
+    """Whether two values differ by at most a distance; halves are rounded either way."""
+    try:
+        difference = formula.number(("-", gold.tree, said.tree))
+    except Unreadable:
+        return False
+    return abs(difference) <= abs(float(distance)) * 1.001
+
+
+MIXED = (  # the comparison of the first kind that one of two answers is
+    (Rounded, same_rounded), (System, same_systems), (Relation, same_relations),
+    (Named, same_named), (Members, same_members), (Range, same_ranges), (Ratio, same_ratios))
+ALIKE = {Formula: same_formulas, Tuple: same_tuples, Text: same_texts}
