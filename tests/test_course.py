@@ -11,7 +11,7 @@ import nano_rlvr as nr
 from bench import race, seeds
 from conftest import FAKE_RUN, ROOT, close, fixed_rollouts, make_config, naive_logps
 from examples import agents, length_free, ppo, reward_model
-from learn.lab import doubting, lab, think
+from learn.lab import doubting, lab, think, two_languages
 from runtime.model import load_model
 
 COURSE = ROOT / "docs/course.md"
@@ -208,6 +208,20 @@ def test_a_dry_run_prints_the_rule_the_seeds_and_the_commands(monkeypatch, capsy
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(finding.checks) + 1 + len(finding.arms)
     assert "runs/lab/SFT-DPO-{seed}/final" in lines[-5]
+
+
+def test_a_judge_prefers_the_sum_with_more_terms_and_a_valid_one_to_any_other():
+    texts = ["<answer>10+14</answer>", "<answer>1+9+14</answer>", "<answer>24</answer>",
+             "<answer>20+5</answer>"]
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
+    columns = {"question": ["make 24"] * 4, "answer": ["24"] * 4}
+    wanted = [2 / 3, 1.0, 1 / 3, 0.0]
+    assert two_languages.preferred(texts, **columns) == wanted
+    assert two_languages.preferred(messages, **columns) == wanted
+    assert two_languages.preferred(texts, question=["1+2"] * 4, answer=["3"] * 4) == [None] * 4
+    assert two_languages.valid(texts, **columns) == [1.0, 1.0, 0.0, 0.0]
+    mixed = "<think>1+2=3\n3 plus 4 is 7</think><answer>7</answer>"
+    assert two_languages.consistent([mixed, "7"], question=["1+2+4"] * 2) == [0.5, None]
 
 
 # ---- the race of seeds

@@ -15,6 +15,7 @@ from examples import sft
 from learn.lab.faulty_rewards import is_right
 from models.tiny.make_tiny import cold_start, training_example, worked
 from rewards import each, final_answer
+from runtime.verify.verifier import text_of
 
 FOLDER = common.ROOT / "runs/lab/bilingual"
 
@@ -105,7 +106,7 @@ def valid(text, question, answer):
 def preferred(completions, question, answer, **columns):
     """The judge of the open task: the share of the other answers to the same question to which it
     prefers this one, the sum with more terms. Of two equal ones each gets a half."""
-    values = [terms(text, number) for text, number in zip(completions, answer)]
+    values = [terms(text_of(text), number) for text, number in zip(completions, answer)]
     groups = defaultdict(list)
     for asked, value in zip(question, values):
         groups[asked].append(value)
