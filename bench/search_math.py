@@ -30,7 +30,7 @@ UNIVERSAL = (
     "", "{}", "()", "[]", "?", "...", "None", "null", "N/A", r"\text{no solution}",
     r"\text{none}", r"\text{undefined}", r"\text{all real numbers}", r"\text{true}", "x", "n",
     "x=0 or x=1", "1,2,3,4,5,6,7,8,9,10", "a=b", "x^2=-1", r"\sqrt{-1}=i", "f(x)=f(x)",
-    r"\frac{dy}{dx}", r"\frac{dy}{dx}=0", "2<3", "x<x+1", r"x\ne x", r"\frac{0}{0}", r"\frac{1}{0}",
+    r"\frac{dy}{dx}", "2<3", "x<x+1", r"x\ne x", r"\frac{0}{0}", r"\frac{1}{0}",
     "0^0", r"\int_0^1 x dx", r"\sum_{k=1}^n k", r"\lim_{x\to 0} x", "answer",
     r"\text{answer}", r"\boxed{}", r"\text{}", "proof", r"z=\bar{z}", "x^2+y^2=-1", "1=2", "xy=yx")
 

@@ -211,7 +211,7 @@ def vote(answer):
     r"""What a final answer votes for: its number, or its text if it is more than a number.
 
     Equal numbers are one vote, in whatever form they are written. 5x and 5 eggs are not 5. Texts
-    are compared without spaces and $, which is cheaper than math-verify for every pair of answers.
+    are compared without spaces and $, which is cheaper than same_math for every pair of answers.
 
     >>> [vote(text) for text in ("72.0", "$72$", "1{,}000", r"\frac{3}{4}", "5x", "(1, 2)")]
     [Fraction(72, 1), Fraction(72, 1), Fraction(1000, 1), Fraction(3, 4), '5x', '(1,2)']
