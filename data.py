@@ -423,6 +423,7 @@ def completion_texts(rollouts, tokenizer):
     """
     left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     special = set(tokenizer.all_special_ids)
+    special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     opened = {}  # prompt -> "<think>" or ""
     completions = []
     for r in rollouts:

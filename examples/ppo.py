@@ -236,6 +236,8 @@ def make_sampler(cfg, own):
         raise RunError("--kl_in reward needs --kl_coef above 0, where beta begins")
     if own.kl_target and own.kl_in == "loss":
         raise RunError("--kl_target needs --kl_in reward")
+    if cfg.layout == "rows":
+        raise RunError("examples/ppo.py needs --layout packed: its critic reads packs")
     return nr.Sampler(cfg)
 
 

@@ -182,15 +182,16 @@ def rows(rollouts, budget):
 
 def pack_evenly(rollouts, budget, layout="packed"):
     """pack() or rows(), with the same number of lists on every rank, because each backward pass is
-    collective: ranks with fewer lists add a rollout of one token and weight 0. Collective."""
+    collective: ranks with fewer lists add a rollout of two tokens and weight 0, because a size of 1
+    would be compiled apart. Collective."""
     packs = rows(rollouts, budget) if layout == "rows" else pack(rollouts, budget)
     names = set()
     for r in rollouts:
         names |= r.extra.keys()
     counts = ranks.all_gather([len(packs)])
     names = set(ranks.all_gather(list(names)))
-    extra = {name: [0.0] for name in names}
-    filler = Rollout([0], [0], "", False, [0.0], extra=extra)
+    extra = {name: [0.0, 0.0] for name in names}
+    filler = Rollout([0], [0, 0], "", False, [0.0, 0.0], extra=extra)
     missing = max(counts) - len(packs)
     return packs + [[filler]] * missing
 

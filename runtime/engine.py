@@ -48,6 +48,11 @@ class Sampler:
                 requests = self._llm.generate(prompts, sampling_params, **args)
                 if self.lean.fill(requests):
                     return requests
+            except BaseException:  # else the next call would go on with these requests
+                processor = self.llm_engine.output_processor
+                names = [*processor.request_states, *processor.parent_requests]
+                self.llm_engine.abort_request(names, internal=True)
+                raise
             finally:
                 self.lean.steps = None
             ranks.print_each_once(

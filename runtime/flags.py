@@ -100,7 +100,7 @@ NEEDS = (
      "--epochs or --minibatches above 1: on-policy, pi/pi_old is 1"),
 )
 
-# Flags that may differ in a resumed run: they change no result (log.py compares the data) ...
+# Flags that may differ in a resumed run: they change no result (the data are compared) ...
 FREE = set("name out resume resume_force config save_every keep timeout wandb data "
            "eval_data".split())
 ROUNDING = set("layout compile zero_stage pack_tokens gradient_checkpointing offload memory_gb "

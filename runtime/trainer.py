@@ -1,5 +1,4 @@
-"""DeepSpeed's engine: start, learning rate, weights, AdamW's state, log-probs of rollouts."""
-
+"""DeepSpeed's engine: weights, AdamW's state, log-probs of rollouts."""
 import torch
 
 from runtime import ranks

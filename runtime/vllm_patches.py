@@ -101,8 +101,9 @@ class LeanEngine:
         if not self.steps:
             return False
         numbers = {}  # request id -> its number in order of appearance
-        rows = np.array([numbers.setdefault(name, len(numbers))
-                         for names, _, _ in self.steps for name in names], dtype=int)  # (N,)
+        names = itertools.chain.from_iterable(names for names, _, _ in self.steps)
+        rows = [numbers.setdefault(name, len(numbers)) for name in names]
+        rows = np.array(rows, dtype=int)  # (N,)
         order = rows.argsort(kind="stable")  # (N,) by request, then by step
         ends = np.bincount(rows).cumsum()[:-1]  # where one request ends and the next begins
         tokens, logps = (np.split(np.concatenate(arrays)[order], ends)

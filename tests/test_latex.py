@@ -7,6 +7,7 @@ import pytest
 import rewards
 from bench import search_math
 from conftest import ROOT
+from runtime.verify.latex import same_math
 from runtime.verify import formula, latex
 from runtime.verify.answer import final_answer, opened_thinking, read_number
 
@@ -92,3 +93,16 @@ def test_a_completion_that_does_not_end_the_thinking_of_its_prompt_has_no_answer
         assert rewards.format_reward([text]) == [1.0]
     for prompt in "", "<|assistant|>", "<think>\n\n</think>\n\n":
         assert opened_thinking(prompt) == ""
+
+
+@pytest.mark.parametrize("text", [
+    r"\begin{cases}\end{cases}", r"\{\begin{cases}", r"\begin{array}\end{array}", r"\approx",
+    "1A_{10}", "1.2.3_{10}", r"\mathbb{R}\setminus 3", r"\mathbb{R}-x",
+    r"\mathbb{R}\setminus\{(1,2)\}"])
+def test_a_text_that_is_no_mathematics_is_wrong_as_an_answer_and_unknown_as_a_gold(text):
+    assert same_math("5", text) is False
+    assert same_math(text, "5") in (None, False)
+
+
+def test_a_range_with_letters_as_bounds_is_not_guessed():
+    assert not same_math(r"x>1 \text{ and } x<a", r"x<b \text{ and } x>7")

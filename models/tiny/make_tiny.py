@@ -101,7 +101,7 @@ def cold_start(model, sample, steps, batch, lr, seed):
         decay = 0.51 + 0.49 * math.cos(math.pi * step / steps)  # cosine from 1 to 0.02
         for group in adam.param_groups:
             group["lr"] = lr * warmup * decay
-        logp, _ = policy(nano_rlvr.collate([sample(rng) for _ in range(batch)]))  # (R,)
+        logp, _ = policy(nano_rlvr.collate([sample(rng) for _ in range(batch)], "cpu"))  # (R,)
         loss = -logp.mean()
         adam.zero_grad()
         loss.backward()

@@ -74,17 +74,21 @@ def same_math(gold, answer):
     return same_tokens(gold, said)
 
 
+# what reading a text that is no mathematics may raise; Unreadable is a ValueError
+CANNOT_READ = (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError)
+
+
 def same_tokens(gold, said):
     """same_math for tokens."""
     gold, remark = without_remark(gold)
     said, other_remark = without_remark(said)
     try:
         value = read_answer(gold)
-    except (Unreadable, RecursionError):
+    except CANNOT_READ:
         return None
     try:
         return same_remarks(remark, other_remark) and same(value, read_answer(said))
-    except (Unreadable, RecursionError):
+    except CANNOT_READ:
         return False
 
 
@@ -542,12 +546,15 @@ def order(tree):
 
 
 def joined_ranges(ranges, word):
-    """The union of ranges, or for "and" their intersection."""
+    """The union of ranges, or for "and" their intersection. Unreadable if a bound has a letter,
+    because nobody knows then which bound is the larger one."""
     names = {value.name for value in ranges} - {None}
     pieces = ranges[0].pieces
     for value in ranges[1:]:
         if word == "or":
             pieces += value.pieces
+        elif any(names_of(p.low) or names_of(p.high) for p in pieces + value.pieces):
+            raise Unreadable
         else:
             pieces = intersection(pieces, value.pieces)
     return Range(names.pop() if names else None, in_order(pieces))
