@@ -7,9 +7,9 @@ import pytest
 import rewards
 from bench import search_math
 from conftest import ROOT
-from runtime.verify.latex import same_math
 from runtime.verify import formula, latex
 from runtime.verify.answer import final_answer, opened_thinking, read_number
+from runtime.verify.latex import same_math
 
 VERDICTS = {"==": True, "≠": False, "??": None}
 
