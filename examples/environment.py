@@ -8,14 +8,12 @@ An environment plays one episode. It has two methods:
     reset(row) -> the text of the prompt, which must be the question of the row
     step(text of the model's turn) -> (observation, reward of the turn, whether the episode is done)
 
-All episodes take a turn together: one call of vLLM, then one step of each environment. Nothing that
-was sampled is decoded and encoded again: the context of the next turn and the sequence that is
-trained are the same ids. An observation is a user's message, with loss_mask False.
-
-An episode ends when its environment is done, after max_turns, and at --max_tokens, which counts
-observations too. The environment never sees a turn that --max_tokens cut. The outcome is the sum of
-the rewards, or None, "no reward", if the environment raised or took too long. The whole episode
-gets the credit; examples/turn_credit.py credits each turn.
+All episodes take a turn together: one call of vLLM, then one step of each environment. Sampled ids
+are the context of the next turn and are trained, never decoded and encoded again. An observation is
+a user's message, with loss_mask False. An episode ends when its environment is done, after
+max_turns, and at --max_tokens, which counts observations too. A turn that is cut there is not
+played. The outcome is the sum of the rewards, or None, "no reward", if the environment raised or
+took too long. The whole episode gets it; examples/turn_credit.py credits each turn.
 """
 import threading
 import time
@@ -24,8 +22,6 @@ from data import completion_texts, request_seed
 from nano_rlvr import Rollout, rollout
 from rewards import each
 from runtime import ranks
-
-MARK = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands for a turn of the model
 
 
 @each
@@ -37,11 +33,11 @@ def outcome(text, outcome=None):
 def message_ids(tokenizer, text, last):
     """Token ids between two turns of the model: a user's message in the model's chat template. The
     token that ends a turn comes first, unless the model sampled it as the `last` one."""
-    chat = []
-    for role, content in ("user", "?"), ("assistant", MARK), ("user", text):
-        chat.append({"role": role, "content": content})
+    mark = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands for the turn
+    turns = [("user", "?"), ("assistant", mark), ("user", text)]
+    chat = [{"role": role, "content": content} for role, content in turns]
     whole = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    after = whole.rpartition(MARK)[2]
+    after = whole.rpartition(mark)[2]
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
     return ids[1:] if ids[0] == last else ids
 
@@ -51,16 +47,16 @@ def at_once(calls, seconds):
     exception is a result, too: TimeoutError for a call that has not returned after `seconds`."""
     results = [TimeoutError(f"no reply after {seconds:g} s") for _ in calls]
 
-    def work(i):
+    def work(i, call):
         try:
-            results[i] = calls[i]()
+            results[i] = call()
         except (Exception, SystemExit) as e:  # a user's code: any type
             results[i] = e
 
-    threads = []
     end = time.monotonic() + seconds
-    for i in range(len(calls)):
-        thread = threading.Thread(target=work, args=[i], daemon=True)
+    threads = []
+    for i, call in enumerate(calls):
+        thread = threading.Thread(target=work, args=[i, call], daemon=True)
         thread.start()
         threads.append(thread)
     for thread in threads:
@@ -69,8 +65,7 @@ def at_once(calls, seconds):
 
 
 class Episode:
-    """An environment and its Rollout, whose extra["reward"] has the reward of each turn at its last
-    token, and 0.0 at the others."""
+    """An environment and its Rollout. extra["reward"] has a turn's reward at its last token."""
 
     def __init__(self, make, row, prompt):
         self.make = make
@@ -122,9 +117,7 @@ class Episode:
 
 
 def player(make, max_turns, seconds=30.0):
-    """A function for --rollout. make() -> an environment. seconds: the limit for the steps of a
-    turn, which run at the same time."""
-
+    """A function for --rollout. make() -> an environment. seconds: for all steps of a turn."""
     def play(llm, prompts, n, temperature, max_tokens, seeds=None, examples=(), **sampling):
         tokenizer = llm.get_tokenizer()
         episodes = []

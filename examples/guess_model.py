@@ -64,10 +64,9 @@ def guesses(text, outcome=None):
     return None if outcome is None or outcome <= 0 else round(11 - 10 * outcome)
 
 
-def demonstration(row, rng, tokenizer):
-    """A game that is played at random: a Rollout with the answers masked."""
-    prompt = data.encode(row, tokenizer, "chat")
-    r = nr.Rollout(prompt, [], "", False, [])
+def demonstration(row, rng, tokenizer, messages):
+    """A game that is played at random: a Rollout. messages: {answer: its token ids}."""
+    r = nr.Rollout(row["prompt_ids"], [], "", False, [])
     env = Guess()
     env.reset(row)
     low, high = 1, MOST
@@ -84,9 +83,8 @@ def demonstration(row, rng, tokenizer):
             low = max(low, guess + 1)
         else:
             high = min(high, guess - 1)
-        ids = message_ids(tokenizer, answer, turn[-1])
-        r.completion += ids
-        r.loss_mask += [False] * len(ids)
+        r.completion += messages[answer]
+        r.loss_mask += [False] * len(messages[answer])
     r.vllm_logps = [0.0] * len(r.completion)
     r.advantages = [0.0] * len(r.completion)
     return r
@@ -104,10 +102,14 @@ def main(argv=None):
     args = parser.parse_args(argv)
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(WORDS)
+    eos = tokenizer.eos_token_id
+    messages = {word: message_ids(tokenizer, word, eos) for word in WORDS}
     rows = list(games("train", 8192, args.seed))
+    for row in rows:
+        row["prompt_ids"] = data.encode(row, tokenizer, "chat")
 
     def sample(rng):
-        return demonstration(rng.choice(rows), rng, tokenizer)
+        return demonstration(rng.choice(rows), rng, tokenizer, messages)
 
     model = new_model(tokenizer, args.seed, args.layers)
     cold_start(model, sample, args.steps, args.batch, args.lr, args.seed)

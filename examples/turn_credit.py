@@ -9,7 +9,6 @@ the group has is not trained. --rewards decides what is logged, and which episod
 """
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import nano_rlvr as nr
 from runtime import ranks
@@ -18,8 +17,13 @@ from runtime.batch import flatten
 
 def turn_starts(r):
     """The position of the first token of each turn of a Rollout."""
-    before = [False, *r.loss_mask]
-    return [i for i, (last, sampled) in enumerate(pairwise(before)) if sampled and not last]
+    starts = []
+    was_sampled = False
+    for i, is_sampled in enumerate(r.loss_mask):
+        if is_sampled and not was_sampled:
+            starts.append(i)
+        was_sampled = is_sampled
+    return starts
 
 
 def from_turn(r, turn):
@@ -28,7 +32,8 @@ def from_turn(r, turn):
     starts = turn_starts(r)
     if r.reward is None or turn >= len(starts):
         return replace(r, reward=None)
-    return replace(r, reward=sum(r.extra["reward"][starts[turn]:]))
+    rewards = r.extra["reward"][starts[turn]:]
+    return replace(r, reward=sum(rewards))
 
 
 def assign_advantages(groups, cfg, running_mean):

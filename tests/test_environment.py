@@ -126,9 +126,9 @@ def lose_the_end_of_turn(self, turn, max_tokens):
 
 
 def encode_again(self, turn, max_tokens):
-    """Decodes and encodes: the bytes of a sampled "<answer>" become the tag's own token."""
-    ids = [token for text in ("<", "answer>") for token in TOKENIZER(text)["input_ids"]]
-    again = [*ids, *turn.completion[1:]]
+    """The text of the turn, encoded in another way: the tag <think> as seven bytes."""
+    tag = [token for letter in "<think>" for token in TOKENIZER(letter)["input_ids"]]
+    again = [*tag, *turn.completion[1:]]
     turn = dataclasses.replace(turn, completion=again, vllm_logps=[-1.0] * len(again))
     add_turn(self, turn, max_tokens)
 
