@@ -64,8 +64,8 @@ def guesses(text, outcome=None):
     return None if outcome is None or outcome <= 0 else round(11 - 10 * outcome)
 
 
-def demonstration(row, rng, tokenizer, messages):
-    """A game that is played at random: a Rollout. messages: {answer: its token ids}."""
+def demonstration(row, rng, ids):
+    """A game that is played at random: a Rollout. ids: {guess or answer: its token ids}."""
     r = nr.Rollout(row["prompt_ids"], [], "", False, [])
     env = Guess()
     env.reset(row)
@@ -73,9 +73,8 @@ def demonstration(row, rng, tokenizer, messages):
     for _ in range(TURNS):
         allowed = (1, MOST) if rng.random() < CARELESS else (low, high)
         guess = rng.randint(*allowed)
-        turn = tokenizer(f"{guess:02}<|endoftext|>")["input_ids"]
-        r.completion += turn
-        r.loss_mask += [True] * len(turn)
+        r.completion += ids[guess]
+        r.loss_mask += [True] * len(ids[guess])
         answer, _, done = env.step(str(guess))
         if done:
             break
@@ -83,8 +82,8 @@ def demonstration(row, rng, tokenizer, messages):
             low = max(low, guess + 1)
         else:
             high = min(high, guess - 1)
-        r.completion += messages[answer]
-        r.loss_mask += [False] * len(messages[answer])
+        r.completion += ids[answer]
+        r.loss_mask += [False] * len(ids[answer])
     r.vllm_logps = [0.0] * len(r.completion)
     r.advantages = [0.0] * len(r.completion)
     return r
@@ -102,14 +101,17 @@ def main(argv=None):
     args = parser.parse_args(argv)
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(WORDS)
-    eos = tokenizer.eos_token_id
-    messages = {word: message_ids(tokenizer, word, eos) for word in WORDS}
+    ids = {}
+    for guess in range(1, MOST + 1):
+        ids[guess] = tokenizer(f"{guess:02}<|endoftext|>")["input_ids"]
+    for word in WORDS:
+        ids[word] = message_ids(tokenizer, word, tokenizer.eos_token_id)
     rows = list(games("train", 8192, args.seed))
     for row in rows:
         row["prompt_ids"] = data.encode(row, tokenizer, "chat")
 
     def sample(rng):
-        return demonstration(rng.choice(rows), rng, tokenizer, messages)
+        return demonstration(rng.choice(rows), rng, ids)
 
     model = new_model(tokenizer, args.seed, args.layers)
     cold_start(model, sample, args.steps, args.batch, args.lr, args.seed)
