@@ -3,7 +3,7 @@
     python -m examples.guess_model --out runs/guess          seeded (--seed)
     G=examples/guess_model.py; E=examples/environment.py
     python nano_rlvr.py --model runs/guess --data $G:games --eval_data $G:games --template chat \\
-        --rollout $G:play --rewards $E:outcome,$G:won:0,$G:guesses:0 ...
+        --rollout $G:play --rewards $G:won:0,$E:outcome,$G:guesses:0 ...
 
 The game answers each guess with "higher" or "lower". A wrong guess costs 0.1, a hit pays 1, and the
 game ends after TURNS guesses. The supervised examples are whole games: a guess is a number that the
