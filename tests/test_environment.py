@@ -142,8 +142,9 @@ def lose_the_end_of_turn(self, turn, max_tokens):
 
 def encode_again(self, turn, max_tokens):
     """The text of the turn, encoded in another way: the tag <think> as seven bytes."""
-    tag = [token for letter in "<think>" for token in TOKENIZER(letter)["input_ids"]]
-    again = [*tag, *turn.completion[1:]]
+    again = turn.completion[1:]
+    for letter in reversed("<think>"):
+        again = TOKENIZER(letter)["input_ids"] + again
     turn = dataclasses.replace(turn, completion=again, vllm_logps=[-1.0] * len(again))
     add_turn(self, turn, max_tokens)
 
@@ -190,6 +191,14 @@ def test_the_outcome_reaches_the_reward_beside_the_text(llm, rows):
     with nr.rewards.Verifier(spec, workers=1) as verifier:
         nr.score(same_text, rows[1:2], verifier)
     assert [r.reward for r in same_text] == [-0.25, -0.25]
+
+
+def test_every_rank_makes_the_same_number_of_calls(llm, rows, monkeypatch):
+    calls, rollout = [], environment.rollout
+    monkeypatch.setattr(environment, "rollout", lambda llm, contexts, *args, **sampling: (
+        calls.append(len(contexts)) or rollout(llm, contexts, *args, **sampling)))
+    sample(llm, [rows[0] | {"fault": "reset raises"}], n=3)
+    assert calls == [3, 0, 0, 0]
 
 
 def test_max_turns_ends_an_episode_with_a_turn_of_the_model_and_counts_as_truncated(llm, rows):
