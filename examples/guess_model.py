@@ -1,6 +1,6 @@
 """Makes a small model that plays at random, for a game: guess a number from 1 to 64.
 
-    python -m examples.guess_model --out runs/guess          seeded (--seed)
+    python -m examples.guess_model --out runs/guess       two minutes on one core; seeded (--seed)
     G=examples/guess_model.py; E=examples/environment.py
     python nano_rlvr.py --model runs/guess --data $G:games --eval_data $G:games --template chat \\
         --rollout $G:play --rewards $G:won:0,$E:outcome,$G:guesses:0 ...
@@ -93,7 +93,7 @@ def main(argv=None):
     raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--out", default="runs/guess")
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--layers", type=int, default=2)
