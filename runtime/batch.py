@@ -32,6 +32,7 @@ class Rollout:
     vllm_logps: list[float]  # log-prob of each completion token, as vLLM sampled it
     loss_mask: list[bool] | None = None  # per completion token: False in a tool's output
     extra: dict[str, list[float]] = field(default_factory=dict)  # yours, with names not used here
+    outcome: float | None = None  # of a game or tool, for the rewards; None = it has none
     # filled by 2, score
     reward: float | None = None  # weighted sum of the parts; None = no reward
     parts: dict[str, float | None] = field(default_factory=dict)  # value of each reward function

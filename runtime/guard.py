@@ -246,6 +246,8 @@ def misfit(r, prompt, vocabulary, max_tokens):
     lists = [r.completion, r.vllm_logps, r.loss_mask, *r.extra.values()]
     if any(type(values) is not list or len(values) != len(r.loss_mask) for values in lists):
         return "completion, vllm_logps, loss_mask and those in extra: not lists of one length"
+    if r.outcome is not None and not math.isfinite(r.outcome):
+        return f"its outcome is {r.outcome}"
     if len(r.loss_mask) > max_tokens or True not in r.loss_mask:
         return "it has more than --max_tokens tokens, or no token is sampled"
     for token, logp, sampled in zip(*lists[:3]):
