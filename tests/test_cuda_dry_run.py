@@ -81,6 +81,7 @@ def train(monkeypatch, tokenizer, stays=False, **changes):
         return [groups[i::cfg.minibatches] for i in range(cfg.minibatches)], groups
 
     monkeypatch.setattr(evaluation, "evaluate", lambda *_: ({}, []))
+    monkeypatch.setattr(evaluation, "first_look", lambda *_: None)
     monkeypatch.setattr(Log, "close", lambda self: None)
     monkeypatch.setattr(stats, "peak_flops", lambda dtype: 1e12)
     llm = nr.Sampler.__new__(nr.Sampler)

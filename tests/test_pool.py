@@ -89,21 +89,20 @@ def judge(my):
         yield judge
 
 
-def test_twenty_hung_answers_cost_one_limit_and_the_rest_are_judged_right():
-    hung = [r"\boxed{10^{10^{10}}}", r"\boxed{9^{9^9}}", r"\boxed{\binom{10^9}{5*10^8}}",
-            r"\boxed{(10^9)!}"] * 5
-    with rewards.Verifier("math", timeout=3.0, workers=2) as verify, ThreadPoolExecutor(1) as pool:
-        call = pool.submit(verify, hung + [r"\boxed{72}", r"\boxed{\frac12}"],
-                           answer=["5"] * 20 + ["72", "0.5"])
+def test_twenty_calls_that_hang_run_beside_one_another_and_the_rest_are_judged_right(my):
+    spec = f"{my}:misbehaves"
+    with rewards.Verifier(spec, timeout=3.0, workers=2) as verify, ThreadPoolExecutor(1) as thread:
+        call = thread.submit(verify, ["hang"] * 20 + ["ok", "int"], answer=["a"] * 22)
         most = 0  # calls at one time
         while not call.done():
-            most = max(most, sum(worker.task is not None for worker in list(verify.pool.workers)))
+            busy = [worker for worker in list(verify.pool.workers) if worker.task is not None]
+            most = max(most, len(busy))
             time.sleep(0.01)
         values, _, metrics = call.result()
-        assert values == [None] * 20 + [1.0, 1.0]
+        assert values == [None] * 20 + [0.5, 1.0]
         assert metrics == {"reward/timeouts": 20.0, "reward/crashes": 0.0}
-        assert most > verify.pool.size  # a hung call has its worker replaced
-        assert verify([r"\boxed{72}"], answer=["72"])[0] == [1.0]
+        assert most > verify.pool.size  # another worker takes the place of one that hangs
+        assert verify(["ok"], answer=["a"])[0] == [0.5]
 
 
 def test_each_sample_gets_its_own_verdict_whatever_the_others_do(judge, capfd):
@@ -181,14 +180,12 @@ def test_what_a_function_started_ends_with_its_worker_or_the_pool(my, text, valu
     assert len(pids) > bool(value) and gone(pids) and becomes(False)
 
 
-def test_a_call_over_memory_mb_crashes_also_where_math_verify_says_unequal(my, judge):
+def test_a_call_over_memory_mb_crashes(my, judge):
     assert judge("greedy")(["x"])[0] == [1.0]  # 200 MB of 512
-    texts = [r"\boxed{(x+1)^{10^6}}", r"\boxed{6}", r"\boxed{(x+1)^{10^6}}", r"\boxed{x+1}"]
-    for spec, wanted in (("math", [None, 0.0, None, 0.0]), (f"{my}:greedy", [None] * 4)):
-        with rewards.Verifier(spec, workers=1, timeout=30, memory_mb=64) as verify:
-            values, _, metrics = verify(texts, answer=["5"] * 4)
-        assert values == wanted
-        assert metrics == {"reward/timeouts": 0.0, "reward/crashes": wanted.count(None)}
+    with rewards.Verifier(f"{my}:greedy", workers=1, timeout=30, memory_mb=64) as verify:
+        values, _, metrics = verify(["x"] * 4)
+    assert values == [None] * 4
+    assert metrics == {"reward/timeouts": 0.0, "reward/crashes": 4}
 
 
 def test_ctrl_c_in_a_call_leaves_a_verifier_that_works(judge):
