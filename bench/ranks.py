@@ -10,6 +10,7 @@ import sys
 import tempfile
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -38,6 +39,7 @@ def held():
     """Bytes of all tensors of this process, each storage once."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    tensors = [x for x in tensors if not isinstance(x, FakeTensor)]  # of torch.compile: no memory
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
     storages = [x.untyped_storage() for x in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -183,7 +183,8 @@ def test_a_function_with_other_arguments_is_refused_before_a_model_is_loaded(tmp
 
 def test_the_example_model_learns_its_calls_but_not_the_output(tmp_path, monkeypatch):
     batches, collate = [], nr.collate
-    monkeypatch.setattr(nr, "collate", lambda rs: batches.append(rs) or collate(rs))
+    monkeypatch.setattr(
+        nr, "collate", lambda rs, *device: batches.append(rs) or collate(rs, *device))
     monkeypatch.setattr(sys, "argv", ["tool_model.py", "--out", str(tmp_path), "--steps", "1"])
     tool_model.main()
     tokenizer = tool_model.make_tokenizer()
