@@ -273,7 +273,8 @@ def test_a_turn_gets_the_rewards_from_it_on_compared_with_the_same_turn_of_the_o
 
 def test_the_example_model_learns_guesses_at_random_but_not_the_answers(tmp_path, monkeypatch):
     batches, collate = [], nr.collate
-    monkeypatch.setattr(nr, "collate", lambda rs: batches.append(rs) or collate(rs))
+    monkeypatch.setattr(
+        nr, "collate", lambda rs, *device: batches.append(rs) or collate(rs, *device))
     guess_model.main(["--out", str(tmp_path), "--steps", "1"])
     tokenizer = guess_model.make_tokenizer()
     tokenizer.add_tokens(guess_model.WORDS)
