@@ -326,7 +326,8 @@ NEAR = partial(make_questions, lambda question: with_sampler(question, MISMATCH)
 def presets():
     rows = []
     for name, row in nr.ALGOS.items():
-        cfg = config(**dict(kl_coef=nr.Config.kl_coef) | row)
+        # groups of four completions, as in all tables: reinforce++ itself takes one of each prompt
+        cfg = config(**dict(kl_coef=nr.Config.kl_coef) | row | dict(samples=4))
         stale = policy_row(cfg, STALE())
         rows.append([f"`{name}`", *policy_row(cfg, make_questions()), stale[0], stale[-1]])
     return ["preset", *POLICY, "later: cos ∇J", "later: noise"], rows
