@@ -10,7 +10,7 @@ import pytest
 
 import nano_rlvr as nr
 from bench import stale
-from conftest import FAKE_RUN, ROOT, within
+from conftest import FAKE_RUN, ROOT, close, within
 from learn.lab import faulty_rewards, lab, r1
 
 FINDINGS = lab.findings()
@@ -135,3 +135,13 @@ def test_the_tables_are_those_of_the_rules_and_the_results():
     assert (lab.RESULTS / "r1.md").read_text() in (ROOT / "learn/lab/chapter_1.md").read_text()
     examples = (ROOT / "examples/README.md").read_text()
     assert examples == lab.examples_table(examples)
+
+
+def test_the_power_of_few_seeds_and_large_effects_is_right():
+    """scipy's noncentral t is NaN for many of them. Compared with statsmodels where it is not."""
+    from statsmodels.stats.power import TTestPower
+    close(lab.t_power(0.8, 10, 0.05), TTestPower().power(0.8, 10, 0.05), 1e-6)
+    assert lab.seeds_needed(lab.gap("a", "b", named=0.2, sd=0.01), 0.05 / 3) == 3
+    for n, checks, wanted in ((3, 3, 5.67), (3, 5, 7.32), (4, 5, 3.72)):  # by integration
+        found = lab.found_from(lab.gap("a", "b", low=0, named=0.2, sd=0.01), 1.0, n, 0.05 / checks)
+        assert abs(found - wanted) < 0.01

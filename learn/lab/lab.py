@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Callable
 
-from statsmodels.stats.power import TTestPower
+from scipy import integrate, optimize, stats
 from statsmodels.stats.weightstats import DescrStatsW
 
 from bench import common, seeds, stale
@@ -43,7 +43,6 @@ LEAST, MOST = {2: 5, 3: 3}, 10  # chapter -> the least number of seeds; the larg
 BY_HAND = "<!-- by hand -->"  # of a page: reading and exercises
 EARLIER = ("The figures below are those of earlier runs, made before this rule. The standard "
            "deviations for the number of seeds are theirs.")
-POWER = TTestPower()
 
 
 # what several findings measure and draw: see Finding.measures and panels
@@ -108,17 +107,38 @@ def power(check):
     return 0.9 if max(-check.low, check.high) < math.inf else 0.8
 
 
+def t_power(effect, n, alpha):
+    """The power of a two-sided t test of n differences whose mean is `effect` deviations from 0.
+
+    It is integrated over the deviation of the sample, because scipy's noncentral t, which
+    statsmodels uses, is NaN for large effects.
+    """
+    degrees = n - 1
+    critical = stats.t.ppf(1 - alpha / 2, degrees)
+    shift = effect * math.sqrt(n)
+
+    def beyond(s):
+        """s: deviation of the sample / true deviation. Density of s times the chance to find it."""
+        density = 2 * degrees * s * stats.chi2.pdf(degrees * s * s, degrees)
+        upper = stats.norm.sf(critical * s - shift)
+        lower = stats.norm.cdf(-critical * s - shift)
+        return density * (upper + lower)
+
+    found, _ = integrate.quad(beyond, 0, 10, points=[0.5, 1, 2], limit=200)
+    return found
+
+
 def seeds_needed(check, alpha):
     """The least number of seeds with that power, MOST at most."""
     for n in range(3, MOST):
-        if POWER.power(check.named / check.sd, n, alpha) >= power(check):
+        if t_power(check.named / check.sd, n, alpha) >= power(check):
             return n
     return MOST
 
 
 def found_from(check, sd, n, alpha):
     """The least distance from the ends of the region that n seeds find with that power."""
-    return sd * POWER.solve_power(nobs=n, alpha=alpha, power=power(check))
+    return sd * optimize.brentq(lambda effect: t_power(effect, n, alpha) - power(check), 0, 1000)
 
 
 def judge(check, values, alpha):
@@ -127,15 +147,16 @@ def judge(check, values, alpha):
     for arm, title, weight in check.weights:
         columns.append([weight * x for x in values[arm][title]])
     of_seeds = zip(*columns, strict=True)
-    stats = DescrStatsW(list(map(sum, of_seeds)))
-    low, high = stats.tconfint_mean(alpha)
+    differences = DescrStatsW(list(map(sum, of_seeds)))
+    low, high = differences.tconfint_mean(alpha)
     verdict = "cannot tell"
     if check.low < low and high < check.high:
         verdict = "agrees"
     elif high < check.low or check.high < low:
         verdict = "contradicts"
-    found = found_from(check, stats.var_ddof(1) ** 0.5, int(stats.nobs), alpha)
-    return verdict, stats.mean, low, high, found
+    deviation = differences.var_ddof(1) ** 0.5
+    found = found_from(check, deviation, int(differences.nobs), alpha)
+    return verdict, differences.mean, low, high, found
 
 
 def words(finding):
