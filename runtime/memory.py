@@ -3,6 +3,7 @@ import ctypes
 import dataclasses
 import functools
 import itertools
+import os
 import re
 import resource
 import timeit
@@ -19,7 +20,8 @@ GIB = 2**30
 CUDA_CONTEXT = 1.5 * GIB  # PyTorch, the CUDA context and the kernels, before the first tensor
 VLLM_AWAKE = 3 * GIB  # vLLM's activations, CUDA graphs, and counts of tokens for penalties
 VLLM_ASLEEP = 1.2 * GIB  # what vLLM keeps while it sleeps (vLLM issue 28714, Qwen3-4B)
-CPU_KV_CACHE = 2 * GIB  # on a CPU: what engine.start_vllm sets
+# on a CPU: what engine.start_vllm sets, or the user
+CPU_KV_CACHE = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 2)) * GIB
 ZERO3_LIVE = 10**9  # weights that DeepSpeed keeps gathered: its stage3_max_live_parameters
 BUCKET = 2**26  # numbers in one gradient bucket of DeepSpeed (its default of 5e8 can take 3 GB)
 USABLE = 0.9  # the plan uses this fraction of the memory; the rest is for fragmentation

@@ -3,6 +3,8 @@ promises. Nothing is allocated."""
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,7 @@ import torch
 
 import nano_rlvr as nr
 import runtime.model
-from bench.ranks import held
-from conftest import ROOT, fixed_rollouts, make_config
+from conftest import ENV, ROOT, fixed_rollouts, make_config
 from examples import tensor_parallel
 from runtime import memory
 from runtime.memory import GIB, ModelShape
@@ -123,19 +124,13 @@ def test_the_plan_of_the_update_is_above_what_a_run_allocated_by_at_most_15_perc
     assert allocated * GIB < update < 1.15 * allocated * GIB, update / GIB
 
 
-def test_there_are_no_gradients_while_the_reference_is_on_the_gpu(group, tokenizer):
-    """So the plan counts the larger of the two. Held bytes, each storage once: bench/ranks.py."""
-    cfg = make_config(dtype="bfloat16", mismatch_bound=1e9)  # the log-probs of vLLM are drawn
-    policy = nr.make_policy(cfg)
-    batches = [nr.collate(fixed_rollouts(tokenizer))]
-    at_step, step = [], policy.step
-    policy.step = lambda: (at_step.append(held()), step())
-    nr.update(policy, batches, cfg)  # creates AdamW's moments
-    between = held()
-    nr.update(policy, batches, cfg)
-    assert held() == between
-    sums = 4 * ModelShape.of(cfg.model).parameters
-    assert at_step[1] - between >= sums, (at_step, between)
+def test_there_are_no_gradients_while_the_reference_is_on_the_gpu():
+    """held_in_update.py, in a process without the tensors of other tests. So the plan counts the
+    larger of the two."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
+         ROOT / "tests/held_in_update.py"], capture_output=True, text=True, env=ENV, cwd=ROOT)
+    assert "1 passed" in done.stdout, done.stdout[-3000:]
     parts = planned(gpu=True, gradient_checkpointing="on")
     assert parts["reference"][1] + parts["gradients"][1] == 4 * shape_of("1.5B").parameters
 

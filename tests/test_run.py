@@ -24,7 +24,8 @@ PARITY = 10_000 * EPS  # see test_engines.py
 
 
 def start(*argv, launcher=(sys.executable,), script=("nano_rlvr.py",)):
-    return subprocess.Popen([*launcher, *script, *argv], env=ENV, cwd=ROOT, text=True,
+    env = ENV | {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB: less depends on what other programs leave
+    return subprocess.Popen([*launcher, *script, *argv], env=env, cwd=ROOT, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
