@@ -10,7 +10,7 @@ One step of the loop, in the order of this file; `train`, near the end, has it i
     1. rollout     vLLM samples G completions for each of P prompts, with log-probs (log pi_vllm)
     2. reward      verifiers (rewards.py) turn texts into numbers; None is "no reward", not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): no critic is needed
-    4. pack        a weight per token; no padding; a pack stores a prompt once for its completions
+    4. pack        a weight per token; a pack stores a prompt once for its completions
     5. log-probs   log pi of each token, by the trainer; pi_old is pi before the first update
     6. loss        clipped policy gradient * min(pi_old / pi_vllm, 2) + kl_coef * KL to first model
                    Default: one update per step. Then pi_old = pi, the ratio is 1, no clip acts
@@ -244,11 +244,11 @@ def nan_mean_std(x, dim):
     if not len(x):  # all groups were dropped, and amin() needs an entry
         zero = x.sum(dim, keepdim=True)
         return zero, zero
-    smallest = x.nan_to_num(torch.inf).amin(dim, keepdim=True)
-    excess = x - smallest
-    mean_excess = excess.nanmean(dim, keepdim=True)
-    variance = ((excess - mean_excess) ** 2).nanmean(dim, keepdim=True)
-    mean = smallest + mean_excess
+    smallest = x.nan_to_num(torch.inf).amin(dim, keepdim=True)  # (P, 1) if dim is 1
+    excess = x - smallest  # (P, G)
+    mean_excess = excess.nanmean(dim, keepdim=True)  # (P, 1)
+    variance = ((excess - mean_excess) ** 2).nanmean(dim, keepdim=True)  # (P, 1)
+    mean = smallest + mean_excess  # (P, 1)
     return mean.nan_to_num(), variance.sqrt().nan_to_num()
 
 

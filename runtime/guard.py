@@ -72,21 +72,25 @@ def random_tokens(rng, vocab, most):
     return rng.choices(range(vocab), k=min(16, most))
 
 
-def logps_of(policy, sequences, layout):
-    """Log-probs of a batch of (prompt, completion) pairs: (R,)."""
+def batch_of(sequences, layout):
+    """A batch of (prompt, completion) pairs of token ids, as if vLLM had sampled them."""
     rollouts = []
     for prompt, completion in sequences:
-        rollouts.append(Rollout(prompt, completion, "", False, [0.0] * len(completion)))
-    logp, _ = policy(collate(rollouts, layout=layout))  # (R,)
+        logps = [0.0] * len(completion)
+        rollouts.append(Rollout(prompt, completion, "", False, logps, weight=1.0))
+    return collate(rollouts, layout=layout)
+
+
+def logps_of(policy, sequences, layout):
+    """Log-probs of a batch of (prompt, completion) pairs: (R,)."""
+    logp, _ = policy(batch_of(sequences, layout))  # (R,)
     return logp
 
 
 def library_logps(policy, sequence, cfg):
     """Log-probs of a (prompt, completion) pair from the logits that the library computes: (R,)."""
-    prompt, completion = sequence
     module = getattr(policy, "module", policy)  # of DeepSpeed's engine
-    r = Rollout(prompt, completion, "", False, [0.0] * len(completion))
-    batch = collate([r], layout=cfg.layout)
+    batch = batch_of([sequence], cfg.layout)
     inputs = {"input_ids": batch.input_ids}  # (1, T)
     if cfg.layout != "rows":
         inputs["batch"] = batch
@@ -166,12 +170,12 @@ def largest_pack(cfg):
     return sequences
 
 
-def batch_of(lengths, vocab, layout):
-    """A batch of sequences with these (prompt tokens, completion tokens), each with its prompt."""
-    rollouts = []
-    for i, (prompt, n) in enumerate(lengths):
-        rollouts.append(Rollout([i % vocab] * prompt, [0] * n, "", True, [0.0] * n, weight=1.0))
-    return collate(rollouts, layout=layout)
+def with_lengths(lengths, vocab):
+    """(prompt, completion) pairs with these numbers of tokens, each with a prompt of its own."""
+    sequences = []
+    for i, (prompt, completion) in enumerate(lengths):
+        sequences.append(([i % vocab] * prompt, [0] * completion))
+    return sequences
 
 
 def rehearse(policy, ref, cfg):
@@ -180,8 +184,9 @@ def rehearse(policy, ref, cfg):
     and optimizer are then as before. Raises RunError: see check_packing. Collective."""
     check_packing(policy, cfg)
     vocab = ModelShape.of(cfg.model).vocab
-    smallest = batch_of([(1, 2)], vocab, cfg.layout)  # a size of 1 is compiled apart
-    largest = batch_of(largest_pack(cfg), vocab, cfg.layout)
+    two_tokens = with_lengths([(1, 2)], vocab)  # a size of 1 is compiled apart
+    smallest = batch_of(two_tokens, cfg.layout)
+    largest = batch_of(with_lengths(largest_pack(cfg), vocab), cfg.layout)
     for group in policy.optimizer.param_groups:
         group["lr"] = 0.0
     if ref is not None:
