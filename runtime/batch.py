@@ -355,8 +355,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
         raise RunError("this model is not supported: its attention has a mask of its own, a window "
                        "shorter than --max_prompt + --max_tokens, sinks or a soft cap")
     q = query[0].transpose(0, 1)  # (T, heads, d)
-    k = with_shared_prompts(key, batch)  # (K, kv heads, d)
-    v = with_shared_prompts(value, batch)  # (K, kv heads, d)
+    k, v = with_shared_prompts(key, value, batch)  # (K, kv heads, d), (K, kv heads, d)
     if q.is_cuda and q.dtype is not torch.float32:
         out = flash_attention(q, k, v, batch, scaling)  # (T, heads, d)
     else:
@@ -364,13 +363,14 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     return out[None], None  # (1, T, heads, d)
 
 
-def with_shared_prompts(x, batch):
-    """(1, kv heads, T, d) -> (K, kv heads, d): the keys or values of each sequence, with its prompt
-    that other sequences share. An embedding look-up, because its backward pass sums the gradients
-    of a token in fp32 and rounds once."""
-    heads = x[0].transpose(0, 1)  # (T, kv heads, d)
-    rows = F.embedding(batch.kv_index, heads.flatten(1))  # (K, kv heads * d)
-    return rows.unflatten(1, heads.shape[1:])  # (K, kv heads, d)
+def with_shared_prompts(key, value, batch):
+    """(1, kv heads, T, d) twice -> (K, kv heads, d) twice: the keys and the values of each
+    sequence, with its prompt that other sequences share. One embedding look-up for both, because
+    its backward pass sums the gradients of a token in fp32 and rounds once."""
+    heads = [x[0].transpose(0, 1) for x in (key, value)]  # (T, kv heads, d) twice
+    both = torch.cat(heads, dim=1)  # (T, 2 * kv heads, d)
+    rows = F.embedding(batch.kv_index, both.flatten(1))  # (K, 2 * kv heads * d)
+    return rows.unflatten(1, both.shape[1:]).chunk(2, dim=1)  # (K, kv heads, d) twice
 
 
 def flash_attention(q, k, v, batch, scaling):
