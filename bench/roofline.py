@@ -282,7 +282,7 @@ def paper():
 def main(argv=None):
     parser = common.parser(__doc__)
     parser.add_argument("--measure", action="store_true", help="print a Device as JSON")
-    parser.add_argument("--engine", action="store_true", help="vLLM's Python by part, two ways")
+    parser.add_argument("--engine", action="store_true", help="vLLM's Python by part, three ways")
     args = parser.parse_args(argv)
     if args.measure or args.engine:
         device = None if args.engine else measure_device()
