@@ -2,11 +2,12 @@
 
     python -m bench.random_model FOLDER [qwen2.5-1.5b | small | tiny] [--mean 700]
 
-Writes the weights to FOLDER, a byte-level tokenizer padded to the vocabulary, questions.jsonl, and
-a generation config in which one token in `mean` ends a completion. Random weights sample nearly
-uniformly, so that lengths are geometrically distributed with that mean.
+Writes the weights to FOLDER, a byte-level tokenizer padded to the vocabulary, and questions.jsonl.
+Random weights sample nearly uniformly. The end token alone has a larger logit, so that it is drawn
+once in `mean` tokens: lengths are geometrically distributed with that mean.
 """
 import json
+import math
 import random
 from pathlib import Path
 
@@ -34,6 +35,20 @@ SHAPES = {
 }
 
 
+@torch.no_grad()
+def end_once_in(mean, model, token):
+    """Gives a token the probability 1 / mean, at any place of any text, where all others share the
+    rest. Channel 0 of the embeddings, which the head shares, is so large that it is the same for
+    all hidden states after the last norm, whose factor for it is so small that all logits get 1.
+    The token's own row has as much more as its logit needs."""
+    large = 1000.0
+    embeddings, norm = model.get_input_embeddings().weight, model.model.norm.weight
+    vocab, hidden = embeddings.shape
+    embeddings[:, 0] = large
+    embeddings[token, 0] = large * (1 + math.log((vocab - 1) / (mean - 1)))
+    norm[0] = 1 / (large * math.sqrt(hidden))
+
+
 def make(folder, shape="qwen2.5-1.5b", mean=700):
     """Writes the model, in bf16 from a hidden size of 1536 on. shape: a name in SHAPES, or a dict
     like those. Returns the flags with which nano_rlvr.py trains it."""
@@ -49,8 +64,8 @@ def make(folder, shape="qwen2.5-1.5b", mean=700):
     unused = sorted(set(range(size["vocab_size"])) - {*vocab.values(), *special})
     vocab.update({f"<random {i}>": i for i in unused})
     rng, eos = random.Random(0), special[0]
-    stops = [eos, *rng.sample(unused, max(0, round(size["vocab_size"] / mean) - 1))]
-    model.generation_config = transformers.GenerationConfig(eos_token_id=stops, do_sample=True)
+    end_once_in(mean, model, eos)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=eos, do_sample=True)
     model.config.eos_token_id = eos
     model.save_pretrained(folder)
     wrapped = transformers.PreTrainedTokenizerFast(

@@ -2,7 +2,7 @@
 
     python -m bench.roofline             on paper: four models on four GPUs
     python -m bench.roofline --measure   the rates of this machine, a GPU or a CPU
-    python -m bench.roofline --engine    µs of vLLM's Python per token, with and without LeanEngine
+    python -m bench.roofline --engine    µs of vLLM's Python per token, without and with LeanEngine
 
 An operation takes at least as long as the slowest of three: its FLOPs at the rate of a large matrix
 product, its bytes at the memory's bandwidth, its bytes over the link between host and device. The
@@ -87,21 +87,21 @@ def engine_parts(llm):
     """The methods of vLLM's engine that handle each token: (owner, name)."""
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
-    parts = [(scheduler, "schedule"), (scheduler, "update_from_output"),
-             (engine.output_processor, "process_outputs")]
-    return parts + [(llm.lean, "fill")] * bool(llm.lean)
+    owners = scheduler, scheduler, engine.output_processor
+    return list(zip(owners, PARTS, strict=True))
 
 
-def measure_python(llm, sequences=512, tokens=32):
-    """{part: seconds of processor time per token} of vLLM's engine: the least sum of 4 trials."""
-    trials = []
+def measure_python(llm, sequences=512, tokens=32, trials=4):
+    """{part: seconds of processor time per token} of vLLM's engine: the least sum of some trials.
+    All sequences have one length."""
+    rows = []
 
     def timed(method, name):
         def with_clock(*args, **kwargs):
             start = time.thread_time()
             result = method(*args, **kwargs)
             spent = (time.thread_time() - start) / (sequences * tokens)
-            trials[-1][name] = trials[-1].get(name, 0.0) + spent
+            rows[-1][name] = rows[-1].get(name, 0.0) + spent
             return result
         return with_clock
 
@@ -110,25 +110,31 @@ def measure_python(llm, sequences=512, tokens=32):
         for owner, name in engine_parts(llm):
             method = timed(getattr(owner, name), name)
             stack.enter_context(mock.patch.object(owner, name, method))
-        for _ in range(4):  # the first one is a warm-up
-            trials.append({})
+        for _ in range(trials):  # the first one is a warm-up
+            rows.append({})
             nr.rollout(llm, prompts, 16, 1.0, tokens, range(len(prompts)), ignore_eos=True)
-    return min(trials, key=lambda parts: sum(parts.values()))
+    return min(rows, key=lambda parts: sum(parts.values()))
 
 
-def measure_engine(llm):
-    """Rows of measure_python: vLLM's own engine and LeanEngine in turns, the better of two each."""
-    lean, found = llm.lean, {"vLLM's own": [], "LeanEngine": []}
+def measure_engine(llm, **sizes):
+    """Rows of measure_python: vLLM's own engine, then LeanEngine without and with its steady
+    schedule, in turns; the better of two each."""
+    lean = llm.lean
+    ways = {
+        "vLLM's own": mock.patch.object(lean, "on", False),
+        "deferred outputs": mock.patch.object(lean, "is_steady", lambda: False),
+        "and steady schedule": contextlib.nullcontext(),
+    }
+    measured = {name: [] for name in ways}
     for _ in range(2):
-        with mock.patch.object(llm, "lean", None), \
-                mock.patch.object(lean.manager, "allocate_slots", lean.allocate):
-            found["vLLM's own"].append(measure_python(llm))
-        found["LeanEngine"].append(measure_python(llm))
+        for name, way in ways.items():
+            with way:
+                measured[name].append(measure_python(llm, **sizes))
     rows = []
-    for name, trials in found.items():
+    for name, trials in measured.items():
         parts = min(trials, key=lambda parts: sum(parts.values()))
-        rows.append([name, *(f"{1e6 * parts.get(part, 0.0):.1f}" for part in PARTS),
-                     f"{1e6 * sum(parts.values()):.1f}"])
+        cells = [*(parts[part] for part in PARTS), sum(parts.values())]
+        rows.append([name, *(f"{1e6 * cell:.1f}" for cell in cells)])
     return rows
 
 
@@ -233,7 +239,7 @@ def bounds(cfg, shape, groups, device):
             for stage, parts in stages(cfg, shape, groups, device).items()}
 
 
-PARTS = ("schedule", "update_from_output", "process_outputs", "fill")
+PARTS = ("schedule", "update_from_output", "process_outputs")
 COLUMNS = ("device", "model", "rollout", "of it Python", "forward + backward",
            "step, no reference", "with reference", "and recomputation", "memory plan")
 
@@ -276,7 +282,7 @@ def paper():
 def main(argv=None):
     parser = common.parser(__doc__)
     parser.add_argument("--measure", action="store_true", help="print a Device as JSON")
-    parser.add_argument("--engine", action="store_true", help="vLLM's Python by part, two ways")
+    parser.add_argument("--engine", action="store_true", help="vLLM's Python by part, three ways")
     args = parser.parse_args(argv)
     if args.measure or args.engine:
         device = None if args.engine else measure_device()

@@ -17,7 +17,7 @@ from bench.common import ROOT
 MARK = "Stale: "  # begins the paragraph
 LOOP = {f"{name}.py" for name in (
     "nano_rlvr", "data", "rewards", "runtime/batch", "runtime/model", "runtime/engine",
-    "runtime/head", "runtime/vllm_patches",
+    "runtime/head", "runtime/lean_engine", "runtime/vllm_patches",
     "runtime/trainer")}
 COMMIT = re.compile(r"\b[Cc]ommit ([0-9a-f]{7,}(?:-dirty)?(?:, (?=[0-9a-f]{7}))?)+")
 

@@ -6,6 +6,7 @@ import warnings
 import torch
 
 from runtime import memory, ranks, vllm_patches
+from runtime.lean_engine import lean_engine
 from runtime.messages import RunError, first_line
 from runtime.sync import SentWeights
 
@@ -33,32 +34,22 @@ class Sampler:
                 kv_cache_memory_bytes=memory.kv_cache_bytes(cfg),
                 enable_sleep_mode=True))
         self._llm = start_vllm(**settings | args)
-        self.lean = vllm_patches.lean_engine(self._llm)
+        self.lean = lean_engine(self._llm)
 
     def __getattr__(self, name):
         return getattr(self._llm, name)
 
     def generate(self, prompts, sampling_params=None, **args):
-        """vLLM's generate. Faster, with equal results, if all requests are as rollout() asks: a
-        list of parameters with logprobs=0 and flat_logprobs=True (no token ranks then)."""
-        asked = sampling_params if isinstance(sampling_params, list) else []
-        if self.lean and asked and all(p.logprobs == 0 and p.flat_logprobs for p in asked):
-            self.lean.steps = []
-            try:
-                requests = self._llm.generate(prompts, sampling_params, **args)
-                if self.lean.fill(requests):
-                    return requests
-            except BaseException:  # else the next call would go on with these requests
+        """vLLM's generate. After an exception, as of Ctrl-C, it drops the unfinished requests: vLLM
+        would return them in the next call."""
+        try:
+            return self._llm.generate(prompts, sampling_params, **args)
+        except BaseException:
+            if vllm_patches.fits("Sampler.generate", "vLLM still has the requests of this call"):
                 processor = self.llm_engine.output_processor
                 names = [*processor.request_states, *processor.parent_requests]
                 self.llm_engine.abort_request(names, internal=True)
-                raise
-            finally:
-                self.lean.steps = None
-            ranks.print_each_once(
-                "note: vLLM computed tokens twice (too little KV cache for all running "
-                "sequences?): the rollout is repeated with its own log-probs")
-        return self._llm.generate(prompts, sampling_params, **args)
+            raise
 
     def sleep(self):
         """Frees the GPU, if there is one: drops the weights, which a sync brings anew, and the KV
@@ -135,10 +126,15 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
     if not on_gpu:
         vllm_patches.compile_no_helpers()  # before the other modules of vLLM are imported
     from vllm import LLM
+    vllm_patches.require_surface()
     vllm_patches.leave_transformers_alone()
     if on_gpu:
+        vllm_patches.show_no_progress()
         ranks.print_once("the first start on a GPU compiles kernels and is silent for minutes")
-        args = dict(max_num_seqs=max_num_seqs) | cuda_args | args
+        args = dict(
+            max_num_seqs=max_num_seqs,
+            enable_flashinfer_autotune=False,  # it tunes no kernel of these models, and prints
+            ) | cuda_args | args
     else:
         vllm_patches.draw_by_inversion()
         vllm_patches.name_shared_memory(process or os.getpid())

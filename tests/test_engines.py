@@ -4,12 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 import data
 import nano_rlvr as nr
 import rank_worker
 from conftest import EPS, EXACT, close, fixed_rollouts, float64, make_config, within
-from runtime import guard, trainer
+from runtime import guard, ranks, trainer
 from runtime.batch import pack
 from runtime.model import compile_layers, load_model
 from runtime.trainer import named_weights
@@ -117,7 +118,9 @@ def test_every_engine_takes_the_step_of_plain_adamw_also_after_a_rehearsal(
 
 @pytest.mark.parametrize("changes", [dict(gradient_checkpointing="on"), dict(lora_rank=4)])
 def test_compiled_layers_have_the_same_log_probs_and_gradients(group, tokenizer, changes):
-    """Captured and cut at the attention as on a GPU, but run by PyTorch's own operators."""
+    """Captured and cut at the attention as on a GPU, but run by PyTorch's own operators. All cores
+    may compile, though vLLM's import allows one."""
+    inductor.compile_threads = 1
     rollouts, found = fixed_rollouts(tokenizer), []
     for compiles in (False, True):
         torch.manual_seed(0)  # of the adapters
@@ -131,6 +134,7 @@ def test_compiled_layers_have_the_same_log_probs_and_gradients(group, tokenizer,
             logp.sum().backward()
             sums += [logp.detach()]
         found.append(sums + [p.grad for p in module.parameters() if p.requires_grad])
+    assert inductor.compile_threads == ranks.CORES
     calls = torch._dynamo.utils.counters["frames"]
     assert calls["ok"] and len(found[0]) > 10
     for plain, compiled in zip(*found, strict=True):

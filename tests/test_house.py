@@ -16,10 +16,11 @@ from conftest import ROOT
 FLOORS = [
     ["runtime", "runtime.messages"],
     ["runtime.ranks", "runtime.records"],
+    ["runtime.vllm_patches"],
     ["runtime.verify.*", "runtime.report.*"],
     ["runtime.memory", "runtime.head", "runtime.sync"],
     ["rewards", "data"],
-    ["runtime.flags", "runtime.batch", "runtime.vllm_patches", "runtime.card"],
+    ["runtime.flags", "runtime.batch", "runtime.lean_engine", "runtime.card"],
     ["runtime.stats", "runtime.model", "runtime.stop", "runtime.engine"],
     ["runtime.trainer"],
     ["runtime.guard", "runtime.checkpoint", "runtime.log"],

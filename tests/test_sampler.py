@@ -34,31 +34,7 @@ def test_every_single_bit_changes_it_and_the_order_does_not(dtype):
     assert checksum(torch.tensor([12345])) != checksum(torch.tensor([4568919932995217184]))  # x, ~x
 
 
-# ---- less Python per token in vLLM's engine
-
-def generated(llm, lean, **changes):
-    """(tokens, log-probs) of completions that end at different lengths, with LeanEngine or not."""
-    settings = dict(n=3, temperature=1.0, max_tokens=150, logprobs=0, flat_logprobs=True)
-    params = [SamplingParams(seed=seed, **settings | changes) for seed in range(8)]
-    prompts = [{"prompt_token_ids": [60 + seed] * (1 + 20 * seed)} for seed in range(8)]
-    owner = llm if lean else llm._llm
-    with mock.patch.object(llm.lean.manager, "allocate_slots",
-                           llm.lean.allocate_slots if lean else llm.lean.allocate):
-        requests = owner.generate(prompts, sampling_params=params, use_tqdm=False)
-    return [(list(x.token_ids), list(x.logprobs.logprobs), [list(at) for at in x.logprobs])
-            for request in requests for x in request.outputs]
-
-
-@pytest.mark.parametrize("changes", [{}, dict(n=1), dict(logprobs=2), dict(ignore_eos=True)])
-def test_the_lean_engine_has_the_same_tokens_and_log_probs(llm, changes):
-    filled, fill = [], llm.lean.fill
-    with mock.patch.object(llm.lean, "fill", lambda requests: filled.append(
-            fill(requests)) or filled[-1]):
-        found = generated(llm, True, **changes)
-    assert filled == ([] if "logprobs" in changes else [True])  # the plain path was not taken
-    assert found == generated(llm, False, **changes)
-    assert len({len(tokens) for tokens, *_ in found}) > 1 or changes.get("ignore_eos")
-
+# ---- blocks of the prefix cache
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there vLLM's own blocks are short")
 def test_a_prompt_shorter_than_vllms_own_block_is_computed_once_for_its_samples(llm):
@@ -66,27 +42,6 @@ def test_a_prompt_shorter_than_vllms_own_block_is_computed_once_for_its_samples(
     params = SamplingParams(max_tokens=1)
     [first], [second] = (llm._llm.generate(prompt, params, use_tqdm=False) for prompt in prompts)
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 96)  # three blocks of 32
-
-
-def test_tokens_that_vllm_computes_twice_are_noticed_and_the_plain_path_is_taken(llm, capsys):
-    fill = llm.lean.fill
-
-    def with_a_step_twice(requests):
-        llm.lean.steps.insert(1, llm.lean.steps[0])
-        return fill(requests)
-
-    ranks.print_each_once.cache_clear()
-    with mock.patch.object(llm.lean, "fill", with_a_step_twice):
-        found = generated(llm, True)
-    assert found == generated(llm, False)
-    assert capsys.readouterr().out.count("computed tokens twice") == 1
-
-
-def test_another_vllm_keeps_its_own_path_and_a_note_says_so(llm, capsys):
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    with mock.patch.object(scheduler, "update_from_output", lambda outputs: None):
-        assert vllm_patches.lean_engine(llm) is None
-    assert "vLLM's engine runs as it is" in capsys.readouterr().out
 
 
 # ---- how a token is drawn on a CPU
