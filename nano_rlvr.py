@@ -496,7 +496,8 @@ def start_deepspeed(module, cfg):
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed
-    memory.keep_freed_memory()  # after vLLM has its KV cache, whose pages are not touched yet
+    # on a CPU; not earlier, because vLLM's KV cache must stay memory that nobody has touched yet
+    memory.keep_freed_memory()
     adamw = functools.partial(torch.optim.AdamW, fused=True)  # on a CPU nine times as fast
     zero = {"stage": cfg.zero_stage, "reduce_bucket_size": memory.BUCKET}
     if cfg.offload == "optimizer":

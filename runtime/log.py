@@ -89,8 +89,9 @@ class Log:
                     mode=cfg.wandb, config=self.about["config"])
             except wandb.errors.Error as e:  # no key, a wrong one, no network
                 raise ValueError(f"--wandb {cfg.wandb}: {first_line(e)}") from e
-        self.say(f"{cfg.data or cfg.task}: {cfg.algo}, {cfg.steps} steps of {cfg.prompts} x "
-                 f"{cfg.samples} samples; rewards {cfg.rewards} (accuracy: where the first is 1)")
+        self.say(f"{cfg.model}, task {cfg.data or cfg.task}: {cfg.steps} steps of {cfg.prompts} "
+                 f"prompts x {cfg.samples} samples by {cfg.algo}; rewards {cfg.rewards}; "
+                 "an answer is right where the first reward is 1")
 
     def _describe(self, plan):
         """Writes config.json, and returns its content. A resumed run keeps that of its start."""

@@ -252,8 +252,13 @@ def test_an_epoch_shows_every_example_once_and_ranks_share_a_batch():
     examples = list(range(10))
     epoch = [e for step in range(5) for e in data.batch_at(examples, step, 2)]
     next_epoch = [e for step in range(5, 10) for e in data.batch_at(examples, step, 2)]
-    assert sorted(epoch) == sorted(next_epoch) == examples and epoch != next_epoch
+    assert sorted(epoch) == sorted(next_epoch) == examples and epoch != next_epoch, (
+        f"two epochs of {examples}: yours {epoch} and {next_epoch}, wanted each example once, in "
+        "two orders")
     for step in range(7):
         ranks = [data.batch_at(examples, step, 4, seed=3, rank=rank, world=2) for rank in (0, 1)]
-        assert data.batch_at(examples, step, 4, seed=3) == ranks[0] + ranks[1]
-    assert len(data.batch_at([1, 2], 0, 8)) == 8  # a small data set is repeated within a batch
+        wanted = data.batch_at(examples, step, 4, seed=3)
+        assert ranks[0] + ranks[1] == wanted, (
+            f"step {step}: your two ranks have {ranks}, wanted the parts of {wanted}")
+    small = data.batch_at([1, 2], 0, 8)  # a small data set is repeated within a batch
+    assert len(small) == 8, f"8 of [1, 2]: yours {small}, wanted 8 examples"

@@ -36,7 +36,8 @@ def test_a_pack_takes_a_whole_group_before_it_begins_the_next():
     rollouts = [nr.Rollout([g], [1] * (n - 1), "", False, [0.0] * (n - 1))
                 for g, n in sorted(sizes)]
     packs = [[(r.prompt[0], len(r)) for r in p] for p in pack(rollouts, 50)]
-    assert packs == [[(1, 30), (1, 20)], [(0, 9), (0, 8), (2, 7), (2, 6)]], (sizes, packs)
+    wanted = [[(1, 30), (1, 20)], [(0, 9), (0, 8), (2, 7), (2, 6)]]
+    assert packs == wanted, f"(group, tokens) {sizes}: yours {packs}, wanted {wanted}"
 
 
 @settings(deadline=None)

@@ -27,10 +27,12 @@ def test_every_single_bit_changes_it_and_the_order_does_not(dtype):
         for bit in range(8 * dtype.itemsize):
             y = x[place:place + 1].clone()
             y.view(integer)[0] ^= torch.tensor(-2**15 if bit == 15 else 2**bit).to(integer)
-            assert rest + checksum(y) != full, (place, bit)
+            assert rest + checksum(y) != full, (
+                f"bit {bit} of value {place} flipped: yours is still {full}, wanted another number")
     x = torch.randn(700, 600).to(dtype)
     assert checksum(x) == checksum(x.T) == checksum(x.flip(0)) == sum(map(checksum, x))
-    assert checksum(x[0, :0]) == 0 != checksum(torch.zeros(1).to(dtype))  # a zero counts
+    empty, zero = checksum(x[0, :0]), checksum(torch.zeros(1).to(dtype))
+    assert empty == 0 != zero, f"of no value: yours {empty}, wanted 0; of a zero: yours {zero}"
     assert checksum(torch.tensor([12345])) != checksum(torch.tensor([4568919932995217184]))  # x, ~x
 
 

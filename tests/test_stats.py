@@ -30,7 +30,8 @@ def completion(text="", tokens=1, truncated=False, **fields):
     ([None, None, None, "7", "8", "8"], 4),  # None is no vote, however often it occurs
     ([None, None], None)])
 def test_the_most_frequent_answer_wins_and_none_does_not_vote(answers, index):
-    assert (found := stats.majority_vote(answers)) == index, (answers, "yours", found)
+    found = stats.majority_vote(answers)
+    assert found == index, f"{answers}: yours {found}, wanted {index}"
 
 
 def votes(*texts, truncated=False):

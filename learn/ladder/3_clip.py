@@ -28,7 +28,7 @@ the two models are close.
 So the clip stops a token that has moved far in the wanted direction. It never stops a token that
 has moved in the wrong direction and must come back.
 
-3. The KL term (arXiv:2402.03300). The reference is the model of the start, frozen. The term
+3. The KL term (arXiv:2402.03300). The reference is the starting model, frozen. The term
 
     k3 = exp(d) - d - 1    with d = log p_ref - log p
 
@@ -135,7 +135,7 @@ def log_probs(model, batch):
 def policy_loss(logp, old, ref, advantage, mask):
     """The mean over all tokens. logp, old, ref, mask (N, C), advantage (N,) -> ()
 
-    logp, old, ref: log p of the tokens now, before this update, and by the model of the start."""
+    logp, old, ref: log p of the tokens now, before this update, and by the starting model."""
     advantage = advantage.unsqueeze(-1)  # (N, 1) each token has the advantage of its completion
     ratio = (logp - old).exp()  # (N, C)
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)  # (N, C)

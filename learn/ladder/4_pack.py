@@ -163,7 +163,7 @@ def log_probs(model, pack):
 def policy_loss(logp, old, ref, advantage, weight):
     """The pack's part of the mean over all tokens. Tensors (R,) -> ()
 
-    logp, old, ref: log p of the tokens now, before this update, and by the model of the start."""
+    logp, old, ref: log p of the tokens now, before this update, and by the starting model."""
     ratio = (logp - old).exp()  # (R,)
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)  # (R,)
     objective = torch.minimum(ratio * advantage, clipped * advantage)  # (R,)

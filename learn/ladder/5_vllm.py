@@ -20,8 +20,8 @@ its own completions. Each of 20 steps does this:
                   the tokens of worse ones less probable. `policy_loss` says by how much.
 5. `sync`         vLLM has its own copy of the weights, and now gets the new ones.
 
-The functions stand in this order, and `train` at the end calls them. All runs on one CPU core. What
-this file adds to step 4 of the ladder: vLLM, the sync, and its own questions in plain lines.
+The functions stand in this order, and `train` at the end calls them, all on one CPU core. To step 4
+of the ladder this file adds vLLM and the sync. It also makes its own questions, in plain lines.
 
 If a sync failed, vLLM would go on sampling from old weights, without any error. So two checks can
 stop the run. `sync` compares checksums of the weights. `update` compares the log-probs that vLLM
@@ -58,7 +58,7 @@ MINIBATCHES = 4  # optimizer steps per step, each on a quarter of the completion
 PACK = 8  # sequences in a row of the trainer
 LR = 1e-4
 CLIP = 0.2  # a token whose probability has moved by 20 % is not pushed further in this step
-KL_COEF = 0.01  # the price for leaving the model of the start
+KL_COEF = 0.01  # the price for leaving the starting model
 MAX_GAP = 0.01  # between a log-prob of vLLM and the trainer's
 
 
@@ -226,7 +226,7 @@ def log_probs(model, pack):
 def policy_loss(logp, old, ref, advantage, weight):
     """The pack's part of the mean over all tokens. Tensors (R,) -> ()
 
-    logp, old, ref: log p of the tokens now, before this update, and by the model of the start."""
+    logp, old, ref: log p of the tokens now, before this update, and by the starting model."""
     # At the first optimizer step the ratio is 1, but it still has a gradient, that of log p. So a
     # token with a positive advantage becomes more probable, and one with a negative less.
     ratio = (logp - old).exp()  # (R,) p now / p before the update
@@ -234,8 +234,8 @@ def policy_loss(logp, old, ref, advantage, weight):
     # minimum takes the clipped ratio, which is constant there.
     clipped = ratio.clamp(1 - CLIP, 1 + CLIP)  # (R,)
     objective = torch.minimum(ratio * advantage, clipped * advantage)  # (R,)
-    # k3 is 0 where the model agrees with the model of the start, and positive elsewhere. Its mean
-    # over tokens that the model samples is the KL divergence from the model to that of the start.
+    # k3 is 0 where the model agrees with the starting model, and positive elsewhere. Its mean
+    # over tokens that the model samples is KL(model || starting model).
     d = ref - logp  # (R,)
     k3 = d.exp() - d - 1  # (R,)
     token_loss = -objective + KL_COEF * k3  # (R,)
