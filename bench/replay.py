@@ -3,6 +3,7 @@
 A run follows from its flags. So it can be made again from a checkpoint, or from step 0, and proof()
 says whether the replay is the run. Equal bits need one thread: OMP_NUM_THREADS=1.
 """
+import html
 import shutil
 
 from bench import common, diff
@@ -10,6 +11,7 @@ from examples.sft import as_rollout
 from runtime import checkpoint
 from runtime.log import LOGS
 from runtime.messages import RunError
+from runtime.report import page
 
 KEEP_ALL = "--save_every 1 --keep 100000 --wandb off".split()  # the weights before every step
 
@@ -75,3 +77,15 @@ def answers_of(run, questions, cfg, eval_set, tokenizer):
         raise RunError(f"{run} has {len(rows)} held-out answers, which are numbered from 0")
     return [as_rollout(eval_set[i], rows[i]["completion"], tokenizer, cfg.template)
             for i in questions]
+
+
+def write_page(points, charts, lines, out):
+    """The report of some runs, with lines and charts of ours before its own.
+
+    points: {folder of a run: {metric: [[step, value, low, high], ...]}}. charts: as page.CHARTS."""
+    runs = list(map(page.read_run, points))
+    for run, more in zip(runs, points.values()):
+        run["metrics"] |= more
+    told = html.escape("\n".join(lines))
+    place = '<div id="verdict">'
+    out.write_text(page.page(runs, more=charts).replace(place, f"<pre>{told}</pre>{place}", 1))

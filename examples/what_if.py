@@ -12,7 +12,6 @@ flag of the script but --rollout. Rollouts are numbered as in rollouts.jsonl, gr
 import argparse
 import contextlib
 import functools
-import html
 import json
 import os
 import re
@@ -117,16 +116,6 @@ def compare(unchanged, changed, watched):
     return [*lines, common.table(head, table)], points
 
 
-def write_page(points, lines, out):
-    """The report of both branches, with the lines and CHARTS before its own."""
-    runs = list(map(page.read_run, points))
-    for run, more in zip(runs, points.values()):
-        run["metrics"] |= more
-    told = html.escape("\n".join(lines))
-    place = '<div id="verdict">'
-    out.write_text(page.page(runs, more=CHARTS).replace(place, f"<pre>{told}</pre>{place}", 1))
-
-
 def checked(args, flags):
     """The words of the one cause. Raises ValueError for what cannot be asked."""
     cfg = nr.parse_config(["--resume", str(args.run)])
@@ -174,7 +163,7 @@ def main(args, flags):
             print(*lines, flush=True)
     found, points = compare(unchanged, changed, args.watch)
     lines += [f"changed in step {args.step}: {' '.join(cause)}", *found]
-    write_page(points, lines, Path(f"{changed}.html"))
+    replay.write_page(points, CHARTS, lines, Path(f"{changed}.html"))
     print(*lines[1:], f"page: {changed}.html", sep="\n")
 
 
