@@ -19,7 +19,7 @@ FLAGS = ("--steps 4 --prompts 2 --samples 4 --eval_size 4 --eval_every 2 --save_
 
 def python(*words):
     """Runs Python in the repository. Returns what it prints."""
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=ENV,
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=ENV | {"PYTHONPATH": str(ROOT)},
                           capture_output=True, text=True)
     assert not done.returncode, (done.stdout + done.stderr)[-3000:]
     return done.stdout
