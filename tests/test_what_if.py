@@ -19,7 +19,8 @@ FLAGS = ("--steps 4 --prompts 2 --samples 4 --eval_size 4 --eval_every 2 --save_
 
 def python(*words):
     """Runs Python in the repository. Returns what it prints."""
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=ENV | {"PYTHONPATH": str(ROOT)},
+    env = ENV | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=env,
                           capture_output=True, text=True)
     assert not done.returncode, (done.stdout + done.stderr)[-3000:]
     return done.stdout
