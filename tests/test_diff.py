@@ -1,11 +1,11 @@
-"""bench/diff.py on runs that the test prepares, and the part of bench/fork.py that drops."""
+"""bench/diff.py on runs that the test prepares."""
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench import diff, fork
+from bench import diff
 from conftest import fixed_rollouts, make_config, read_rows, write_rows
 from runtime.log import Log
 
@@ -116,9 +116,3 @@ def test_a_line_that_is_there_twice_differs_and_a_name_is_no_escape_sequence(run
     with pytest.raises(SystemExit):
         diff.main([str(a), str(b)])
     assert r": \x1b[2J of line 1: only one run has it" in capsys.readouterr().out
-
-
-def test_a_dropped_group_is_left_out_of_its_minibatch_and_not_a_group_that_equals_it():
-    first, second, third = [1], [1], [2]
-    split = fork.without([[first, second], [third]], second)
-    assert split == [[first], [third]] and split[0][0] is first

@@ -124,13 +124,14 @@ CHARTS = [  # title, caption, pattern of its metrics, how it is drawn, hint of d
     ("MFU", "of the update: FLOPs / peak", "mfu", FROM_ZERO, "A busy CPU distorts it, to above 1.")]
 
 
-def charts(runs):
-    """The charts for the page, a dict each: those that the runs have numbers for."""
+def charts(runs, more=()):
+    """The charts for the page, a dict each: those that the runs have numbers for. more: further
+    rows of CHARTS, which come first."""
     names = {}
     for run in runs:
         names |= run["metrics"]
     drawn = []
-    for title, caption, pattern, how, hint in CHARTS:
+    for title, caption, pattern, how, hint in (*more, *CHARTS):
         metrics = [name for name in names if re.fullmatch(pattern, name)]
         if len(metrics) >= how.get("least", 1):
             texts = {"title": title, "caption": caption, "metrics": metrics, "hint": hint}
@@ -205,11 +206,11 @@ def write(folders, out, live=0):
             part.write_text(page(runs, live), errors="backslashreplace")  # a path need not be UTF-8
 
 
-def page(runs, live=0):
-    """The text of the page."""
+def page(runs, live=0, more=()):
+    """The text of the page. more: see charts."""
     data = {
         "live": [live, time.time()] if live else [],
-        "charts": charts(runs),
+        "charts": charts(runs, more),
         "runs": [_run_data(run) for run in runs],
     }
     # base64 has no "<": the browser reads no text of a model as HTML

@@ -1,0 +1,41 @@
+"""What examples/blame.py does with a run, for tests/test_what_if.py: prints a line of JSON."""
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+
+from bench import replay
+from examples import blame
+
+
+def inspect(run, args):
+    """The gradients of single rollouts against the moments, and replays against the first one."""
+    [answer] = replay.answers_of(args.run, [1], run.cfg, run.eval_set, run.llm.get_tokenizer())
+    blame.go_on(run, args.first)
+    snapshots = blame.record(run, args.last + 1)
+    [after] = blame.logprobs(run, [answer])
+    last = snapshots[args.last]
+    moments = [blame.flat(s, "exp_avg") for s in (last, snapshots[args.last + 1])]  # (N,) each
+    whole = (moments[1] - 0.9 * moments[0]) / 0.1  # (N,)
+    blame.put(run, last)
+    parts = [g.double() for _, g in blame.rollout_gradients(run, last)]  # (N,) each
+    summed = last.clip * torch.stack(parts).sum(0)  # (N,)
+    wanted = blame.vectors(run, snapshots, answer, ["end"])["end"]
+    found = blame.scores(run, snapshots, [wanted])
+    key = max((k for k in found if k[0] == args.last), key=lambda k: abs(found[k][0]))
+    exact = []
+    for is_sampled in (True, False):
+        blame.without(run, snapshots, [key], is_sampled)
+        exact.append(after - blame.logprobs(run, [answer])[0])
+    blame.put(run, snapshots[args.first])
+    blame.go_on(run, args.last + 1)
+    again = blame.logprobs(run, [answer])[0]
+    apart = ((summed - whole).norm() / whole.norm()).item()
+    print(json.dumps({"apart": apart, "clip": last.clip, "score": found[key][0], "exact": exact,
+                      "after": after, "again": again}))
+
+
+if __name__ == "__main__":
+    blame.start(Namespace(run=Path(sys.argv[1]), first=2, last=3), inspect)
