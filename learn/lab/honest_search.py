@@ -142,8 +142,9 @@ def make_runs():
 # ---- the study
 
 def drawn(pools, rng):
-    """measure(setting, n) for `search`: n results of the setting's pool, without replacement within
-    a setting. The first setting has runs of its own, which no edit gets. A setting is (pool, number).
+    """measure(setting, n) for `search`: n results of the setting's pool, none of them twice.
+
+    The first setting has runs of its own, which no edit gets. A setting is (pool, number).
     """
     orders = {}
     own = {}
@@ -182,9 +183,11 @@ def picture(counts, path):
     """A line per rule: in which share of the searches at least so many null edits were kept."""
     fig = figure(figsize=(6, 3.4))
     axis = fig.subplots()
+    most = range(1, 11)
     for rule, values in counts.items():
-        most = range(1, 11)
-        shares = [fmean(value >= k for value in values) for k in most]
+        shares = []
+        for k in most:
+            shares.append(fmean(value >= k for value in values))
         axis.plot(most, shares, "o-", ms=4, lw=1.2, label=rule)
     axis.set(xlabel=f"null edits kept of {TRIES}, at least", ylabel="share of the searches",
              ylim=(-0.02, 1.02))
