@@ -26,6 +26,7 @@ from statsmodels.stats.weightstats import CompareMeans
 
 import nano_rlvr as nr
 from bench import common
+from learn.lab.lab import BY_HAND
 from runtime import trainer
 from runtime.checkpoint import Progress
 from runtime.log import provenance
@@ -222,6 +223,9 @@ def page(rows, path=RESULTS):
             f"{'; '.join(of_pools)}. {SEARCHES} searches per cell, each drawn from these runs.\n\n"
             f"{common.describe([rows[0] | provenance() | {'commit': commits}])}")
     picture(counts, f"{path}.png")
+    old = path.with_suffix(".md")
+    by_hand = old.read_text().partition(BY_HAND)[2] if old.exists() else ""
+    text = f"# honest_search\n\n{text}\n\n{BY_HAND}{by_hand.rstrip()}"
     common.write(path, text, {"runs": rows, "kept": counts})
 
 
