@@ -54,7 +54,8 @@ def test_every_flag_in_the_pages_exists():
     commands += re.findall(r"`(--\w+[^`]*)`", text)
     flags = {flag for command in commands for flag in re.findall(r"--([\w-]+)", command)}
     others = {"nproc_per_node", "signals-to-handle", "shutdown-timeout", "kill-on-bad-exit", "lag",
-              "tp", "kl_in", "kl_estimator", "step_rewards", "dry"}  # of torchrun, srun, modules
+              "tp", "kl_in", "kl_estimator", "step_rewards", "dry",
+              "all"}  # of torchrun, srun, modules
     assert flags <= nr.Config.__dataclass_fields__.keys() | {"help"} | others
 
 

@@ -35,7 +35,7 @@ from runtime.report.curve import figure
 LOOKS = (5, 10)  # runs of a setting after which it is judged; the first is the lab's least number
 LEVEL = 0.05  # the chance that a whole search of null edits keeps one
 TRIES = 40
-SEARCHES = 2000  # of the study
+SEARCHES = 1000  # of the study
 FLAGS = ("--steps 8 --prompts 8 --samples 8 --kl_coef 0 --eval_size 128 --eval_n 4 --save_every -1 "
          "--lr_end 1 --eval_every 8")
 POOLS = {"null": (1e-4, 40), "larger rate": (3e-4, 20)}  # name -> learning rate, number of runs
