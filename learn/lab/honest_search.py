@@ -26,7 +26,7 @@ from statsmodels.stats.weightstats import CompareMeans
 
 import nano_rlvr as nr
 from bench import common
-from learn.lab.lab import BY_HAND
+from learn.lab import lab
 from runtime import trainer
 from runtime.checkpoint import Progress
 from runtime.log import provenance
@@ -120,6 +120,7 @@ def train(run, path, pools):
     done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     known = {(row["pool"], row["seed"]) for row in done}
     first = run.cfg
+    commit = provenance()["commit"]  # of the code that this process has read
     for pool, (lr, runs) in pools.items():
         for seed in range(runs):
             if (pool, seed) in known:
@@ -129,9 +130,9 @@ def train(run, path, pools):
             run.train_set, _ = nr.data.load_splits(cfg, run.llm.get_tokenizer(), notify=str)
             nr.train(run)
             last = run.log.rows[-1]
-            row = {"pool": pool, "seed": seed, "mean@4": last["eval/mean@4"]}
+            row = {"pool": pool, "seed": seed, "mean@4": last["eval/mean@4"], "commit": commit}
             with path.open("a") as file:
-                print(json.dumps(row | {"commit": provenance()["commit"]}), file=file)
+                print(json.dumps(row), file=file)
 
 
 def make_runs():
@@ -217,15 +218,15 @@ def page(rows, path=RESULTS):
             "searches that keep one", "larger rate kept as the last edit"]
     of_pools = [f"{name}: {len(x)} runs, {fmean(x):.1%} ± {100 * stdev(x):.1f}"
                 for name, x in pools.items()]
-    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    commits = ", ".join(lab.commits_of(rows))
     text = (f"{common.table(head, lines)}\n\n![shares](honest_search.png)\n\n"
             f"mean@4 on 128 questions after the run, mean ± standard deviation over the seeds: "
             f"{'; '.join(of_pools)}. {SEARCHES} searches per cell, each drawn from these runs.\n\n"
             f"{common.describe([rows[0] | provenance() | {'commit': commits}])}")
     picture(counts, f"{path}.png")
     old = path.with_suffix(".md")
-    by_hand = old.read_text().partition(BY_HAND)[2] if old.exists() else ""
-    text = f"# honest_search\n\n{text}\n\n{BY_HAND}{by_hand.rstrip()}"
+    by_hand = old.read_text().partition(lab.BY_HAND)[2] if old.exists() else ""
+    text = f"# honest_search\n\n{text}\n\n{lab.BY_HAND}{by_hand.rstrip()}"
     common.write(path, text, {"runs": rows, "kept": counts})
 
 
