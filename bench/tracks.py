@@ -95,7 +95,7 @@ TRACKS = {
     "products": Track(
         134_515_008, SMOLLM2, 0.5,
         "--model models/smollm2 --eval_data bench/tracks.py:first_products --eval_size 64",
-        second_products, 128, 48, "right", is_test_product),
+        second_products, 126, 48, "right", is_test_product),
 }
 
 

@@ -35,10 +35,11 @@ from runtime.report.curve import figure
 LOOKS = (5, 10)  # runs of a setting after which it is judged; the first is the lab's least number
 LEVEL = 0.05  # the chance that a whole search of null edits keeps one
 TRIES = 40
+FIRST = ("null", 0)  # the setting that a search of the study begins with
 SEARCHES = 1000  # of the study
 FLAGS = ("--steps 8 --prompts 8 --samples 8 --kl_coef 0 --eval_size 128 --eval_n 4 --save_every -1 "
          "--lr_end 1 --eval_every 8")
-POOLS = {"null": (1e-4, 40), "larger rate": (3e-4, 20)}  # name -> learning rate, number of runs
+POOLS = {"null": (1e-4, 40), "larger rate": (3e-4, 10)}  # name -> learning rate, number of runs
 OUT = common.ROOT / "runs/lab/honest_search"
 RESULTS = common.ROOT / "learn/lab/results/honest_search"
 
@@ -144,21 +145,17 @@ def make_runs():
 # ---- the study
 
 def drawn(pools, rng):
-    """measure(setting, n) for `search`: n results of the setting's pool, none of them twice.
+    """measure(setting, n) for a search: n results of the setting's pool, none of them twice.
 
-    The first setting has runs of its own, which no edit gets. A setting is (pool, number).
+    A setting is (pool, number). The first one is FIRST; no edit gets one of its runs.
     """
-    orders = {}
-    own = {}
-    for pool, values in pools.items():
-        shuffled = rng.sample(values, len(values))
-        own[pool], orders[pool] = shuffled[:LOOKS[-1]], shuffled[LOOKS[-1]:]
-    waiting = {}
+    null = rng.sample(pools["null"], len(pools["null"]))
+    left = pools | {"null": null[LOOKS[-1]:]}
+    waiting = {FIRST: null[:LOOKS[-1]]}
 
     def measure(setting, n):
-        pool, number = setting
         if setting not in waiting:
-            values = own[pool] if number == 0 else orders[pool]
+            values = left[setting[0]]
             waiting[setting] = rng.sample(values, len(values))
         return [waiting[setting].pop() for _ in range(n)]
 
@@ -175,7 +172,7 @@ def study(pools, edits, rng):
     results = {rule: [] for rule in rules}
     for _ in range(SEARCHES):
         for rule, find in rules.items():
-            found = find(("null", 0), edits, drawn(pools, rng))
+            found = find(FIRST, edits, drawn(pools, rng))
             kept = [row["kept"] for row in found]
             results[rule].append((sum(kept), sum(row["runs"] for row in found), kept[-1]))
     return results
