@@ -57,10 +57,10 @@ def test_the_interval_of_a_search_is_wider_the_more_it_asks():
 
 
 def test_edits_draw_runs_that_the_first_setting_does_not_have_and_none_twice():
-    pools = {"null": list(range(40)), "larger rate": list(range(100, 110))}
+    pools = {"null": list(range(40)), "rate 2e-4": list(range(100, 110))}
     measure = honest_search.drawn(pools, random.Random(0))
     first = measure(honest_search.FIRST, 10)
-    for setting in (("null", 1), ("null", 2), ("larger rate", 1)):
+    for setting in (("null", 1), ("null", 2), ("rate 2e-4", 1)):
         runs = measure(setting, 5) + measure(setting, 5)
         assert len(set(runs)) == 10 and not set(runs) & set(first)
         assert set(runs) <= set(pools[setting[0]])

@@ -39,7 +39,8 @@ FIRST = ("null", 0)  # the setting that a search of the study begins with
 SEARCHES = 1000  # of the study
 FLAGS = ("--steps 8 --prompts 8 --samples 8 --kl_coef 0 --eval_size 128 --eval_n 4 --save_every -1 "
          "--lr_end 1 --eval_every 8")
-POOLS = {"null": (1e-4, 40), "larger rate": (3e-4, 10)}  # name -> learning rate, number of runs
+# name -> learning rate, number of runs
+POOLS = {"null": (1e-4, 40), "rate 2e-4": (2e-4, 10), "rate 3e-4": (3e-4, 10)}
 OUT = common.ROOT / "runs/lab/honest_search"
 RESULTS = common.ROOT / "learn/lab/results/honest_search"
 
@@ -201,18 +202,22 @@ def page(rows, path=RESULTS):
     for row in rows:
         pools.setdefault(row["pool"], []).append(row["mean@4"])
     rng = random.Random(0)
-    null = study(pools, [("null", i) for i in range(1, TRIES + 1)], rng)
-    helpful = [("null", i) for i in range(1, TRIES)] + [("larger rate", 1)]
-    power = study(pools, helpful, rng)
-    lines, counts = [], {}
+    nothing = [("null", i) for i in range(1, TRIES + 1)]
+    null = study(pools, nothing, rng)
+    others = [pool for pool in pools if pool != "null"]
+    powers = [study(pools, [*nothing[1:], (pool, 1)], rng) for pool in others]
+    lines = []
+    counts = {}
     for rule, found in null.items():
         kept, runs, _ = zip(*found)
         counts[rule] = kept
-        finds = fmean(last for *_, last in power[rule])
-        lines.append([rule, f"{fmean(runs):.0f}", f"{fmean(kept):.2f}",
-                      f"{fmean(map(bool, kept)):.1%}", f"{finds:.1%}"])
-    head = ["rule", "runs after the first setting's", f"null edits kept of {TRIES}",
-            "searches that keep one", "larger rate kept as the last edit"]
+        line = [rule, f"{fmean(runs):.0f}", f"{fmean(kept):.2f}", f"{fmean(map(bool, kept)):.1%}"]
+        for power in powers:
+            was_kept = fmean(last for *_, last in power[rule])
+            line.append(f"{was_kept:.1%}")
+        lines.append(line)
+    head = ["rule", "runs of the edits", f"null edits kept of {TRIES}", "searches that keep one"]
+    head += [f"{pool} kept, as the last edit" for pool in others]
     of_pools = [f"{name}: {len(x)} runs, {fmean(x):.1%} ± {100 * stdev(x):.1f}"
                 for name, x in pools.items()]
     commits = ", ".join(lab.commits_of(rows))
