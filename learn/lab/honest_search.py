@@ -36,7 +36,7 @@ LOOKS = (5, 10)  # runs of a setting after which it is judged; the first is the 
 LEVEL = 0.05  # the chance that a whole search of null edits keeps one
 TRIES = 40
 FIRST = ("null", 0)  # the setting that a search of the study begins with
-SEARCHES = 1000  # of the study
+SEARCHES = 400  # of the study
 FLAGS = ("--steps 8 --prompts 8 --samples 8 --kl_coef 0 --eval_size 128 --eval_n 4 --save_every -1 "
          "--lr_end 1 --eval_every 8")
 # name -> learning rate, number of runs
