@@ -36,6 +36,7 @@ LOOKS = (5, 10)  # runs of a setting after which it is judged; the first is the 
 LEVEL = 0.05  # the chance that a whole search of null edits keeps one
 TRIES = 40
 FIRST = ("null", 0)  # the setting that a search of the study begins with
+EQUAL = 8  # runs of an edit with which `keep if higher` needs about as many as the lab's rule
 SEARCHES = 400  # of the study
 FLAGS = ("--steps 8 --prompts 8 --samples 8 --kl_coef 0 --eval_size 128 --eval_n 4 --save_every -1 "
          "--lr_end 1 --eval_every 8")
@@ -51,7 +52,8 @@ def interval(tried, best, tries, looks=LOOKS):
     """(low, high) of the mean of `tried` minus that of `best`: Welch's t interval."""
     level = LEVEL / (tries * len(looks))
     comparison = CompareMeans.from_data(tried, best)
-    return comparison.tconfint_diff(level, usevar="unequal")
+    low, high = comparison.tconfint_diff(level, usevar="unequal")
+    return float(low), float(high)
 
 
 def search(first, edits, measure, looks=LOOKS):
@@ -167,8 +169,8 @@ def study(pools, edits, rng):
     """{rule: [(edits kept, runs, whether the last edit was kept) of each search]}."""
     rules = {
         "keep if higher, 1 run": keep_if_higher,
-        f"keep if higher, mean of {LOOKS[-1]}":
-            lambda *words: keep_if_higher(*words, runs=LOOKS[-1]),
+        f"keep if higher, mean of {EQUAL} runs":
+            lambda *words: keep_if_higher(*words, runs=EQUAL),
         "the lab's rule": search}
     results = {rule: [] for rule in rules}
     for _ in range(SEARCHES):
