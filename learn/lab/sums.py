@@ -24,6 +24,10 @@ def seven_to_nine(rng):
     return draw_sum(rng, 7, 9)
 
 
+def seven_to_ten(rng):
+    return draw_sum(rng, 7, 10)
+
+
 def of_six(rng):
     return draw_sum(rng, 6, 6)
 
@@ -37,3 +41,7 @@ def long(split, size, seed):
     """The rows of a split: sums of 7 to 9 terms, longer than all that the model was trained on."""
     return generate(seven_to_nine, split, size, seed)
 
+
+def longer(split, size, seed):
+    """The rows of a split: sums of 7 to 10 terms, the task of bench/speedrun.py."""
+    return generate(seven_to_ten, split, size, seed)
