@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 import nano_rlvr as nr
-from data import request_seed
+from data import completion_texts, request_seed
 from rewards import each, final_number
 
 AGENTS = ("writer", "checker")
@@ -41,13 +41,13 @@ def two_turns(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
         ids = first.completion + between + second.completion
         logps = first.vllm_logps + [0.0] * gap + second.vllm_logps
         sampled = first.loss_mask + [False] * gap + second.loss_mask
-        question = tokenizer.decode(between, skip_special_tokens=True)
-        text = first.text + question + second.text
         last = len(second.completion)
         of_checker = [0.0] * (len(ids) - last) + [1.0] * last
-        r = nr.Rollout(between, ids, text, second.truncated, logps, sampled)
+        r = nr.Rollout(between, ids, "", second.truncated, logps, sampled)
         r.extra["checker"] = of_checker
         rollouts.append(r)
+    for r, text in zip(rollouts, completion_texts(rollouts, tokenizer)):
+        r.text = text
     return rollouts
 
 

@@ -89,8 +89,8 @@ def python_rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampl
     are used up or the output leaves no room for another token, counts as truncated.
     """
     tokenizer = llm.get_tokenizer()
-    # vLLM looks for stop strings in its own text
-    sampling |= {"stop": [CLOSE], "detokenize": True}
+    # vLLM looks for stop strings in its own text; CLOSE may be a special token
+    sampling |= {"stop": [CLOSE], "detokenize": True, "skip_special_tokens": False}
     rollouts = rollout(llm, prompts, n, temperature, max_tokens, seeds, **sampling)
     programs = {i: called_program(r.text) for i, r in enumerate(rollouts)}  # of the last turn
     for number in range(CALLS):

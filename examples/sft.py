@@ -20,9 +20,8 @@ from runtime.messages import RunError
 def as_rollout(example, text, tokenizer, template):
     """A text, and then its end, as a Rollout with reward 1. No engine gave it log-probs."""
     prompt = nr.data.encode(example, tokenizer, template)
-    if tokenizer.decode(prompt).rstrip().endswith("<think>"):  # see data.completion_texts
-        text = text.removeprefix("<think>")
-    completion = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
+    written = text.removeprefix(nr.data.opened_thinking(prompt, tokenizer))
+    completion = tokenizer.encode(written, add_special_tokens=False) + [tokenizer.eos_token_id]
     return nr.Rollout(prompt, completion, text, False, [0.0] * len(completion), reward=1.0,
                       parts={"sft": 1.0})
 

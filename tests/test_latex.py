@@ -8,7 +8,7 @@ import rewards
 from bench import search_math
 from conftest import ROOT
 from runtime.verify import formula, latex
-from runtime.verify.answer import final_answer, opened_thinking, read_number
+from runtime.verify.answer import read_number
 from runtime.verify.latex import same_math
 
 VERDICTS = {"==": True, "≠": False, "??": None}
@@ -81,18 +81,6 @@ def test_the_noise_of_floats_is_taken_off_gold_numbers_only():
         assert reward(texts[1:2], answer=[plain]) == [0.0]
         assert reward(["<answer>0.3</answer>"], answer=["0.3000001"]) == [0.0]
     assert read_number(noisy) != read_number(plain)
-
-
-def test_a_completion_that_does_not_end_the_thinking_of_its_prompt_has_no_answer():
-    for prompt in ("<|assistant|><think>\n", "<think>\nOkay, ", "</think> <think>"):
-        cut_off = opened_thinking(prompt) + r"Adding gives \boxed{5}. Hmm, let me verify by"
-        done = opened_thinking(prompt) + "2+3=5.\n</think>\n\n\\boxed{5}"
-        assert not final_answer(cut_off) and final_answer(done) == "5"
-        assert rewards.gsm8k_reward([cut_off, done], answer=["5"] * 2) == [0.0, 1.0]
-        text = opened_thinking(prompt) + "a</think><answer>5</answer>"
-        assert rewards.format_reward([text]) == [1.0]
-    for prompt in "", "<|assistant|>", "<think>\n\n</think>\n\n":
-        assert opened_thinking(prompt) == ""
 
 
 @pytest.mark.parametrize("text", [
