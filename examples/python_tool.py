@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from data import completion_texts, request_seed
 from examples import jail
-from nano_rlvr import Rollout, rollout
+from nano_rlvr import rollout
 from rewards import each
 
 CALLS = 3  # at most so many calls per completion
@@ -105,14 +105,15 @@ def python_rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampl
         most = max(rooms.values(), default=1)  # a turn may be longer than its own room
         turns = rollout(llm, contexts, 1, temperature, most, turn_seeds, **sampling)
         programs = {}
-        for i, turn in zip(rooms, turns):
-            programs[i] = add_turn(rollouts[i], turn, rooms[i])
+        for (i, room), turn in zip(rooms.items(), turns):
+            programs[i] = add_turn(rollouts[i], turn, room)
     for i, program in programs.items():
         if program is not None:
             rollouts[i].truncated = True
-    texts = completion_texts(rollouts, tokenizer)
-    return [Rollout(r.prompt, r.completion, text, r.truncated, r.vllm_logps, r.loss_mask)
-            for r, text in zip(rollouts, texts)]
+    for r, text in zip(rollouts, completion_texts(rollouts, tokenizer)):
+        r.text = text
+        r.advantages = [0.0] * len(r.completion)  # as long as the completion is now
+    return rollouts
 
 
 @each
