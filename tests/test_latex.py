@@ -94,3 +94,13 @@ def test_a_text_that_is_no_mathematics_is_wrong_as_an_answer_and_unknown_as_a_go
 
 def test_a_range_with_letters_as_bounds_is_not_guessed():
     assert not same_math(r"x>1 \text{ and } x<a", r"x<b \text{ and } x>7")
+
+
+@pytest.mark.parametrize("a, b, equal", [
+    (r"\emptyset", r"\text{no real solution}", True), (r"\text{No solution}", "no solutions", True),
+    (r"\mathbb{R}", "all real numbers", True), (r"\text{all reals}", r"(-\infty,\infty)", True),
+    (r"x \in \mathbb{R}", r"\text{all real numbers}", True), ("0", r"\text{no solution}", False),
+    (r"\text{all real numbers except } 0", r"\text{all real numbers}", False),
+    ("x^2+1=0", r"\text{no solution}", False), (r"\text{no}", r"\text{no solution}", False)])
+def test_a_set_in_words_is_the_set(a, b, equal):
+    assert (same_math(a, b), same_math(b, a)) == (equal, equal)
