@@ -571,7 +571,4 @@ def fitting(kind, examples, cfg, tokenizer, at_least, notify):
                          f"needed: held out questions and those beyond {limit} tokens do not count")
     if left_out := len(examples) - len(kept):
         notify(f"{left_out} of {len(examples)} {kind} prompts left out: longer than {limit}")
-    lost = {e.get("eval_set") for e in examples} - {e.get("eval_set") for e in kept}
-    if lost:
-        raise ValueError(f"--eval_data {min(lost)}: no prompt of it fits into {limit} tokens")
     return kept
