@@ -628,7 +628,8 @@ def read_quantity(tokens):
         return Formula(("*", parts[0].tree, ("number", factor)), unit)
     if factor != 1:
         return read_text(tokens)
-    is_time = any(part.plain[:1] == "0" for part in parts)
+    is_time = bool(words & {"am", "pm"})
+    is_time = is_time or any(part.plain[:1] == "0" for part in parts)  # 5:06
     return Ratio(tuple(part.tree for part in parts), unit, is_time)
 
 
