@@ -413,28 +413,36 @@ def encode_chat(system, question, tokenizer):
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the text has its BOS
 
 
+def opened_thinking(prompt, tokenizer):
+    """"<think>" if a prompt (token ids) ends with it, as the chat templates of some thinking models
+    do, else "". With it before a completion, a completion that never closes it has no answer."""
+    text = tokenizer.decode(prompt[-16:]).rstrip()
+    return "<think>" if text.endswith("<think>") else ""
+
+
 def completion_texts(rollouts, tokenizer):
     """The texts of completions as the rewards read them, one per rollout.
 
-    EOS, BOS and padding are left out, and also another special token at the end, which has stopped
-    vLLM. Other special tokens stay, because some tokenizers have <think> or <answer> as a special
-    token. If the prompt ends with <think>, as the chat templates of some thinking models do, the
-    text begins with <think>: a completion that never closes it has no answer.
+    EOS, BOS and padding are left out. A special token at the end, which has stopped vLLM, is left
+    out too, unless it is a tag such as </answer>. Other special tokens stay, because some
+    tokenizers have <think> or <answer> as a special token. A text begins with what opened_thinking
+    returns for its prompt.
     """
     left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-    special = set(tokenizer.all_special_ids)
-    special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = set()  # special tokens that are no tags
+    for i, token in tokenizer.added_tokens_decoder.items():
+        if token.special and not token.content.startswith("</"):
+            ends.add(i)
     opened = {}  # prompt -> "<think>" or ""
     completions = []
     for r in rollouts:
         ids = list(r.completion)
-        if not r.truncated and ids and ids[-1] in special:
+        if not r.truncated and ids and ids[-1] in ends:
             ids.pop()
         completions.append([token for token in ids if token not in left_out])
-        prompt = tuple(r.prompt[-16:])
-        if prompt not in opened:
-            end = tokenizer.decode(prompt).rstrip()
-            opened[prompt] = "<think>" if end.endswith("<think>") else ""
+        end = tuple(r.prompt[-16:])
+        if end not in opened:
+            opened[end] = opened_thinking(end, tokenizer)
     texts = tokenizer.batch_decode(completions)
     return [opened[tuple(r.prompt[-16:])] + text for r, text in zip(rollouts, texts)]
 
@@ -563,7 +571,4 @@ def fitting(kind, examples, cfg, tokenizer, at_least, notify):
                          f"needed: held out questions and those beyond {limit} tokens do not count")
     if left_out := len(examples) - len(kept):
         notify(f"{left_out} of {len(examples)} {kind} prompts left out: longer than {limit}")
-    lost = {e.get("eval_set") for e in examples} - {e.get("eval_set") for e in kept}
-    if lost:
-        raise ValueError(f"--eval_data {min(lost)}: no prompt of it fits into {limit} tokens")
     return kept

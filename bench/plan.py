@@ -14,32 +14,69 @@ from runtime.memory import ModelShape
 
 SHAPES = {  # of Qwen's config.json files
     "Qwen3-0.6B": ModelShape(
-        parameters=596_049_920, hidden=1024, layers=28, attention=2048, head_size=128, mlp=3072,
-        vocab=151936, kv_cache=2 * 28 * 8 * 128, qk_norms=True),
+        parameters=596_049_920,
+        hidden=1024,
+        layers=28,
+        attention=2048,
+        head_size=128,
+        mlp=3072,
+        vocab=151936,
+        kv_cache=2 * 28 * 8 * 128,
+        qk_norms=True),
     "Qwen3-1.7B": ModelShape(
-        parameters=1_720_574_976, hidden=2048, layers=28, attention=2048, head_size=128, mlp=6144,
-        vocab=151936, kv_cache=2 * 28 * 8 * 128, qk_norms=True),
+        parameters=1_720_574_976,
+        hidden=2048,
+        layers=28,
+        attention=2048,
+        head_size=128,
+        mlp=6144,
+        vocab=151936,
+        kv_cache=2 * 28 * 8 * 128,
+        qk_norms=True),
     "Qwen2.5-1.5B": ModelShape(
-        parameters=1_543_714_304, hidden=1536, layers=28, attention=1536, head_size=128, mlp=8960,
-        vocab=151936, kv_cache=2 * 28 * 2 * 128, qk_norms=False),
+        parameters=1_543_714_304,
+        hidden=1536,
+        layers=28,
+        attention=1536,
+        head_size=128,
+        mlp=8960,
+        vocab=151936,
+        kv_cache=2 * 28 * 2 * 128,
+        qk_norms=False),
     "Qwen2.5-7B": ModelShape(
-        parameters=7_615_616_512, hidden=3584, layers=28, attention=3584, head_size=128, mlp=18944,
-        vocab=152064, kv_cache=2 * 28 * 4 * 128, qk_norms=False),
+        parameters=7_615_616_512,
+        hidden=3584,
+        layers=28,
+        attention=3584,
+        head_size=128,
+        mlp=18944,
+        vocab=152064,
+        kv_cache=2 * 28 * 4 * 128,
+        qk_norms=False),
     "Qwen2.5-32B": ModelShape(
-        parameters=32_763_876_352, hidden=5120, layers=64, attention=5120, head_size=128, mlp=27648,
-        vocab=152064, kv_cache=2 * 64 * 8 * 128, qk_norms=False),
+        parameters=32_763_876_352,
+        hidden=5120,
+        layers=64,
+        attention=5120,
+        head_size=128,
+        mlp=27648,
+        vocab=152064,
+        kv_cache=2 * 64 * 8 * 128,
+        qk_norms=False),
 }
 
 
 def plan(model, gib, host=64, gpus=1, tp=1, **flags):
     """Prints the plan for GPUs of `gib` GiB in a machine with `host` GiB of memory."""
     os.environ.update(WORLD_SIZE=str(gpus), LOCAL_WORLD_SIZE=str(gpus))
-    flags = {"compile": "on" if flags.get("zero_stage") != 3 else "off"} | flags  # auto, on a GPU
+    is_compiled = flags.get("zero_stage") != 3  # as with auto, on a GPU
+    compile = "on" if is_compiled else "off"
+    flags = {"compile": compile} | flags
     cfg = dataclasses.replace(nr.Config(), model=model, dtype="bfloat16", **flags)
-    gib, host = gib * memory.GIB, host * memory.GIB
+    device = memory.Device(True, gib * memory.GIB, gib * memory.GIB, host * memory.GIB)
     with mock.patch.object(memory, "step_bytes", memory.step_bytes):  # restored afterwards
         tensor_parallel.plan_shards(tp)
-        _, planned = memory.plan(cfg, memory.Device(True, gib, gib, host), SHAPES[model])
+        _, planned = memory.plan(cfg, device, SHAPES[model])
     print(planned["text"])
 
 

@@ -288,10 +288,138 @@ def doubled_equation(gold, rng):
     return f"2({found[1]}) = 2({found[2]})"
 
 
+FRACTION = re.compile(r"(-?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+
+
+def as_mixed_number(gold, rng):
+    found = FRACTION.fullmatch(gold)
+    if not found:
+        return None
+    whole, rest = divmod(int(found[2]), int(found[3]))
+    if not whole or not rest:
+        return None
+    return rf"{found[1]}{whole}\frac{{{rest}}}{{{found[3]}}}"
+
+
+def sign_inside(gold, rng):
+    found = FRACTION.fullmatch(gold)
+    if not found or not found[1]:
+        return None
+    return rf"\frac{{-{found[2]}}}{{{found[3]}}}"
+
+
+def without_braces(gold, rng):
+    """\\frac12 and \\sqrt2"""
+    text = re.sub(r"frac\{(\d)\}\{(\d)\}(?!\d)", r"frac\1\2", gold)
+    text = re.sub(r"sqrt\{(\d)\}(?!\d)", r"sqrt\1", text)
+    return text if text != gold else None
+
+
+def as_percent(gold, rng):
+    decimal = as_decimal(gold, rng) or gold
+    if not re.fullmatch(r"0\.\d+", decimal):
+        return None
+    percent = Fraction(decimal) * 100
+    return rf"{percent}\%" if percent.denominator == 1 else None
+
+
+def as_fraction(gold, rng):
+    if not re.fullmatch(r"-?\d*\.\d{1,6}", gold):
+        return None
+    value = Fraction(gold)
+    sign = "-" if value < 0 else ""
+    return rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+
+
+def as_power(gold, rng):
+    """\\sqrt{3} as 3^{1/2}"""
+    text = re.sub(r"\\sqrt\{(\d+)\}", r"\1^{1/2}", gold)
+    return text if re.fullmatch(r"\\sqrt\{\d+\}", gold) else None
+
+
+def rational_denominator(gold, rng):
+    """\\frac{\\sqrt{2}}{2} as \\frac{1}{\\sqrt{2}}"""
+    found = re.fullmatch(r"\\frac\{\\sqrt\{(\d+)\}\}\{(\d+)\}", gold)
+    if not found:
+        return None
+    return rf"\frac{{{found[1]}}}{{{found[2]}\sqrt{{{found[1]}}}}}"
+
+
+def factor_behind(gold, rng):
+    found = re.fullmatch(r"(\d+)(\\sqrt\{\d+\}|\\pi)", gold)
+    return rf"{found[2]} \cdot {found[1]}" if found else None
+
+
+def as_set(gold, rng):
+    """A list in braces, in another order."""
+    other = list_in_other_order(gold, rng)
+    return rf"\{{{other}\}}" if other else None
+
+
+def with_or(gold, rng):
+    other = list_in_other_order(gold, rng)
+    if not other:
+        return None
+    members = other.split(", ")
+    words = rng.choice((" and ", r" \text{ and } ", r" \text{ or } "))
+    return words.join((", ".join(members[:-1]), members[-1]))
+
+
+def each_with_name(gold, rng):
+    other = list_in_other_order(gold, rng)
+    if not other or re.search("[a-z]", re.sub(r"\\[a-z]+", "", other)):
+        return None
+    return ", ".join(f"x={member}" for member in other.split(", "))
+
+
+def with_a_unit(gold, rng):
+    if not re.fullmatch(r"-?\d+(\.\d+)?|\\frac\{\d+\}\{\d+\}", gold):
+        return None
+    words = (r"\text{ cm}", r"\text{ units}", r"\text{ meters}", " dollars", r"\text{ square feet}",
+             r"\text{ apples}")
+    return gold + rng.choice(words)
+
+
+def with_dollar(gold, rng):
+    return rf"\${gold}" if re.fullmatch(r"\d+(\.\d\d)?", gold) else None
+
+
+def other_thousands(gold, rng):
+    if not re.fullmatch(r"\d{4,}", gold):
+        return None
+    sign = rng.choice((r"{,}", r"\,", r",\!", " "))
+    return f"{int(gold):,}".replace(",", sign)
+
+
+def as_scientific(gold, rng):
+    found = re.fullmatch(r"([1-9])(0{3,})", gold)
+    if not found:
+        return None
+    return rf"{found[1]} \times 10^{{{len(found[2])}}}"
+
+
+def other_degrees(gold, rng):
+    found = re.fullmatch(r"(\d+)\s?\^\{?\\circ\}?", gold)
+    words = ("{}°", r"{} \text{{ degrees}}", "{} degrees", r"{}^{{\circ}}")
+    return rng.choice(words).format(found[1]) if found else None
+
+
+def other_interval(gold, rng):
+    """An interval after x \\in, with other brackets."""
+    if not re.fullmatch(r"[(\[][^()\[\]]+,[^()\[\]]+[)\]]", gold):
+        return None
+    is_tuple = gold[0] + gold[-1] in ("()", "[]") and "infty" not in gold
+    text = rf"\left{gold[:-1]}\right{gold[-1]}"
+    return text if is_tuple else rf"x \in {text}"
+
+
 REWRITINGS = (
     as_decimal, expanded_fraction, with_slash, other_commands, other_spaces, with_signs_around,
     other_order, list_in_other_order, without_unit, with_name, without_name, with_point_zero,
-    with_thousands, without_text, with_dots, as_inequality, doubled_equation)
+    with_thousands, without_text, with_dots, as_inequality, doubled_equation,
+    as_mixed_number, sign_inside, without_braces, as_percent, as_fraction, as_power,
+    rational_denominator, factor_behind, as_set, with_or, each_with_name, with_a_unit, with_dollar,
+    other_thousands, as_scientific, other_degrees, other_interval)
 
 
 # ------------------------------------------------------------------------------------------- pairs
@@ -327,28 +455,71 @@ def pairs_of(golds, count, seed):
     return [(*about, *pair) for pair, about in pairs.items()]
 
 
+def by_math_verify(pairs):
+    """Whether math-verify alone judges the pairs as equal, each side as it is in the data."""
+    from math_verify import parse, verify
+    found = []
+    for _, _, gold, answer in pairs:
+        sides = [parse(f"${text}$", parsing_timeout=None) for text in (gold, answer)]
+        found.append(verify(*sides, timeout_seconds=None))
+    return found
+
+
+def by_reward(pairs):
+    """The rewards of the pairs, and the metrics of their judge."""
+    texts = [f"<answer>{answer}</answer>" for *_, answer in pairs]
+    golds = [gold for _, _, gold, _ in pairs]
+    with rewards.Verifier("math", timeout=10.0) as verify:
+        values, _, metrics = verify(texts, answer=golds)
+    return values, metrics
+
+
+def table_of_kinds(pairs, values):
+    counts = Counter()
+    for (kind, *_), value in zip(pairs, values):
+        counts[kind, value] += 1
+    rows = []
+    for kind in "changed", "universal", "rewritten":
+        rows.append([kind, *(counts[kind, value] for value in (1.0, 0.0, None))])
+    return common.table(["kind", "1", "0", "None"], rows)
+
+
+def table_of_rewritings(pairs, values, others):
+    """How many rewritten golds do not earn, by the reward and by math-verify."""
+    made, ours, theirs = Counter(), Counter(), Counter()
+    for (kind, how, *_), value, other in zip(pairs, values, others):
+        if kind == "rewritten":
+            made[how] += 1
+            ours[how] += value != 1.0
+            theirs[how] += not other
+    rows = [[how, made[how], ours[how], theirs[how]] for how in sorted(made)]
+    rows.append(["all", made.total(), ours.total(), theirs.total()])
+    return common.table(["rewriting", "pairs", "reward: not 1", "math-verify: not equal"], rows)
+
+
 def main(argv=None):
     parser = common.parser(__doc__)
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--pairs", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", type=int, default=100, help="most pairs that are printed")
+    parser.add_argument("--math_verify", action="store_true", help="judges the rewritten ones too")
     args = parser.parse_args(argv)
-    golds = [gold for path in args.data for gold in golds_of(path)]
+    golds = []
+    for path in args.data:
+        golds += golds_of(path)
     pairs = pairs_of(golds, args.pairs, args.seed)
-    with rewards.Verifier("math", timeout=10.0) as verify:
-        values, _, metrics = verify([f"<answer>{answer}</answer>" for *_, answer in pairs],
-                                    answer=[gold for _, _, gold, _ in pairs])
-    counts, wrong = Counter(), []
-    for (kind, how, gold, answer), value in zip(pairs, values):
-        is_wrong = (value == 1.0) != (kind == "rewritten")
-        counts[kind, value] += 1
-        if is_wrong:
-            wrong.append([kind, how, gold, answer, value])
+    values, metrics = by_reward(pairs)
+    wrong = []
+    for pair, value in zip(pairs, values):
+        if (value == 1.0) != (pair[0] == "rewritten"):
+            wrong.append([*pair, value])
     print(f"{len(golds)} golds, {len(pairs)} pairs, {metrics}")
-    print(common.table(["kind", "1", "0", "None"], [
-        [kind, counts[kind, 1.0], counts[kind, 0.0], counts[kind, None]]
-        for kind in ("changed", "universal", "rewritten")]))
+    print(table_of_kinds(pairs, values))
+    if args.math_verify:
+        rewritten = [pair for pair in pairs if pair[0] == "rewritten"]
+        others = dict(zip(rewritten, by_math_verify(rewritten)))
+        print(table_of_rewritings(pairs, values, map(others.get, pairs)))
     print(Counter((kind, how) for kind, how, *_ in wrong if kind != "universal"))
     for line in wrong[:args.show]:
         print(*line, sep=" | ")

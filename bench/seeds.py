@@ -32,8 +32,11 @@ from bench import common
 from bench.common import read, series
 from runtime.report.curve import figure
 
-PANELS = {"held-out accuracy": "eval/accuracy", "reward of the training samples": "reward/mean",
-          "tokens per completion": "completion/length"}
+PANELS = {
+    "held-out accuracy": "eval/accuracy",
+    "reward of the training samples": "reward/mean",
+    "tokens per completion": "completion/length",
+}
 # beginnings of metrics that are shares, unless a value is above 1 (eval/length, a larger reward)
 SHARES = ("eval/", "reward/", "completion/truncated", "clip_ratio", "group/zero_std")
 # Student's t: 95 % of the values lie in +- T[degrees of freedom - 1]
@@ -43,15 +46,19 @@ T = (12.70620, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.
 def mean_interval(values):
     """(mean, low, high): 95 % t interval of the mean of at least two values. With more than 11 it
     is a little too wide."""
-    t = T[min(len(values), 11) - 2]
-    mean, half = fmean(values), t * stdev(values) / math.sqrt(len(values))
+    n = len(values)
+    t = T[min(n, 11) - 2]
+    mean = fmean(values)
+    half = t * stdev(values) / math.sqrt(n)
     return mean, mean - half, mean + half
 
 
 def own_flags(command):
     """The flags between a script, or `-m` and a module, and --seed: what the runs of a setting have
     in common."""
-    return re.split(r"\.py |-m [\w.]+ ", command.partition("--seed ")[0])[-1].strip()
+    before, _, _ = command.partition("--seed ")
+    *_, flags = re.split(r"\.py |-m [\w.]+ ", before)
+    return flags.strip()
 
 
 def finished(folder, command):
@@ -61,8 +68,9 @@ def finished(folder, command):
     about = common.read_config(folder)
     if own_flags(about["command"]) != own_flags(" ".join(command)):
         raise ValueError(f"{folder} is a run of `{about['command']}`; choose another --out")
-    rows = read(folder) if (folder / "metrics.jsonl").exists() else []
-    return bool(rows) and rows[-1]["step"] == about["config"]["steps"]
+    rows = read(folder)  # [] without metrics
+    steps = about["config"]["steps"]
+    return bool(rows) and rows[-1]["step"] == steps
 
 
 def run_all(settings, seeds, out, jobs=1, keep_weights=True):
@@ -72,18 +80,24 @@ def run_all(settings, seeds, out, jobs=1, keep_weights=True):
     jobs: so many runs at a time, each on one core; 1: one
     after the other, on all cores. keep_weights: False deletes checkpoints and final/ of a run when
     it has finished. Raises ValueError if a run fails."""
-    out, folders, waiting = Path(out).resolve(), {}, []
+    out = Path(out).resolve()
+    folders = {}
+    waiting = []
     out.mkdir(parents=True, exist_ok=True)
     for seed in seeds:  # all settings of a seed before the next seed: a part of the table is early
         for label, command in settings.items():
-            name = re.sub(r"\W+", "-", label).strip("-") + f"-{seed}"
-            folders.setdefault(label, []).append(out / name)
+            short = re.sub(r"\W+", "-", label).strip("-")
+            name = f"{short}-{seed}"
+            folder = out / name
+            folders.setdefault(label, []).append(folder)
             words = [word.replace("{seed}", str(seed)) for word in command]
-            words += ["--seed", str(seed), "--out", str(out), "--name", name, "--resume"]
-            if not finished(out / name, words):
-                waiting.append((out / name, words))
+            words += ["--seed", str(seed)]
+            words += ["--out", str(out), "--name", name, "--resume"]
+            if not finished(folder, words):
+                waiting.append((folder, words))
     cores = queue.SimpleQueue()
-    for core in sorted(os.sched_getaffinity(0))[:jobs]:
+    available = sorted(os.sched_getaffinity(0))
+    for core in available[:jobs]:
         cores.put(core)
 
     def start(folder, command):
@@ -100,7 +114,8 @@ def run_all(settings, seeds, out, jobs=1, keep_weights=True):
                 shutil.rmtree(weights)
 
     with ThreadPoolExecutor(cores.qsize()) as pool:
-        for future in [pool.submit(start, *run) for run in waiting]:
+        futures = [pool.submit(start, *run) for run in waiting]
+        for future in futures:
             try:
                 future.result()
             except ValueError:
@@ -110,7 +125,8 @@ def run_all(settings, seeds, out, jobs=1, keep_weights=True):
 
 
 def share(x):
-    return f"{min(max(x, 0.0), 1.0):.1%}"  # the ends of an interval may lie outside 0 to 100 %
+    inside = min(max(x, 0.0), 1.0)  # the ends of an interval may lie outside
+    return f"{inside:.1%}"
 
 
 def number(x):
@@ -121,38 +137,53 @@ def at(key, step=-1):
     """The value of a metric at a step (-1: at its last one), of the rows of a run."""
     def value(rows):
         values = series(rows, key)
-        return values[step if step >= 0 else max(values)]
+        which = step if step >= 0 else max(values)
+        return values[which]
     return value
 
 
 def late(key, steps=0):
     """The mean of a metric over the last steps of the rows of a run (0: over all)."""
-    return lambda rows: fmean(list(series(rows, key).values())[-steps:])
+    def value(rows):
+        values = list(series(rows, key).values())
+        return fmean(values[-steps:])
+    return value
 
 
 def cell(values, form, to="–"):
     """The mean over the seeds, with its interval if they differ."""
     mean, low, high = mean_interval(values)
-    return form(mean) + (f" ({form(low)}{to}{form(high)})" if low < high else "")
+    if not low < high:
+        return form(mean)
+    return f"{form(mean)} ({form(low)}{to}{form(high)})"
 
 
 def before_and_after(first_row):
     """The columns of the table, {title: (value of the rows of a run, format)}: the first and the
     last evaluation."""
-    keys = ["eval/accuracy", *(key for key in first_row if key.startswith("eval/mean@"))]
-    names = {"eval/accuracy": "greedy", "eval/length": "tokens"}
-    return {f"{names.get(key, key.removeprefix('eval/'))} {when}":
-            (at(key, step), number if key == "eval/length" else share)
-            for key in [*keys, "eval/length"] for when, step in (("before", 0), ("after", -1))}
+    names = {"eval/accuracy": "greedy"}  # key: title
+    for key in first_row:
+        if key.startswith("eval/mean@"):
+            names[key] = key.removeprefix("eval/")
+    names["eval/length"] = "tokens"
+    columns = {}
+    for key, name in names.items():
+        form = number if key == "eval/length" else share
+        columns[f"{name} before"] = at(key, 0), form
+        columns[f"{name} after"] = at(key), form
+    return columns
 
 
 def against_the_first(results):
     """A cell per setting: by how many percent points its last greedy accuracy is above that of the
     first setting with the same seed, the mean over the seeds and its interval."""
-    lasts = [[at("eval/accuracy")(rows) for rows in of] for of in results.values()]
+    accuracy = at("eval/accuracy")
+    first, *others = [list(map(accuracy, of)) for of in results.values()]
     cells = [""]
-    for last in lasts[1:]:
-        points = [100 * (x - first) for x, first in zip(last, lasts[0], strict=True)]
+    for last in others:
+        points = []
+        for before, after in zip(first, last, strict=True):
+            points.append(100 * (after - before))
         cells.append(cell(points, "{:+.1f}".format, " to "))
     return cells
 
@@ -166,23 +197,37 @@ def draw(results, panels, path):
     fig = figure(figsize=(4.2 * width, 3.4 * height))
     axes = fig.subplots(height, width, squeeze=False)
     for axis, (title, key) in zip(axes.flat, panels.items()):
-        every = [x for rows in sum(results.values(), []) for x in series(rows, key).values()]
-        lowest = 0 if min(every) >= 0 else -math.inf
-        highest = 1 if str(key).startswith(SHARES) and max(every) <= 1 else math.inf
-        for i, (label, runs) in enumerate(results.items()):
-            values = [series(rows, key) for rows in runs]
-            steps = sorted(set.intersection(*map(set, values)))
-            intervals = [mean_interval([x[step] for x in values]) for step in steps]
-            mean, *band = np.array(intervals).T
-            band = np.clip(band, lowest, highest)
-            dot, dashes = "o" if str(key).startswith("eval/") else "", ("-", "--", "-.", ":")[i % 4]
-            axis.plot(steps, mean, dot + dashes, color=f"C{i}", ms=4, lw=1.2, label=label)
-            axis.fill_between(steps, *band, color=f"C{i}", alpha=0.15, lw=0)
-        bottom, top = axis.get_ylim()
-        axis.set(xlabel="step", title=title, ylim=(max(bottom, lowest), min(top, highest + 0.02)))
+        draw_panel(axis, results, key)
+        axis.set(xlabel="step", title=title)
         axis.grid(alpha=0.3)
     axes[0, 0].legend(fontsize=8)
     fig.savefig(path, dpi=144)
+
+
+def draw_panel(axis, results, key):
+    """The curves of one metric."""
+    every = []
+    for rows in sum(results.values(), []):
+        every += series(rows, key).values()
+    is_share = str(key).startswith(SHARES) and max(every) <= 1
+    lowest = 0 if min(every) >= 0 else -math.inf
+    highest = 1 if is_share else math.inf
+    dot = "o" if str(key).startswith("eval/") else ""
+    dashes = ("-", "--", "-.", ":")
+    for i, (label, runs) in enumerate(results.items()):
+        values = [series(rows, key) for rows in runs]
+        steps = sorted(set.intersection(*map(set, values)))
+        intervals = []
+        for step in steps:
+            of_seeds = [x[step] for x in values]
+            intervals.append(mean_interval(of_seeds))
+        mean, *band = np.array(intervals).T
+        low, high = np.clip(band, lowest, highest)
+        line = dot + dashes[i % 4]
+        axis.plot(steps, mean, line, color=f"C{i}", ms=4, lw=1.2, label=label)
+        axis.fill_between(steps, low, high, color=f"C{i}", alpha=0.15, lw=0)
+    bottom, top = axis.get_ylim()
+    axis.set(ylim=(max(bottom, lowest), min(top, highest + 0.02)))
 
 
 def report(folders, out, columns=None, panels=PANELS):
@@ -191,26 +236,31 @@ def report(folders, out, columns=None, panels=PANELS):
 
     folders: {label: [folder of each seed]}. out: path without suffix. columns: {title: (value of
     the rows of a run, format)}. panels: {title: key, or function of a row}."""
-    results = {label: [read(folder) for folder in of] for label, of in folders.items()}
-    everyone, runs = sum(folders.values(), []), []
+    results = {label: list(map(read, of)) for label, of in folders.items()}
+    everyone = sum(folders.values(), [])
     first_row = next(iter(results.values()))[0][0]
     about = common.describe([common.read_config(folder) for folder in everyone])
     conditions = (f"{len(everyone) // len(folders)} seeds per row; in brackets the 95 % t interval "
                   f"of the mean over the seeds. Held out: {first_row['eval/n']} questions, the "
                   f"same for all runs. {about}.")
-    standard, lines = before_and_after(first_row), []
-    columns = columns or standard
+    is_standard = columns is None
+    columns = columns or before_and_after(first_row)
+    lines = []
+    runs = []
     for label, of in results.items():
-        lines.append([label, *(cell([value(rows) for rows in of], form)
-                               for value, form in columns.values())])
+        line = [label]
+        for value, form in columns.values():
+            line.append(cell(list(map(value, of)), form))
+        lines.append(line)
         for rows in of:
             curves = {title: list(series(rows, key).items()) for title, key in panels.items()}
-            runs.append({"setting": label, "series": curves,
-                         "evaluations": [row for row in rows if "eval/n" in row]})
+            evaluations = [row for row in rows if "eval/n" in row]
+            runs.append({"setting": label, "series": curves, "evaluations": evaluations})
     head = ["run", *columns]
-    if columns is standard and len(results) > 1:
+    if is_standard and len(results) > 1:
         head.append(f"points above {next(iter(results))}")
-        lines = [[*line, last] for line, last in zip(lines, against_the_first(results))]
+        for line, last in zip(lines, against_the_first(results)):
+            line.append(last)
     table = common.table(head, lines)
     common.write(out, f"{table}\n\n{conditions}", {"conditions": conditions, "runs": runs})
     draw(results, panels, f"{out}.png")
@@ -229,9 +279,12 @@ def main(argv):
         raise ValueError("a command after -- is needed")
     if args.seeds < 2:
         raise ValueError("an interval needs --seeds 2 or more")
-    settings = [s.partition("=")[::2] for s in args.setting or ["run="]]
-    commands = {label: [*args.command, *shlex.split(flags)] for label, flags in settings}
-    report(run_all(commands, range(args.seeds), args.out), args.out.resolve() / "seeds")
+    commands = {}
+    for setting in args.setting or ["run="]:
+        label, _, flags = setting.partition("=")
+        commands[label] = [*args.command, *shlex.split(flags)]
+    folders = run_all(commands, range(args.seeds), args.out)
+    report(folders, args.out.resolve() / "seeds")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 import nano_rlvr as nr
-from data import request_seed
+from data import completion_texts, request_seed
 from rewards import each, final_number
 
 AGENTS = ("writer", "checker")
@@ -31,8 +31,12 @@ def two_turns(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
     longest = max(map(len, prompts))
     half = (max_tokens - longest) // 2
     written = nr.rollout(llm, prompts, n, temperature, half, seeds, **sampling)
-    contexts = [r.prompt + r.completion + r.prompt for r in written]
-    turn_seeds = seeds and [request_seed(seeds[i // n], i % n) for i in range(len(written))]
+    contexts = []
+    turn_seeds = [] if seeds else None
+    for i, r in enumerate(written):
+        contexts.append(r.prompt + r.completion + r.prompt)
+        if seeds:
+            turn_seeds.append(request_seed(seeds[i // n], i % n))
     checked = nr.rollout(llm, contexts, 1, temperature, half, turn_seeds, **sampling)
     rollouts = []
     for first, second in zip(written, checked):
@@ -41,13 +45,13 @@ def two_turns(llm, prompts, n, temperature, max_tokens, seeds=None, **sampling):
         ids = first.completion + between + second.completion
         logps = first.vllm_logps + [0.0] * gap + second.vllm_logps
         sampled = first.loss_mask + [False] * gap + second.loss_mask
-        question = tokenizer.decode(between, skip_special_tokens=True)
-        text = first.text + question + second.text
         last = len(second.completion)
         of_checker = [0.0] * (len(ids) - last) + [1.0] * last
-        r = nr.Rollout(between, ids, text, second.truncated, logps, sampled)
+        r = nr.Rollout(between, ids, "", second.truncated, logps, sampled)
         r.extra["checker"] = of_checker
         rollouts.append(r)
+    for r, text in zip(rollouts, completion_texts(rollouts, tokenizer)):
+        r.text = text
     return rollouts
 
 
@@ -77,14 +81,21 @@ def checker(text, question, answer):
 def assign_advantages(groups, cfg, running_mean):
     """A token gets the advantage of its agent, from the rewards of this agent in the group."""
     for group in groups:
-        rewards = torch.tensor([[r.parts[agent] for agent in AGENTS] for r in group])  # (G, 2)
-        advantages = nr.group_advantages(rewards.T, cfg.baseline, cfg.scale).T  # (G, 2)
-        for r, of_agents in zip(group, advantages.tolist()):
+        rewards = []
+        for agent in AGENTS:
+            rewards.append([r.parts[agent] for r in group])
+        rewards = torch.tensor(rewards)  # (2, G)
+        advantages = nr.group_advantages(rewards, cfg.baseline, cfg.scale)  # (2, G)
+        for r, of_agents in zip(group, advantages.T.tolist()):
             r.advantages = [of_agents[int(agent)] for agent in r.extra["checker"]]
     return running_mean
 
 
 if __name__ == "__main__":
-    fixed = ["--rollout", f"{__file__}:two_turns", "--max_tokens", "200",
-             "--rewards", f"{__file__}:writer,{__file__}:checker"]
-    nr.main([*fixed, *sys.argv[1:]], train=partial(nr.train, assign_advantages=assign_advantages))
+    fixed = [
+        "--rollout", f"{__file__}:two_turns",
+        "--max_tokens", "200",
+        "--rewards", f"{__file__}:writer,{__file__}:checker",
+    ]
+    train = partial(nr.train, assign_advantages=assign_advantages)
+    nr.main([*fixed, *sys.argv[1:]], train)

@@ -34,10 +34,14 @@ def make_run(cfg, parent):
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[-1]  # the trainer takes the first
     ranks.init_process_group(cfg.timeout)
-    sets = nr.data.load_splits(cfg, nr.load_tokenizer(cfg))
-    verifier = nr.rewards.start_verifier(cfg, *sets)
+    tokenizer = nr.load_tokenizer(cfg)
+    train_set, eval_set = nr.data.load_splits(cfg, tokenizer)
+    verifier = nr.rewards.start_verifier(cfg, train_set, eval_set)
     sample = guard.load_rollout(cfg.rollout) if cfg.rollout else nr.rollout
-    here["run"] = nr.Run(cfg, *sets, verifier, None, None, nr.Sampler(cfg), None, None, sample)
+    llm = nr.Sampler(cfg)
+    here["run"] = nr.Run(
+        cfg, train_set, eval_set, verifier,
+        log=None, checkpoints=None, llm=llm, policy=None, ref=None, sample=sample)
 
 
 def answer(path, step, *request):
@@ -46,31 +50,44 @@ def answer(path, step, *request):
     if path != here.pop("path", None):
         with safe_open(path, "pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}
-            if file.metadata() != {name: str(sync.checksum(w)) for name, w in weights.items()}:
+            if file.metadata() != checksums(weights):
                 raise RunError(f"{path} has other weights than the trainer wrote")
         run.llm.sleep()
         run.llm.load(weights.items())
     elif step is not None and path.name != str(step):
         run.llm.reset_prefix_cache()  # as after a load: a run that continues loads here
-    here["path"], run.metrics = path, {}
+    here["path"] = path
+    run.metrics = {}
     if step is None:
         return run.llm.generate(*request, use_tqdm=False)
-    return *nr.collect_rollouts(run, step), run.metrics
+    minibatches, sampled = nr.collect_rollouts(run, step)
+    return minibatches, sampled, run.metrics
+
+
+def checksums(weights):
+    """{name: checksum as text}, which a file can keep beside its tensors."""
+    return {name: str(sync.checksum(w)) for name, w in weights.items()}
 
 
 class RemoteSampler:
     """A Sampler in a process of its own, which answers calls in order. Each names its weights."""
     def __init__(self, cfg, lag):
-        if "TORCHELASTIC_RUN_ID" in os.environ or nr.torch.cuda.device_count() == 1 or lag < 0:
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        if by_torchrun or nr.torch.cuda.device_count() == 1 or lag < 0:
             raise RunError("async_rl needs no torchrun, two GPUs or none, and --lag from 0")
-        tokenizer, vocabulary = nr.load_tokenizer(cfg), memory.ModelShape.of(cfg.model).vocab
+        tokenizer = nr.load_tokenizer(cfg)
+        vocabulary = memory.ModelShape.of(cfg.model).vocab
         self.get_tokenizer = lambda: tokenizer
-        self.llm_engine = self.model_config = self  # for the checks of a --rollout function
+        self.llm_engine = self  # this and the next two: for the checks of a --rollout function
+        self.model_config = self
         self.get_vocab_size = lambda: vocabulary
         # vLLM has a device of its own, and compares checksums itself: see answer
-        self.sleep = self.wake_for_weights = self.wake_kv_cache = lambda: None
+        self.sleep = lambda: None
+        self.wake_for_weights = self.sleep
+        self.wake_kv_cache = self.sleep
         self.apply_model = lambda function: []
-        self.lag, self.futures = lag, {}  # step -> the rollouts to come
+        self.lag = lag
+        self.futures = {}  # step -> the rollouts to come
         self.folder = Path(cfg.out) / cfg.name / f"weights-lag-{lag}"
         self.folder.mkdir(exist_ok=True)
         self.process = ProcessPoolExecutor(1, get_context("spawn"))
@@ -81,29 +98,38 @@ class RemoteSampler:
         """Writes the weights before the next step, and deletes those that nobody needs any more."""
         self.version += 1
         weights = {name: w.to("cpu", copy=True) for name, w in named_weights}
-        sums = {name: str(sync.checksum(w)) for name, w in weights.items()}
-        save_file(weights, self.folder / "part", sums)
-        records.sync_file(self.folder / "part")
-        (self.folder / "part").rename(self.folder / str(self.version))
-        starts = (self.version, *checkpoint.on_disk(self.folder.parent))  # where the run may go on
+        part = self.folder / "part"
+        save_file(weights, part, checksums(weights))
+        records.sync_file(part)
+        part.rename(self.folder / str(self.version))
+        needed = set()
+        # where the run may go on
+        for step in (self.version, *checkpoint.on_disk(self.folder.parent)):
+            needed |= {*range(step - self.lag, step + 1)}
         for path in self.folder.glob("[0-9]*"):
-            if not any(step - self.lag <= int(path.name) <= step for step in starts):
+            if int(path.name) not in needed:
                 path.unlink()
 
     def generate(self, *request, use_tqdm=False):
         """LLM.generate with the newest weights, for the evaluation."""
-        future = self.process.submit(answer, self.folder / str(self.version), None, *request)
+        path = self.folder / str(self.version)
+        future = self.process.submit(answer, path, None, *request)
         return future.result(self.seconds)
 
     def collect(self, run, step):
         """nr.collect_rollouts of this step, after it asked for those of the next `lag` steps."""
-        for ahead in range(step, min(step + self.lag + 1, run.cfg.steps)):
+        end = min(step + self.lag + 1, run.cfg.steps)
+        for ahead in range(step, end):
             if ahead not in self.futures:
                 path = self.folder / str(max(0, ahead - self.lag))
                 self.futures[ahead] = self.process.submit(answer, path, ahead)
         with nr.timed(run.metrics, "rollout"):  # the time that the trainer waits
-            parts, sampled, metrics = self.futures.pop(step).result(self.seconds)
-        run.metrics |= {k: x for k, x in metrics.items() if not k.startswith(("seconds", "memory"))}
+            future = self.futures.pop(step)
+            parts, sampled, metrics = future.result(self.seconds)
+        for name, value in metrics.items():
+            is_of_machine = name.startswith(("seconds", "memory"))
+            if not is_of_machine:
+                run.metrics[name] = value
         return parts, sampled
 
 
@@ -118,11 +144,12 @@ def train(run):
         for process in list(run.llm.process._processes.values()):
             process.kill()  # it may hang: nobody must wait for it at exit
         raise RunError("the sampler's process has ended, or has not answered for --timeout "
-                            f"minutes; --resume continues ({e!r})") from e
+                       f"minutes; --resume continues ({e!r})") from e
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--lag", type=int, default=1)
     own, argv = parser.parse_known_args()  # the log-probs of old weights differ without bound
-    nr.main(["--mismatch_bound", "20", *argv], train, lambda cfg: RemoteSampler(cfg, own.lag))
+    argv = ["--mismatch_bound", "20", *argv]
+    nr.main(argv, train, lambda cfg: RemoteSampler(cfg, own.lag))

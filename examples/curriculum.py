@@ -15,45 +15,59 @@ from statistics import fmean
 
 import nano_rlvr as nr
 from runtime import ranks, records, stats
+from runtime.batch import in_groups
 
 
 def in_band(examples, rates, low, high, least):
     """The examples with a pass rate in [low, high]; if fewer than `least`, the nearest to it."""
     def distance(example):
-        rate = rates[example["question"]]
+        question = example["question"]
+        rate = rates[question]
         return max(low - rate, rate - high, 0.0)
 
     nearest = sorted(examples, key=distance)  # stable: of equals, in the order of the data
-    return nearest[:max(least, sum(distance(e) == 0 for e in examples))]
+    inside = sum(distance(example) == 0 for example in examples)
+    return nearest[:max(least, inside)]
 
 
 def train(run, low, high, pool, probe, fixed):
     """nano_rlvr's loop, on the questions of the band."""
-    cfg, path = run.cfg, run.log.folder / "pass_rates.jsonl"
-    everything, rates = run.train_set[:pool], {}
-    questions = {tuple(e["prompt_ids"]): e["question"] for e in everything}
+    cfg = run.cfg
+    path = run.log.folder / "pass_rates.jsonl"
+    everything = run.train_set[:pool]
+    prompts = [example["prompt_ids"] for example in everything]
+    texts = [example["question"] for example in everything]
+    questions = dict(zip(map(tuple, prompts), texts))  # prompt -> question
+    rates = {}  # question -> its newest pass rate
+
+    def write(row):
+        rates.update(row["rates"])
+        with path.open("a") as file:
+            print(json.dumps(row), file=file)
 
     def add(step, groups):  # known before this step
-        new = {questions[tuple(g[0].prompt)]: fmean(map(stats.is_right, g)) for g in groups}
-        rates.update(new)
-        with path.open("a") as file:
-            print(json.dumps({"step": step, "rates": new}), file=file)
+        new = {}
+        for group in groups:
+            question = questions[tuple(group[0].prompt)]
+            new[question] = fmean(map(stats.is_right, group))
+        write({"step": step, "rates": new})
 
     rows = records.read(path.parent, path.name) if cfg.resume else []
-    rows = [row for row in rows if row["step"] <= run.checkpoints.progress.step]  # not later ones
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("")
     for row in rows:
-        rates |= row["rates"]
+        if row["step"] <= run.checkpoints.progress.step:
+            write(row)
     if not rates:
         nr.sync_weights(run.policy, run.llm)  # wakes vLLM
         run.log.say(f"pass rates of {len(everything)} questions, from {probe} samples each ...")
-        seeds = [nr.data.request_seed(cfg.seed, "probe", i) for i in range(len(everything))]
-        prompts = [e["prompt_ids"] for e in everything]
+        seeds = []
+        for i in range(len(prompts)):
+            seeds.append(nr.data.request_seed(cfg.seed, "probe", i))
         samples = run.sample(
             run.llm, prompts, probe, cfg.temperature, cfg.max_tokens, seeds,
             examples=everything, top_p=cfg.top_p)
         nr.score(samples, everything, run.verifier)
-        add(0, [samples[i:i + probe] for i in range(0, len(samples), probe)])
+        add(0, in_groups(samples, probe))
         run.llm.sleep()
 
     def collect_rollouts(run, step):
@@ -76,7 +90,8 @@ if __name__ == "__main__":
     own, argv = parser.parse_known_args()
     if ranks.world_size() > 1:
         sys.exit("nano_rlvr: examples/curriculum.py runs in one process: leave out torchrun")
-    if not (0 <= own.band[0] <= own.band[1] <= 1 and min(own.pool, own.probe) > 0):
-        sys.exit(f"nano_rlvr: --band {own.band[0]:g} {own.band[1]:g} --pool {own.pool} --probe "
-                 f"{own.probe}: must be two shares, the smaller one first, and numbers from 1")
-    nr.main(argv, lambda run: train(run, *own.band, own.pool, own.probe, own.fixed))
+    low, high = own.band
+    if not 0 <= low <= high <= 1 or min(own.pool, own.probe) < 1:
+        sys.exit(f"nano_rlvr: --band {low:g} {high:g} --pool {own.pool} --probe {own.probe}: must "
+                 "be two shares, the smaller one first, and numbers from 1")
+    nr.main(argv, lambda run: train(run, low, high, own.pool, own.probe, own.fixed))

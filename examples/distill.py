@@ -15,6 +15,7 @@ import dataclasses
 
 import nano_rlvr as nr
 from runtime import ranks, trainer
+from runtime.batch import flatten
 from runtime.messages import RunError
 from runtime.model import on_device
 
@@ -24,41 +25,50 @@ def token_advantages(policy, teacher, rollouts, prefix, cfg):
 
     prefix: token ids that stand before the teacher's prompts. Returns the mean: minus the KL.
     """
-    seen = [dataclasses.replace(r, prompt=prefix + r.prompt) for r in rollouts]
+    seen = []
+    for r in rollouts:
+        prompt = prefix + r.prompt
+        seen.append(dataclasses.replace(r, prompt=prompt))
     with on_device(teacher):
         theirs = trainer.token_logps(teacher, seen, cfg)
     ours = trainer.token_logps(policy, rollouts, cfg)
+    total = 0.0
     for r, a, b in zip(rollouts, theirs, ours):
         gaps = iter([x - y for x, y in zip(a, b)])
         r.advantages = [next(gaps) if sampled else 0.0 for sampled in r.loss_mask]
-        r.reward = 0.0 if r.reward is None else r.reward  # trained without a reward, too
-    total, tokens = ranks.all_sum(
-        sum(map(sum, (r.advantages for r in rollouts))), sum(r.length for r in rollouts))
+        total += sum(r.advantages)
+        if r.reward is None:
+            r.reward = 0.0  # trained without a reward, too
+    tokens = sum(r.length for r in rollouts)
+    total, tokens = ranks.all_sum(total, tokens)
     return total / max(1, tokens)
 
 
 def checked_sampler(cfg, name):
     """A Sampler, if the teacher can be read and has the student's tokens. Engines load later."""
     try:
-        other = dataclasses.replace(cfg, model=nr.flags.find_model(name or cfg.model))
-        tokens = [nr.load_tokenizer(each).get_vocab() for each in (cfg, other)]
+        model = nr.flags.find_model(name or cfg.model)
+        of_teacher = nr.load_tokenizer(dataclasses.replace(cfg, model=model))
+        of_student = nr.load_tokenizer(cfg)
     except (ValueError, OSError) as e:
         raise RunError(f"--teacher: {e}") from e
-    if tokens[0] != tokens[1]:
+    if of_teacher.get_vocab() != of_student.get_vocab():
         raise RunError(f"--teacher {name}: its tokenizer is not that of {cfg.model}")
     return nr.Sampler(cfg)
 
 
 def train(run, name, text):
     """nano_rlvr's loop with these advantages. name: the teacher, "" = the starting model."""
-    cfg = dataclasses.replace(run.cfg, model=nr.flags.find_model(name or run.cfg.model))
-    teacher = nr.make_reference(dataclasses.replace(cfg, kl_coef=1.0, lora_rank=0))
-    prefix = run.llm.get_tokenizer().encode(text, add_special_tokens=False)
+    model = nr.flags.find_model(name or run.cfg.model)
+    cfg = dataclasses.replace(run.cfg, model=model, kl_coef=1.0, lora_rank=0)
+    teacher = nr.make_reference(cfg)
+    tokenizer = run.llm.get_tokenizer()
+    prefix = tokenizer.encode(text, add_special_tokens=False)
 
     def assign_advantages(groups, cfg, running_mean):
-        rollouts = [r for group in groups for r in group]
-        run.metrics["teacher/kl"] = -token_advantages(
-            run.policy, teacher, rollouts, prefix, cfg)
+        rollouts = flatten(groups)
+        mean = token_advantages(run.policy, teacher, rollouts, prefix, cfg)
+        run.metrics["teacher/kl"] = -mean
         return running_mean
 
     nr.train(run, assign_advantages=assign_advantages)
@@ -69,5 +79,7 @@ if __name__ == "__main__":
     parser.add_argument("--teacher", default="")
     parser.add_argument("--teacher_prompt", default="")
     own, argv = parser.parse_known_args()
-    nr.main(["--kl_coef", "0", *argv], lambda run: train(run, own.teacher, own.teacher_prompt),
-            lambda cfg: checked_sampler(cfg, own.teacher))
+    nr.main(
+        ["--kl_coef", "0", *argv],
+        lambda run: train(run, own.teacher, own.teacher_prompt),
+        lambda cfg: checked_sampler(cfg, own.teacher))

@@ -20,17 +20,28 @@ import torch
 
 import nano_rlvr as nr
 from runtime import ranks, stats, trainer
+from runtime.batch import flatten
 from runtime.messages import RunError
 from runtime.model import on_device
 
 # with other values the gradient is not that of DPO's loss
-FIXED = {"aggregate": "constant", "kl_coef": 0.0, "correction": "none", "ratio": "token",
-         "mask_truncated": False, "epochs": 1, "minibatches": 1}
+FIXED = {
+    "aggregate": "constant",
+    "kl_coef": 0.0,
+    "correction": "none",
+    "ratio": "token",
+    "mask_truncated": False,
+    "epochs": 1,
+    "minibatches": 1,
+}
 
 
 def checked_sampler(cfg, beta):
     """A Sampler, if the flags are those of DPO: before the engines load."""
-    needed = [f"--{name} {x}" for name, x in FIXED.items() if getattr(cfg, name) != x]
+    needed = []
+    for name, value in FIXED.items():
+        if getattr(cfg, name) != value:
+            needed.append(f"--{name} {value}")
     if needed or cfg.samples == 1:
         raise RunError(f"dpo.py needs {' '.join(needed) or '--samples above 1'}")
     if not 0 < beta < math.inf:
@@ -44,30 +55,39 @@ def assign_pairs(groups, policy, ref, beta, cfg):
     The advantages make up for the weight of a token, 1 / (N max_tokens) for N rollouts with a
     reward: the loss is the mean over the pairs. Returns metrics.
     """
-    judged = [[r for r in group if r.reward is not None] for group in groups]
-    right = [[r for r in group if stats.is_right(r)] for group in judged]
-    wrong = [[r for r in group if not stats.is_right(r)] for group in judged]
-    pairs = [(a[0], b[0]) for a, b in zip(right, wrong) if a and b]
-    total, sequences = ranks.all_sum(len(pairs), sum(map(len, judged)))
-    rollouts = [r for pair in pairs for r in pair]
-    ours = trainer.token_logps(policy, rollouts, cfg)
+    chosen = []  # right, wrong, right, wrong, ...
+    judged = 0
+    for group in groups:
+        known = [r for r in group if r.reward is not None]
+        right = [r for r in known if stats.is_right(r)]
+        wrong = [r for r in known if not stats.is_right(r)]
+        judged += len(known)
+        if right and wrong:
+            chosen += [right[0], wrong[0]]
+    total, sequences = ranks.all_sum(len(chosen) // 2, judged)
+    ours = trainer.token_logps(policy, chosen, cfg)
     with on_device(ref):
-        theirs = trainer.token_logps(ref, rollouts, cfg)
-    ratios = torch.tensor([sum(a) - sum(b) for a, b in zip(ours, theirs)])  # (2 pairs,)
+        theirs = trainer.token_logps(ref, chosen, cfg)
+    ratios = [sum(a) - sum(b) for a, b in zip(ours, theirs)]
+    ratios = torch.tensor(ratios)  # (2 pairs,)
     margins = beta * (ratios[::2] - ratios[1::2])  # (pairs,)
     scale = sequences * cfg.max_tokens / max(1, total)
-    for r in sum(groups, []):
+    pushes = scale * beta * torch.sigmoid(-margins)  # (pairs,)
+    for r in flatten(groups):
         r.advantages = [0.0] * len(r.completion)
-    for pair, push in zip(pairs, (scale * beta * torch.sigmoid(-margins)).tolist()):
-        for r, sign in zip(pair, (1, -1)):
-            r.advantages = [sign * push] * len(r.completion)
-    [loss] = ranks.all_sum(-torch.nn.functional.logsigmoid(margins).sum().item())
+    for i, push in enumerate(pushes.tolist()):
+        right, wrong = chosen[2 * i:2 * i + 2]
+        right.advantages = [push] * len(right.completion)
+        wrong.advantages = [-push] * len(wrong.completion)
+    losses = -torch.nn.functional.logsigmoid(margins)  # (pairs,)
+    [loss] = ranks.all_sum(losses.sum().item())
     return {"dpo/pairs": total, "dpo/loss": loss / max(1, total)}
 
 
 def train(run, beta, offline):
     """nano_rlvr's loop with these advantages. The memory plan does not count the reference."""
-    ref = nr.make_reference(dataclasses.replace(run.cfg, kl_coef=1.0, lora_rank=0))
+    cfg = dataclasses.replace(run.cfg, kl_coef=1.0, lora_rank=0)
+    ref = nr.make_reference(cfg)
 
     def assign_advantages(groups, cfg, running_mean):
         run.metrics |= assign_pairs(groups, run.policy, ref, beta, cfg)
@@ -76,7 +96,8 @@ def train(run, beta, offline):
     def collect_rollouts(run, step):
         if offline:
             run.llm.sleep()
-            run.llm.load(trainer.named_weights(SimpleNamespace(module=ref)))
+            weights = trainer.named_weights(SimpleNamespace(module=ref))
+            run.llm.load(weights)
         return nr.collect_rollouts(run, step)
 
     nr.train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advantages)
@@ -88,6 +109,9 @@ if __name__ == "__main__":
     parser.add_argument("--offline", action="store_true")
     own, argv = parser.parse_known_args()
     fixed = "--aggregate constant --kl_coef 0 --correction none".split()
-    fixed += ["--mismatch_bound", "20"] * own.offline  # log-probs of old weights
-    nr.main([*fixed, *argv], lambda run: train(run, own.beta, own.offline),
-            lambda cfg: checked_sampler(cfg, own.beta))
+    if own.offline:
+        fixed += ["--mismatch_bound", "20"]  # log-probs of old weights
+    nr.main(
+        [*fixed, *argv],
+        lambda run: train(run, own.beta, own.offline),
+        lambda cfg: checked_sampler(cfg, own.beta))

@@ -15,36 +15,41 @@ side to which the advantage pushes it; the bounds are wide, e^-0.4 to e^0.4.
 """
 import argparse
 import dataclasses
-import itertools
 import random
 from statistics import fmean
 
 import nano_rlvr as nr
 from runtime import ranks, trainer
+from runtime.batch import flatten
 
-LOW, HIGH = 1.0, 5.0
+LOW = 1.0
+HIGH = 5.0
 
 
 def with_bonus(coefficient, base=nr.policy_loss):
     """A loss minus coefficient * entropy."""
     def policy_loss(logp, old, ref, batch, cfg):
         loss, terms = base(logp, old, ref, batch, cfg)
-        return loss - coefficient * (batch.weight * batch.entropy).sum(), terms
+        entropy = (batch.weight * batch.entropy).sum()  # ()
+        return loss - coefficient * entropy, terms
     return policy_loss
 
 
 def gmpo_loss(logp, old, ref, batch, cfg):
     """GMPO's loss: one ratio per sequence, from bounded log-ratios of its tokens."""
-    old = logp.detach() if old is None else old
+    if old is None:
+        old = logp.detach()  # (R,)
     sign = batch.advantage.sign()  # (R,)
-    bounded = sign * (sign * (logp - old)).clamp(max=0.4)  # (R,) pessimistic, as PPO's minimum
-    free = dict(ratio="sequence", surrogate="ppo", clip_low=1.0, clip_high=1e9, delta=0.0)
-    loss, terms = nr.policy_loss(
-        old + bounded, old, None, batch, dataclasses.replace(cfg, **free))
-    terms["clip_ratio"] = (sign != 0) & (bounded != logp - old)  # (R,)
+    log_ratio = logp - old  # (R,)
+    bounded = sign * (sign * log_ratio).clamp(max=0.4)  # (R,) pessimistic, as PPO's minimum
+    free = dataclasses.replace(
+        cfg, ratio="sequence", surrogate="ppo", clip_low=1.0, clip_high=1e9, delta=0.0)
+    loss, terms = nr.policy_loss(old + bounded, old, None, batch, free)
+    terms["clip_ratio"] = (sign != 0) & (bounded != log_ratio)  # (R,)
     if ref is not None:  # not of the bounded log-probs
         terms["kl"] = nr.k3(logp, ref)  # (R,)
-        loss = loss + cfg.kl_coef * (batch.weight * terms["kl"]).sum()
+        kl = (batch.weight * terms["kl"]).sum()  # ()
+        loss = loss + cfg.kl_coef * kl
     return loss, terms
 
 
@@ -54,18 +59,27 @@ def clip_cov(rollouts, logps, share, rng):
 
     logps: per rollout, a list with the log-prob of each sampled token.
     """
-    places = [(r, i) for r in rollouts for i, sampled in enumerate(r.loss_mask) if sampled]
-    own = [(r.prompt, r.completion, i, logp, r.advantages[i], ranks.rank(), place)
-           for place, ((r, i), logp) in enumerate(zip(places, itertools.chain(*logps)))]
+    own = []  # (prompt, completion, its token, log-prob, advantage, rank, number of the rollout)
+    for number, r in enumerate(rollouts):
+        sampled = [i for i, is_sampled in enumerate(r.loss_mask) if is_sampled]
+        for i, logp in zip(sampled, logps[number]):
+            token = (r.prompt, r.completion, i, logp, r.advantages[i], ranks.rank(), number)
+            own.append(token)
     tokens = sorted(ranks.all_gather(own))  # in an order that the number of ranks does not change
-    mean_logp, mean = (fmean([token[k] for token in tokens] or [0.0]) for k in (3, 4))
-    found = [(rank, place) for *_, logp, a, rank, place in tokens
-             if LOW <= (logp - mean_logp) * (a - mean) <= HIGH]
-    drawn = rng.sample(found, min(len(found), int(share * len(tokens))))
-    for rank, place in drawn:
+    if not tokens:
+        return 0
+    mean_logp = fmean(token[3] for token in tokens)
+    mean = fmean(token[4] for token in tokens)
+    found = []
+    for _, _, i, logp, advantage, rank, number in tokens:
+        covariance = (logp - mean_logp) * (advantage - mean)
+        if LOW <= covariance <= HIGH:
+            found.append((rank, number, i))
+    most = int(share * len(tokens))
+    drawn = rng.sample(found, min(len(found), most))
+    for rank, number, i in drawn:
         if rank == ranks.rank():
-            r, i = places[place]
-            r.advantages[i] = 0.0
+            rollouts[number].advantages[i] = 0.0
     return len(drawn)
 
 
@@ -73,16 +87,20 @@ def train(run, own):
     """nano_rlvr's loop with these changes."""
     def assign_advantages(groups, cfg, running_mean):
         running_mean = nr.assign_advantages(groups, cfg, running_mean)
-        rollouts, step = sum(groups, []), run.checkpoints.progress.step
         if own.clip_cov:
+            rollouts = flatten(groups)
             logps = trainer.token_logps(run.policy, rollouts, cfg)
+            step = run.checkpoints.progress.step
             rng = random.Random(f"{cfg.seed}/{step}")
             run.metrics["clip_cov"] = clip_cov(rollouts, logps, own.clip_cov, rng)
         return running_mean
 
-    policy_loss = with_bonus(own.bonus, gmpo_loss if own.gmpo else nr.policy_loss)
-    nr.train(run, assign_advantages=assign_advantages, policy_loss=policy_loss,
-             skip_zero_advantages=False)  # the bonus has a gradient at advantage 0
+    base = gmpo_loss if own.gmpo else nr.policy_loss
+    nr.train(
+        run,
+        assign_advantages=assign_advantages,
+        policy_loss=with_bonus(own.bonus, base),
+        skip_zero_advantages=False)  # the bonus has a gradient at advantage 0
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ JAIL_MEMORY = 512 << 20  # bytes: the limit of a process, and of all of a progra
 JAIL_DISK = 64 << 20  # bytes in the scratch folder, the only writable one
 JAIL_PROCESSES = 32
 SCRATCH = "/scratch"
+STARTED = "started"  # what process 1 of a jail writes before it runs the program
 PACKAGES = {  # beside Python's library: {name in an import: what it has in site-packages}
     "numpy": ["numpy", "numpy.libs"],
     "sortedcontainers": ["sortedcontainers"],
@@ -115,8 +116,10 @@ def isolates():
         try: socket.socket(type=socket.SOCK_DGRAM).connect(('192.0.2.1', 9))
         except OSError: print(os.getcwd())"""
     job = {"program": probe, "runs": [["", ""]], "output": 99}
-    [[status, out, _]] = _run(job, 20, True)
-    return status == 0 and out == SCRATCH + "\n"
+    with contextlib.suppress(RuntimeError):
+        [[status, out, _]] = _run(job, 20, True)
+        return status == 0 and out == SCRATCH + "\n"
+    return False
 
 
 @functools.cache
@@ -134,7 +137,7 @@ def installed_packages():
 def _run(job, seconds, jailed):
     """Returns [exit status, standard output, report] per run.
 
-    With jailed=False only the limits protect us.
+    With jailed=False only the limits protect us. Raises RuntimeError if the jail was not built.
     """
     job |= {"jailed": jailed, "seconds": seconds, "memory": JAIL_MEMORY,
             "processes": JAIL_PROCESSES}
@@ -164,14 +167,20 @@ def _run(job, seconds, jailed):
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
             out, _ = process.communicate(json.dumps(job).encode(), timeout=seconds + 2)
-            return json.loads(out)
-        except (subprocess.TimeoutExpired, ValueError):  # ValueError: the jail failed
-            return [[-1, "", ""] for _ in job["runs"]]
+        except subprocess.TimeoutExpired as e:
+            out = e.output or b""
         finally:
             kill = os.kill if jailed else os.killpg
             with contextlib.suppress(ProcessLookupError):
                 kill(process.pid, signal.SIGKILL)
             process.communicate()
+    started, _, report = out.partition(b"\n")
+    if started != STARTED.encode():  # no fault of the program, which has not begun
+        raise RuntimeError("the jail of a program was not built: is the machine too busy, or full?")
+    try:
+        return json.loads(report)
+    except ValueError:  # cut off
+        return [[-1, "", ""] for _ in job["runs"]]
 
 
 def _jailed(arguments, packages):
@@ -360,6 +369,7 @@ def _supervise():
     _protect(job["jailed"])
     with open("program.py", "wb") as f:
         f.write(job["program"].encode("utf-8", "surrogatepass"))
+    print(STARTED, flush=True)
     results = []
     for text, tests in job["runs"]:
         # standard input, output, error, the tests and their report
@@ -375,5 +385,6 @@ def _supervise():
 PARTS = (_refused_calls, _protect, _file, _started, _memory, _reap, _watched, _supervise)
 SUPERVISOR = "".join([
     "import contextlib, ctypes, errno, json, os, resource, signal, struct, sys, time\n",
+    f"STARTED = {STARTED!r}\n",
     *map(inspect.getsource, PARTS),
     "_supervise()"])

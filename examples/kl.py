@@ -24,6 +24,7 @@ import functools
 
 import nano_rlvr as nr
 from runtime import ranks, trainer
+from runtime.batch import flatten
 from runtime.messages import RunError
 from runtime.model import on_device
 
@@ -41,7 +42,8 @@ def with_kl(estimator):
         loss, terms = nr.policy_loss(logp, old, None, batch, cfg)
         terms["kl"] = nr.k3(logp, ref)  # (R,)
         kl = ESTIMATORS[estimator](logp, ref, terms["ratio"])  # (R,)
-        return loss + cfg.kl_coef * (batch.weight * kl).sum(), terms
+        mean = (batch.weight * kl).sum()  # ()
+        return loss + cfg.kl_coef * mean, terms
     return policy_loss
 
 
@@ -54,16 +56,21 @@ def sequence_kls(policy, ref, rollouts, cfg):
     with on_device(ref):
         fixed = trainer.token_logps(ref, rollouts, cfg)
     own = trainer.token_logps(policy, rollouts, cfg)
-    return [sum(a - b for a, b in zip(x, y)) for x, y in zip(own, fixed)]
+    kls = []
+    for x, y in zip(own, fixed):
+        kls.append(sum(a - b for a, b in zip(x, y)))
+    return kls
 
 
 def assign_advantages(groups, kls, cfg, running_mean):
     """nano_rlvr's advantages of the rewards minus kl_coef times the KL of each rollout."""
-    kls, penalised = iter(kls), []
+    kls = iter(kls)
+    penalised = []
     for group in groups:
         copies = [dataclasses.replace(r) for r in group]
         for r, kl in zip(copies, kls):
-            r.reward = None if r.reward is None else r.reward - cfg.kl_coef * kl
+            if r.reward is not None:
+                r.reward -= cfg.kl_coef * kl
         penalised.append(copies)
     running_mean = nr.assign_advantages(penalised, cfg, running_mean)
     for group, copies in zip(groups, penalised):
@@ -74,12 +81,14 @@ def assign_advantages(groups, kls, cfg, running_mean):
 
 def train_with_kl_in_reward(run):
     """nano_rlvr's loop without a KL in the loss: without a reference, none is computed."""
-    ref, run.ref = run.ref, None
+    ref = run.ref
+    run.ref = None
 
     def with_kl(groups, cfg, running_mean):
-        rollouts = [r for group in groups for r in group]
+        rollouts = flatten(groups)
         kls = sequence_kls(run.policy, ref, rollouts, cfg)
-        total, tokens = ranks.all_sum(sum(kls), sum(r.length for r in rollouts))
+        sampled = sum(r.length for r in rollouts)
+        total, tokens = ranks.all_sum(sum(kls), sampled)
         run.metrics["kl"] = total / max(tokens, 1)
         return assign_advantages(groups, kls, cfg, running_mean)
 

@@ -14,6 +14,7 @@ reward function runs in the trainer's process: nothing limits its time. Flags of
 """
 import argparse
 import bisect
+import functools
 import itertools
 import math
 import re
@@ -22,6 +23,7 @@ import sys
 import torch
 
 import nano_rlvr as nr
+from data import completion_texts, opened_thinking
 from rewards import each, final_number
 from runtime import ranks
 from runtime.messages import RunError
@@ -52,18 +54,24 @@ def steps_reward(text, question):
     totals = list(itertools.accumulate(map(int, re.findall(r"[+-]?\d+", question))))
     wanted = map(str, totals[1:])
     thinking = text.rpartition("</think>")[0] if "</think>" in text else text
-    steps = [(match.end(), float(match[1] == next(wanted, "")))
-             for match in RUNNING_TOTAL.finditer(thinking) if match.end() < len(text)]
-    return [*steps, (len(text), float(final_number(text) == totals[-1]))]
+    steps = []
+    for match in RUNNING_TOTAL.finditer(thinking):
+        if match.end() < len(text):
+            right = match[1] == next(wanted, "")
+            steps.append((match.end(), float(right)))
+    right = final_number(text) == totals[-1]
+    steps.append((len(text), float(right)))
+    return steps
 
 
 def check_steps(steps, text):
     """Raises ValueError if the ends of steps do not rise within 1..len(text)."""
-    ends = [0, *(end for end, _ in steps)]
-    rise = all(a < b for a, b in itertools.pairwise(ends)) and ends[-1] <= len(text)
-    if not rise or not all(math.isfinite(value) for _, value in steps):
-        raise ValueError(f"steps {str(steps)[:200]}: their ends must rise within 1..len(text), "
-                         f"here {len(text)}, and their values must be finite")
+    before = 0
+    for end, value in steps:
+        if not before < end <= len(text) or not math.isfinite(value):
+            raise ValueError(f"steps {str(steps)[:200]}: their ends must rise within 1..len(text), "
+                             f"here {len(text)}, and their values must be finite")
+        before = end
 
 
 def in_tokens(steps, r, tokenizer):
@@ -72,23 +80,31 @@ def in_tokens(steps, r, tokenizer):
     A step ends with the token that completes its last character. A step that covers the whole text
     also covers the tokens without text after it, such as EOS.
     """
-    pieces = tokenizer.batch_decode([[x] for x in r.completion], skip_special_tokens=True)
-    covered = list(itertools.accumulate(map(len, pieces)))  # characters
+    last = len(r.completion)
+
+    def texts_of(completions, prompt=()):
+        cut = [nr.Rollout(prompt, ids, "", True, []) for ids in completions]
+        return completion_texts(cut, tokenizer)
+
+    pieces = texts_of([token] for token in r.completion[:-1])
+    opened = opened_thinking(r.prompt, tokenizer)
+    covered = list(itertools.accumulate(map(len, pieces), initial=len(opened)))  # characters
     # True: no token has a part of a character, or a text that depends on the tokens before it
-    is_exact = "".join(pieces) == r.text
+    is_exact = r.text.startswith(opened + "".join(pieces))
 
     def is_complete(tokens, end):  # whether so many tokens give the first `end` characters
         if is_exact:  # decoding each prefix takes seconds for a long completion
-            return covered[tokens - 1] >= end
-        text = tokenizer.decode(r.completion[:tokens], skip_special_tokens=True)
+            return covered[tokens] >= end
+        [text] = texts_of([r.completion[:tokens]], r.prompt)
         return text[:end] == r.text[:end]
 
     found = []
     for end, value in steps:
-        tokens = len(r.completion)
+        tokens = last
         if end < len(r.text):
-            tokens = 1 + bisect.bisect_left(
-                range(1, tokens), True, key=lambda n: is_complete(n, end))
+            shorter = range(1, last)
+            reaches = functools.partial(is_complete, end=end)
+            tokens = 1 + bisect.bisect_left(shorter, True, key=reaches)
         found.append((tokens, value))
     return found
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from data import completion_texts, request_seed
 from examples import jail
-from nano_rlvr import Rollout, rollout
+from nano_rlvr import rollout
 from rewards import each
 
 CALLS = 3  # at most so many calls per completion
@@ -41,7 +41,10 @@ jail.check()  # raises RuntimeError where no jail can be built: here, before the
 def run_python(program):
     """What the model reads: the standard output of a program in the jail, or NO_RESULT."""
     size = 4 * CHARACTERS  # bytes: UTF-8 has 1 to 4 per character
-    [output] = jail.run_program(RUNNER, [program], SECONDS, output=size)
+    try:
+        [output] = jail.run_program(RUNNER, [program], SECONDS, output=size)
+    except RuntimeError:  # the machine is too busy for a jail
+        output = None
     return NO_RESULT if output is None else output.strip()[:CHARACTERS]
 
 
@@ -89,8 +92,8 @@ def python_rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampl
     are used up or the output leaves no room for another token, counts as truncated.
     """
     tokenizer = llm.get_tokenizer()
-    # vLLM looks for stop strings in its own text
-    sampling |= {"stop": [CLOSE], "detokenize": True}
+    # vLLM looks for stop strings in its own text; CLOSE may be a special token
+    sampling |= {"stop": [CLOSE], "detokenize": True, "skip_special_tokens": False}
     rollouts = rollout(llm, prompts, n, temperature, max_tokens, seeds, **sampling)
     programs = {i: called_program(r.text) for i, r in enumerate(rollouts)}  # of the last turn
     for number in range(CALLS):
@@ -105,14 +108,15 @@ def python_rollout(llm, prompts, n, temperature, max_tokens, seeds=None, **sampl
         most = max(rooms.values(), default=1)  # a turn may be longer than its own room
         turns = rollout(llm, contexts, 1, temperature, most, turn_seeds, **sampling)
         programs = {}
-        for i, turn in zip(rooms, turns):
-            programs[i] = add_turn(rollouts[i], turn, rooms[i])
+        for (i, room), turn in zip(rooms.items(), turns):
+            programs[i] = add_turn(rollouts[i], turn, room)
     for i, program in programs.items():
         if program is not None:
             rollouts[i].truncated = True
-    texts = completion_texts(rollouts, tokenizer)
-    return [Rollout(r.prompt, r.completion, text, r.truncated, r.vllm_logps, r.loss_mask)
-            for r, text in zip(rollouts, texts)]
+    for r, text in zip(rollouts, completion_texts(rollouts, tokenizer)):
+        r.text = text
+        r.advantages = [0.0] * len(r.completion)  # as long as the completion is now
+    return rollouts
 
 
 @each

@@ -21,7 +21,8 @@ import nano_rlvr as nr
 from examples.ppo import Critic
 from runtime import stats
 
-EPOCHS, BATCH = 4, 16  # passes over the pairs; pairs per step
+EPOCHS = 4  # passes over the pairs
+BATCH = 16  # pairs per step
 
 
 def scores(model, rollouts):
@@ -55,11 +56,13 @@ def sample_pairs(run, questions, noise):
 def fit(model, pairs):
     """Trains the reward model in place. Returns the share of the last quarter, which it has not
     seen, in which its score is higher for the preferred answer."""
-    held_out = pairs[len(pairs) * 3 // 4:]
-    pairs = pairs[:len(pairs) * 3 // 4]
+    most = len(pairs) * 3 // 4
+    held_out = pairs[most:]
+    pairs = pairs[:most]
     for _ in range(EPOCHS):
         for start in range(0, len(pairs), BATCH):
-            preferred, other = zip(*pairs[start:start + BATCH])
+            batch = pairs[start:start + BATCH]
+            preferred, other = zip(*batch)
             gap = scores(model, preferred) - scores(model, other)  # (B,)
             loss = -torch.nn.functional.logsigmoid(gap).mean()
             model.adam.zero_grad()
@@ -67,7 +70,8 @@ def fit(model, pairs):
             model.adam.step()
     with torch.no_grad():
         preferred, other = zip(*held_out)
-        return (scores(model, preferred) > scores(model, other)).float().mean().item()
+        agrees = scores(model, preferred) > scores(model, other)  # (B,)
+        return agrees.float().mean().item()
 
 
 def train(run, questions, noise):

@@ -20,42 +20,51 @@ from runtime.messages import RunError
 def as_rollout(example, text, tokenizer, template):
     """A text, and then its end, as a Rollout with reward 1. No engine gave it log-probs."""
     prompt = nr.data.encode(example, tokenizer, template)
-    if tokenizer.decode(prompt).rstrip().endswith("<think>"):  # see data.completion_texts
-        text = text.removeprefix("<think>")
-    completion = tokenizer.encode(text, add_special_tokens=False) + [tokenizer.eos_token_id]
-    return nr.Rollout(prompt, completion, text, False, [0.0] * len(completion), reward=1.0,
-                      parts={"sft": 1.0})
+    written = text.removeprefix(nr.data.opened_thinking(prompt, tokenizer))
+    completion = tokenizer.encode(written, add_special_tokens=False) + [tokenizer.eos_token_id]
+    logps = [0.0] * len(completion)
+    parts = {"sft": 1.0}
+    return nr.Rollout(prompt, completion, text, False, logps, reward=1.0, parts=parts)
 
 
 def read_demos(path, tokenizer, cfg, held_out=(), notify=ranks.print_once):
     """The rows of a file -> Rollouts with reward 1. Wrong and truncated completions are left out.
     held_out: questions that are left out, too. notify(text) is called with the numbers of those
     that are left out. Raises RunError with one line for another file."""
-    rows, location = [], path
+    rows = []
+    location = path
     try:
         if not Path(path).is_file():
             raise ValueError("no such file")
         for location, row in nr.data.read_rows(Path(path)):
             for name in ("question", "completion"):
-                if not (isinstance(row, dict) and isinstance(row.get(name), str)):
+                text = row.get(name) if isinstance(row, dict) else None
+                if not isinstance(text, str):
                     raise ValueError(f"it needs a text as '{name}'")
-                row[name].encode()  # a ValueError for half of a surrogate pair
-            if row.get("right", True) and row.get("finish") != "length":
+                text.encode()  # a ValueError for half of a surrogate pair
+            is_right = row.get("right", True)
+            if is_right and row.get("finish") != "length":
                 rows.append(row)
         location = path
         new = [row for row in rows if row["question"] not in held_out]
         demos = [as_rollout(row, row["completion"], tokenizer, cfg.template) for row in new]
     except (ValueError, OSError) as e:
         raise RunError(f"--demos {location}: {e}") from e
-    fit = [r for r in demos
-           if len(r.prompt) <= cfg.max_prompt and len(r.completion) <= cfg.max_tokens]
-    for count, why in ((len(rows) - len(new), "their questions are held out"),
-                       (len(new) - len(fit), "longer than --max_prompt or --max_tokens")):
+    fit = [r for r in demos if fits(r, cfg)]
+    reasons = {
+        "their questions are held out": len(rows) - len(new),
+        "longer than --max_prompt or --max_tokens": len(new) - len(fit),
+    }
+    for why, count in reasons.items():
         if count:
             notify(f"{count} of {len(rows)} demonstrations left out: {why}")
     if not fit:
         raise RunError(f"--demos {path}: no completion is left to imitate")
     return fit
+
+
+def fits(r, cfg):
+    return len(r.prompt) <= cfg.max_prompt and len(r.completion) <= cfg.max_tokens
 
 
 def checked_sampler(cfg, path):
@@ -74,7 +83,8 @@ def train(run, path):
         batch = nr.data.batch_at(
             demos, step, cfg.prompts, cfg.seed, ranks.rank(), ranks.world_size())
         groups = [[dataclasses.replace(r)] for r in batch]
-        return [groups[i::cfg.minibatches] for i in range(cfg.minibatches)], groups
+        minibatches = [groups[i::cfg.minibatches] for i in range(cfg.minibatches)]
+        return minibatches, groups
 
     nr.train(run, collect_rollouts=collect_rollouts)
 
@@ -84,5 +94,7 @@ if __name__ == "__main__":
     parser.add_argument("--demos", required=True)
     own, argv = parser.parse_known_args()
     fixed = "--algo rft --samples 1 --correction none --mismatch_bound 1e9".split()
-    nr.main([*fixed, *argv], lambda run: train(run, own.demos),
-            lambda cfg: checked_sampler(cfg, own.demos))
+    nr.main(
+        [*fixed, *argv],
+        lambda run: train(run, own.demos),
+        lambda cfg: checked_sampler(cfg, own.demos))

@@ -31,13 +31,18 @@ def words_by_language(text):
         if re.match(f"[{EAST_ASIAN}]", run):
             count[language_of(run)] += len(run)
             continue
-        start = words = letters = 0
+        start = 0
+        words = 0
+        letters = 0
         for m in re.finditer(r"[^.!?\n]*(?:[.!?\n]|\Z)", run):
             words += len(re.findall(r"[^\W\d_]{2,}", m[0]))
             letters += sum(map(str.isalpha, m[0]))
-            if words and (letters >= 40 or m.end() == len(run)):
-                count[language_of(run[start:m.end()])] += words
-                start, words, letters = m.end(), 0, 0
+            end = m.end()
+            if words and (letters >= 40 or end == len(run)):
+                count[language_of(run[start:end])] += words
+                start = end
+                words = 0
+                letters = 0
     return dict(count)
 
 
@@ -48,10 +53,14 @@ def language(text, question=None, prompts=None):
     The reasoning is the text before the last </think>, or all of it. None without words, or if
     py3langid finds no language in question or prompts.
     """
-    wanted = language_of(question if question is not None else text_of(prompts))
+    if question is None:
+        question = text_of(prompts)
+    wanted = language_of(question)
     reasoning = text.rpartition("</think>")[0] if "</think>" in text else text
     count = words_by_language(reasoning.replace("<think>", ""))
-    return count.get(wanted, 0) / sum(count.values()) if count and wanted else None
+    if not count or not wanted:
+        return None
+    return count.get(wanted, 0) / sum(count.values())
 
 
 language.warm = identifier
@@ -65,8 +74,11 @@ def repetition(text, completion_ids=None, repetition_ngram=4):
     [0.0, -0.6666666666666667]
     """
     words = text.split() if completion_ids is None else completion_ids
-    ngrams = list(zip(*(words[i:] for i in range(repetition_ngram))))
-    return len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0
+    shifted = [words[i:] for i in range(repetition_ngram)]
+    ngrams = list(zip(*shifted))
+    if not ngrams:
+        return 0.0
+    return len(set(ngrams)) / len(ngrams) - 1.0
 
 
 def length_kimi(completions, prompts, correct=None, completion_ids=None, **columns):
@@ -80,7 +92,8 @@ def length_kimi(completions, prompts, correct=None, completion_ids=None, **colum
     >>> length_kimi(["a", "ab", "abc"], prompts=["q"] * 3, correct=[1, 0, 0])
     [0.5, 0.0, -0.5]
     """
-    correct = math_reward(completions, **columns) if correct is None else correct
+    if correct is None:
+        correct = math_reward(completions, **columns)
     prompts = [repr(prompt) for prompt in prompts]  # a prompt may be a list of messages
     lengths = [len(x) for x in completion_ids or map(text_of, completions)]
     lengths_of = {}
@@ -88,9 +101,13 @@ def length_kimi(completions, prompts, correct=None, completion_ids=None, **colum
         lengths_of.setdefault(prompt, []).append(length)
     rewards = []
     for prompt, length, score in zip(prompts, lengths, correct, strict=True):
-        shortest, longest = min(lengths_of[prompt]), max(lengths_of[prompt])
-        value = 0.5 - (length - shortest) / (longest - shortest) if longest > shortest else 0.0
-        value = value if score == 1 else min(0.0, value)
+        shortest = min(lengths_of[prompt])
+        longest = max(lengths_of[prompt])
+        value = 0.0
+        if longest > shortest:
+            value = 0.5 - (length - shortest) / (longest - shortest)
+        if score != 1:
+            value = min(0.0, value)
         rewards.append(None if score is None else value)
     return rewards
 

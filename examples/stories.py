@@ -31,12 +31,17 @@ def make(split, size, seed):
     """Questions. A quarter of the pairs of numbers is for evaluation: no training question has
     these two numbers."""
     rng = random.Random(0)  # not the seed: the split must be the same in every run
-    pairs = [(a, b) for a in range(3, 15) for b in range(2, a)]
+    pairs = []
+    for a in range(3, 15):
+        pairs += [(a, b) for b in range(2, a)]
     rng.shuffle(pairs)
-    pairs = pairs[:len(pairs) // 4] if split == "test" else pairs[len(pairs) // 4:]
+    held_out = len(pairs) // 4
+    pairs = pairs[:held_out] if split == "test" else pairs[held_out:]
     for _ in range(size):
-        kind, (a, b) = rng.randrange(len(STORIES)), rng.choice(pairs)
+        kind = rng.randrange(len(STORIES))
+        a, b = rng.choice(pairs)
         story, answer = STORIES[kind]
         n, m = rng.sample(NAMES, 2)
-        question = story.format(n=n, m=m, t=rng.choice(THINGS), a=a, b=b)
+        thing = rng.choice(THINGS)
+        question = story.format(n=n, m=m, t=thing, a=a, b=b)
         yield {"question": question, "answer": str(answer(a, b)), "kind": kind}

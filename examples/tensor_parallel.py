@@ -8,13 +8,13 @@ their prompts before each call, and each takes its own completions. After a sync
 checksums of their shards: each of them then knows whether all shards are right.
 """
 import argparse
-import itertools
 import os
 
 import torch
 
 import nano_rlvr as nr
 from runtime import memory, ranks, sync
+from runtime.batch import flatten
 from runtime.messages import RunError
 
 
@@ -27,11 +27,19 @@ class SharedEngine(nr.Sampler):
         self._group, _ = torch.distributed.new_subgroups(tp)
         sequences = min(memory.most_sequences(cfg) * tp, 1024)
         # vLLM's own all-reduce ends the process if segments are expandable (vLLM issue 42609)
-        super().__init__(cfg, tensor_parallel_size=tp, disable_custom_all_reduce=True,
-                         max_num_seqs=sequences, process=self.gather(os.getpid())[0])
+        super().__init__(
+            cfg,
+            tensor_parallel_size=tp,
+            disable_custom_all_reduce=True,
+            max_num_seqs=sequences,
+            process=self.gather(os.getpid())[0])
         of_shard = sync.own_checksums
-        sync.own_checksums = lambda model, sent: of_engine(
-            self.gather(of_shard(model, sent)), sent)
+
+        def own_checksums(model, sent):
+            shards = self.gather(of_shard(model, sent))
+            return of_engine(shards, sent)
+
+        sync.own_checksums = own_checksums
 
     def gather(self, item):
         """The items of the ranks that share this engine. Collective among them."""
@@ -45,13 +53,17 @@ class SharedEngine(nr.Sampler):
         params: one SamplingParams, or a list with one per prompt. Raises RunError if one with
         temperature > 0 has no seed: the ranks would draw other tokens.
         """
-        params = params if isinstance(params, list) else [params] * len(prompts)
+        if not isinstance(params, list):
+            params = [params] * len(prompts)
         requests = self.gather(list(zip(prompts, params)))  # a list per rank
-        everything = list(itertools.chain(*requests))
-        if any(p.temperature > 0 and p.seed is None for _, p in everything):
-            raise RunError("--tp: a rollout function has to give each SamplingParams a seed")
-        outputs = super().generate(
-            [prompt for prompt, _ in everything], [p for _, p in everything], **options)
+        every_prompt = []
+        every_params = []
+        for prompt, p in flatten(requests):
+            if p.temperature > 0 and p.seed is None:
+                raise RunError("--tp: a rollout function has to give each SamplingParams a seed")
+            every_prompt.append(prompt)
+            every_params.append(p)
+        outputs = super().generate(every_prompt, every_params, **options)
         first = sum(map(len, requests[:self._group.rank()]))
         return outputs[first:first + len(prompts)]
 
@@ -65,23 +77,29 @@ def of_engine(shards, sent):
     """
     whole = {}
     for name, (parts, *_) in shards[0].items():
-        elements, total = (sum(rank[name][i] for rank in shards) for i in (1, 2))
+        elements = sum(rank[name][1] for rank in shards)
+        total = sum(rank[name][2] for rank in shards)
         if not elements:  # repacked for a kernel
             whole[name] = parts, 0, 0
             continue
         of_parts = [sent[part] for part in parts]
-        # once: the first part of a fused parameter; repeated: what `copies` ranks have a copy of
-        once, repeated = (of_parts[:1], of_parts[1:]) if parts[1:] else ([], of_parts)
+        # once: the first part of a fused parameter; repeated: what several ranks have a copy of
+        fused = int(len(parts) > 1)
+        once = of_parts[:fused]
+        repeated = of_parts[fused:]
         size = sum(x.elements for x in repeated)
-        copies = (elements - sum(x.elements for x in once)) // size if size else 1
-        whole[name] = (parts, elements - (copies - 1) * size,
-                       total - (copies - 1) * sum(x.checksum for x in repeated))
+        rest = elements - sum(x.elements for x in once)
+        more = rest // size - 1 if size else 0  # copies that count twice
+        elements -= more * size
+        total -= more * sum(x.checksum for x in repeated)
+        whole[name] = parts, elements, total
     return whole
 
 
 def plan_shards(tp):
     """Lets the memory plan count a share of vLLM's weights on each rank. Replaces two functions."""
-    step_bytes, kv_cache_bytes = memory.step_bytes, memory.kv_cache_bytes
+    step_bytes = memory.step_bytes
+    kv_cache_bytes = memory.kv_cache_bytes
 
     def elsewhere(cfg, parameters):  # bytes of vLLM's weights on the other ranks of an engine
         return parameters * getattr(torch, cfg.dtype).itemsize * (1 - 1 / tp)
@@ -98,9 +116,12 @@ def plan_shards(tp):
     def cache(cfg):
         found = kv_cache_bytes(cfg)
         parameters = memory.ModelShape.of(cfg.model).parameters
-        return None if found is None else int(found + elsewhere(cfg, parameters))
+        if found is None:
+            return None
+        return int(found + elsewhere(cfg, parameters))
 
-    memory.step_bytes, memory.kv_cache_bytes = step, cache
+    memory.step_bytes = step
+    memory.kv_cache_bytes = cache
 
 
 if __name__ == "__main__":

@@ -123,17 +123,16 @@ class Log:
         return {path.name: sync_file(path) for path in paths if path.exists()}
 
     def cut_back(self, sizes):
-        """Sets the logs back to these sizes. Logs without a size are renamed to .old. Raises
-        ValueError if a log is shorter."""
+        """Sets the logs back to these sizes. Logs without a size are renamed to .old."""
         if ranks.rank() > 0:
             return
         for path in map(self.folder.joinpath, LOGS):
-            size, before = path.stat().st_size if path.exists() else 0, sizes.get(path.name, 0)
-            if size < before:
-                raise ValueError(f"{path} has {size} bytes, it had {before} at the newest "
-                                 "checkpoint: restore it, or move that checkpoint away")
+            if not path.exists():
+                continue
+            size = path.stat().st_size
+            before = sizes.get(path.name, 0)
             if before:
-                os.truncate(path, before)
+                os.truncate(path, min(size, before))
             elif size:
                 path.rename(path.with_suffix(".old"))
         self.rows = records.read(self.folder)

@@ -78,14 +78,24 @@ def test_a_chat_answers_as_the_run_did_and_as_transformers_does(
     shutil.copy(TINY / "nano_rlvr.json", final)
     lines = iter([question, "1+" * 2000, ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    monkeypatch.setattr(nr, "Sampler", lambda cfg: llm)
     chat.main([str(tmp_path / "run"), "--eval_n", "2"])
     shown = capsys.readouterr().out
     prompt = data.encode({"question": question}, tokenizer, "chat")
     [greedy] = nr.rollout(llm, [prompt], 1, 0.0, 96)
     assert greedy.text in shown and shown.count("</answer>") >= 1
     assert "longer than --max_prompt 1536" in shown
-    assert len(chat.ask(llm, question, make_config(eval_n=2))) == 3
+    cfg = make_config(eval_n=2)
+    assert [r.truncated for r in chat.ask(chat.load(cfg), question, cfg)] == [False] * 3
+    [cut] = chat.by_transformers(chat.load(cfg), [prompt], 1, 0.0, 5)
+    assert cut.truncated and cut.completion == greedy.completion[:5]
+    tool = tmp_path / "tool.py"  # vLLM's rollout function
+    tool.write_text("from nano_rlvr import rollout\n\ndef mine(*a, seeds=None, **s):\n"
+                    "    print('by vLLM')\n    return rollout(*a, seeds=seeds, **s)\n")
+    monkeypatch.setattr(nr, "Sampler", lambda cfg: llm)
+    monkeypatch.setattr("builtins.input", lambda prompt, lines=iter([question, ""]): next(lines))
+    chat.main([str(tmp_path / "run"), "--rollout", f"{tool}:mine"])
+    shown = capsys.readouterr().out
+    assert "by vLLM" in shown and greedy.text in shown
     model = AutoModelForCausalLM.from_pretrained(final)
     inputs = AutoTokenizer.from_pretrained(final).apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt",

@@ -130,8 +130,8 @@ def test_the_checker_goes_on_after_the_writer_and_has_its_own_reward(llm, tokeni
         writer, _, checker = r.text.partition(examples[i // 2]["question"])
         assert checker and r.extra["checker"][-1] == 1.0 and r.extra["checker"][0] == 0.0
         first_of_checker = r.extra["checker"].index(1.0)
-        assert tokenizer.decode(r.completion[first_of_checker:],
-                                skip_special_tokens=True) == checker
+        said = tokenizer.decode(r.completion[first_of_checker:], skip_special_tokens=True)
+        assert checker == f"<|assistant|>{said}"
 
 
 def test_a_verdict_is_true_if_a_right_answer_is_accepted_or_a_wrong_one_rejected():

@@ -33,12 +33,9 @@ def test_gold_answers_of_an_evaluation_that_the_reward_cannot_read_are_said(grou
     assert "reward gsm8k: 1 of 2 answers cannot be read" in said[0]
 
 
-@pytest.mark.parametrize("names, says", [
-    ("x/a.jsonl,y/a.jsonl", ".*: two sets have one name, or"),
-    ("countdown,arithmetic", "countdown: no prompt of it fits into")])
-def test_names_of_sets_differ_and_no_set_may_be_empty(tokenizer, names, says):
-    cfg = make_config(eval_data=names, max_prompt=60)
-    with pytest.raises(ValueError, match=f"^--eval_data {says}"):
+def test_names_of_sets_differ(tokenizer):
+    cfg = make_config(eval_data="x/a.jsonl,y/a.jsonl")
+    with pytest.raises(ValueError, match="^--eval_data .*: two sets have one name, or"):
         data.load_splits(cfg, tokenizer, notify=lambda _: None)
 
 

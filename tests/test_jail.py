@@ -340,3 +340,17 @@ def test_without_isolation_code_raises_a_one_line_error(monkeypatch, tmp_path):
     rewards.Verifier(CODE).close()
     for program, output in (("print(input())", "a\n"), ("while True: pass", None)):
         assert jail.run_program(program, ["a"], 1) == [output]
+
+
+def test_a_jail_that_was_not_built_is_no_wrong_program(monkeypatch):
+    """A busy or full machine fails to build jails: the completion has no verdict, not 0."""
+    row = dict(tests=[[{"input": "", "output": "1"}]])
+    text = "```python\nprint(1)\n```"
+    assert code_reward.code([text], **row) == [1.0]
+    for command in (["false"], ["sh", "-c", "cat > /dev/null; echo startling"], ["sleep", "9"]):
+        monkeypatch.setattr(jail, "_jailed", lambda arguments, packages: command)
+        for program in "print(1)", "print(2)":
+            with pytest.raises(RuntimeError, match="jail of a program was not built"):
+                jail.run_program(program, [""], seconds=-1.5)
+        with pytest.raises(RuntimeError, match="jail of a program was not built"):
+            code_reward.code([text], **row, timeout=0.1)

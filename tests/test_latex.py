@@ -8,7 +8,7 @@ import rewards
 from bench import search_math
 from conftest import ROOT
 from runtime.verify import formula, latex
-from runtime.verify.answer import final_answer, opened_thinking, read_number
+from runtime.verify.answer import read_number
 from runtime.verify.latex import same_math
 
 VERDICTS = {"==": True, "≠": False, "??": None}
@@ -83,18 +83,6 @@ def test_the_noise_of_floats_is_taken_off_gold_numbers_only():
     assert read_number(noisy) != read_number(plain)
 
 
-def test_a_completion_that_does_not_end_the_thinking_of_its_prompt_has_no_answer():
-    for prompt in ("<|assistant|><think>\n", "<think>\nOkay, ", "</think> <think>"):
-        cut_off = opened_thinking(prompt) + r"Adding gives \boxed{5}. Hmm, let me verify by"
-        done = opened_thinking(prompt) + "2+3=5.\n</think>\n\n\\boxed{5}"
-        assert not final_answer(cut_off) and final_answer(done) == "5"
-        assert rewards.gsm8k_reward([cut_off, done], answer=["5"] * 2) == [0.0, 1.0]
-        text = opened_thinking(prompt) + "a</think><answer>5</answer>"
-        assert rewards.format_reward([text]) == [1.0]
-    for prompt in "", "<|assistant|>", "<think>\n\n</think>\n\n":
-        assert opened_thinking(prompt) == ""
-
-
 @pytest.mark.parametrize("text", [
     r"\begin{cases}\end{cases}", r"\{\begin{cases}", r"\begin{array}\end{array}", r"\approx",
     "1A_{10}", "1.2.3_{10}", r"\mathbb{R}\setminus 3", r"\mathbb{R}-x",
@@ -106,3 +94,13 @@ def test_a_text_that_is_no_mathematics_is_wrong_as_an_answer_and_unknown_as_a_go
 
 def test_a_range_with_letters_as_bounds_is_not_guessed():
     assert not same_math(r"x>1 \text{ and } x<a", r"x<b \text{ and } x>7")
+
+
+@pytest.mark.parametrize("a, b, equal", [
+    (r"\emptyset", r"\text{no real solution}", True), (r"\text{No solution}", "no solutions", True),
+    (r"\mathbb{R}", "all real numbers", True), (r"\text{all reals}", r"(-\infty,\infty)", True),
+    (r"x \in \mathbb{R}", r"\text{all real numbers}", True), ("0", r"\text{no solution}", False),
+    (r"\text{all real numbers except } 0", r"\text{all real numbers}", False),
+    ("x^2+1=0", r"\text{no solution}", False), (r"\text{no}", r"\text{no solution}", False)])
+def test_a_set_in_words_is_the_set(a, b, equal):
+    assert (same_math(a, b), same_math(b, a)) == (equal, equal)

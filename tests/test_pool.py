@@ -53,8 +53,6 @@ async def later(completions, **_):
 def modules(completions, **_):
     heavy = ("torch", "vllm", "transformers", "deepspeed", "nano_rlvr", "pytest")
     return [float(any(m in sys.modules for m in heavy))]
-def inside(completions, **_):
-    return [float(pool.in_pool.is_set())]
 def strict(completions, answer):
     return [float(c == a) for c, a in zip(completions, answer)]
 def greedy(completions, **_):
@@ -152,7 +150,7 @@ def test_whole_batch_functions_see_every_completion_and_the_first_part(judge):
 
 
 def test_a_user_file_is_imported_in_the_fork_server_without_torch_and_the_trainer(judge):
-    assert judge("modules,inside")(["x"])[1] == {"modules": [0.0], "inside": [1.0]}
+    assert judge("modules")(["x"])[1] == {"modules": [0.0]}
     assert "reward_file_my_own_file" not in sys.modules
 
 

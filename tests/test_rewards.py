@@ -168,7 +168,7 @@ def test_a_row_that_lacks_a_column_gets_the_default_of_each():
     ("gsm8k,", "unknown reward ''; known: gsm8k, math"), ("my.py", "unknown reward 'my.py'"),
     ("gsm8k:1:2:3", "must be a finite number"), ("gsm8k:x", "must be a finite number"),
     ("gsm8k:nan", "must be a finite number"),
-    ("gsm8k,gsm8k:2", "named twice"), ("nowhere.py:f", "'nowhere.py' does not exist"),
+    ("nowhere.py:f", "'nowhere.py' does not exist"),
     ("no_such_module:f", "No module named"), ("sys:path", "is not a function"),
     ("sys:exitt", "sys:exitt is not a function"),
 ])

@@ -42,20 +42,6 @@ SENTENCE = re.compile(r"""(?xm)
         (?! [^\n]*\sB[.:)] ) )  # A. 5 B. 6: a list of options""")
 
 
-def opened_thinking(text):
-    """"<think>" if a part of a prompt opens a thinking, else "".
-
-    Many chat templates end with <think>, so their completions only close it. Who knows the prompt
-    puts opened_thinking(what follows the question) before each completion, and the rewards, votes
-    and answers see that a completion without </think> was cut off in its thinking.
-
-    >>> opened_thinking("<|assistant|><think>\\n") + "It may be 5. Let me check"
-    '<think>It may be 5. Let me check'
-    """
-    rest = text.rpartition("</think>")[2]
-    return "<think>" if "<think>" in rest else ""
-
-
 def after_thinking(text):
     """The text after the last </think>; "" if a <think> is not closed: it was cut off."""
     rest = text.rpartition("</think>")[2]

@@ -118,7 +118,7 @@ FUNCTIONS = {rf"\{name}" for name in CALLS} | {r"\log", r"\lg"}
 NAMED = {name[1:] for name in GREEK | FUNCTIONS} | set(
     "pi infinity oo inf sqrt tg ctg arctg".split())  # also without their backslash
 # short words that are not in \text; units may follow a digit without a space
-WORDS = set("and or to of is are not if in out no yes odd per day pct".split())
+WORDS = set("and or to of is are not if in out no yes all odd per day pct".split())
 UNITS = set("km cm mm kg mg ml ft hr hrs mins sec lb lbs oz yd mph kph deg".split())
 UNIT_LETTERS = set("mgshlLNJWVAKCFtd")  # in \text, after a number
 

@@ -17,7 +17,8 @@ the right column says.
 
 A question is not its answer: sums, integrals and what is to be solved (2x=10, x^2 \le 4) are not
 equal to their solutions, and 25_8 is not 21. Equal texts are equal, also where the gold answer
-cannot be read. A sentence can be said in other words, so it cannot be read as a gold answer.
+cannot be read. A sentence can be said in other words, so it cannot be read as a gold answer. But
+"no solution" is the empty set, and "all real numbers" is a range.
 """
 import functools
 import re
@@ -398,6 +399,8 @@ MATRICES = {"matrix", "pmatrix", "bmatrix", "smallmatrix", "array"}
 LINES = {"cases", "aligned", "array"}
 BASES = "zero one two three four five six seven eight nine ten eleven twelve".split()
 BASED = re.compile(r"\(?(-?[\dA-F]*\d[\dA-F.]*)\)?_\{?(?:base)?([a-z]+|\d+)\}?")
+NO_SOLUTION = re.compile("no(real)?solutions?")
+ALL_REALS = re.compile("(all|the)?real(s|numbers)")
 DATE = re.compile(r"(\d{4})[-/](\d\d?)[-/](\d\d?)|(\d\d?)[-/](\d\d?)[-/](\d{4})")
 
 
@@ -405,12 +408,13 @@ def read_value(tokens):
     """A value without relation or comma outside brackets."""
     if not tokens:
         raise Unreadable("nothing")
-    if tokens == (r"\emptyset",):
+    words = typed(tokens).lower() if all(map(is_word, tokens)) else ""
+    if tokens == (r"\emptyset",) or NO_SOLUTION.fullmatch(words):
         return Members((), True)
     parts = parts_of(tokens, r"\cup")
     if len(parts) > 1:
         return joined_ranges(list(map(read_range, parts)), "or")
-    if tokens == (r"\R",):
+    if tokens == (r"\R",) or ALL_REALS.fullmatch(words):
         return reals_without([])
     if tokens[:2] in [(r"\R", r"\setminus"), (r"\R", "-")]:
         return reals_without(read_value(tokens[2:]).values)
@@ -624,7 +628,8 @@ def read_quantity(tokens):
         return Formula(("*", parts[0].tree, ("number", factor)), unit)
     if factor != 1:
         return read_text(tokens)
-    is_time = any(part.plain[:1] == "0" for part in parts)
+    is_time = bool(words & {"am", "pm"})
+    is_time = is_time or any(part.plain[:1] == "0" for part in parts)  # 5:06
     return Ratio(tuple(part.tree for part in parts), unit, is_time)
 
 

@@ -31,7 +31,6 @@ START_SECONDS = 120.0  # limit of make_handler: importing torch from a network d
 FORK_SECONDS = 10.0  # limit of a fork: a fork server that was stopped, or hangs, is replaced
 MAX_SLOW = 32  # slow calls that may run beside the others at one time (see Pool._slow_at)
 WAITING = 64  # calls that wait for a network, at one time
-in_pool = threading.Event()  # set in the processes of a pool, where a call can be killed
 CPUS = getattr(os, "sched_getaffinity", lambda _: [0])(0)  # read before vLLM pins its threads
 
 
@@ -225,7 +224,6 @@ class Pool:
 
 def _serve():
     """The fork server: makes the handler, then forks a worker for each socket that it gets."""
-    in_pool.set()
     control = socket.socket(fileno=int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.path[:], cpus, memory, make_handler, args = pickle.load(sys.stdin.buffer)

@@ -286,7 +286,5 @@ def parse_spec(spec, known):
             numbers = []
         if len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)):
             raise ValueError(f"reward {item!r}: its weight must be a finite number")
-        if name in [other for other, *_ in parts]:
-            raise ValueError(f"reward {name!r} is named twice")
         parts.append((name, [*numbers, None][:2], where))
     return parts
