@@ -181,7 +181,8 @@ def main():
     head = ["product", "tokens", "forward", "gradient of the input", "gradient of the weights"]
     print("TFLOP/s:\n\n" + common.table(head, rows))
     head = ["attention", "ms forward", "ms forward and backward", "distance to the first"]
-    print("\n" + common.table(head, attention_rows(size, TOKENS[0] // (8 if is_small else 1), place)))
+    tokens = TOKENS[0] // 8 if is_small else TOKENS[0]
+    print("\n" + common.table(head, attention_rows(size, tokens, place)))
 
 
 if __name__ == "__main__":
