@@ -34,8 +34,9 @@ from runtime.messages import RunError
 
 BETA1, EPS = 0.9, 1e-8  # of AdamW in nano_rlvr.start_deepspeed
 NAMES = ("end", "fixed", "path")  # the scores
-CHARTS = [("Scores of the rollouts of a step", "nats of the answer's log-prob, to first order",
-           "helped|harmed|largest", {}, "")]
+TITLE = "Scores of the rollouts of a step"
+UNIT = "nats of the answer's log-prob, to first order"
+CHARTS = [(TITLE, UNIT, "helped|harmed|largest", {}, "")]
 
 
 # ---- the replay
@@ -44,10 +45,15 @@ def take(run):
     """A snapshot of the trainer before the update of a step: weights, moments, progress."""
     tensors = {}
     for name, p in trainer.trained_parameters(run.policy).items():
-        tensors[name] = {kind: trainer.get_tensor(p, kind).clone() for kind in trainer.KINDS}
-    count = max(int(s["step"]) for s in trainer.adamw_states(run.policy))
-    progress = dict(vars(run.checkpoints.progress))
-    return SimpleNamespace(tensors=tensors, adamw_step=count, progress=progress, groups=[])
+        tensors[name] = {}
+        for kind in trainer.KINDS:
+            tensors[name][kind] = trainer.get_tensor(p, kind).clone()
+    counts = [int(state["step"]) for state in trainer.adamw_states(run.policy)]
+    return SimpleNamespace(
+        tensors=tensors,
+        adamw_step=max(counts),
+        progress=dict(vars(run.checkpoints.progress)),
+        groups=[])
 
 
 def put(run, snapshot):
@@ -100,8 +106,9 @@ def check_weights(source, snapshots):
     for step in saved:
         for name, tensors in snapshots[step].tensors.items():
             kept = load_file(source / f"step-{step}/trainer/{name}.safetensors")
-            if not all(torch.equal(tensors[kind], kept[kind]) for kind in trainer.KINDS):
-                raise RunError(f"the replay is not the run: step {step}, weights of {name}")
+            for kind in trainer.KINDS:
+                if not torch.equal(tensors[kind], kept[kind]):
+                    raise RunError(f"the replay is not the run: step {step}, {kind} of {name}")
     return len(saved)
 
 
@@ -109,7 +116,9 @@ def check_weights(source, snapshots):
 
 def flat(snapshot, kind):
     """All values of a kind in one vector: (N,)."""
-    parts = [tensors[kind].flatten() for tensors in snapshot.tensors.values()]
+    parts = []
+    for tensors in snapshot.tensors.values():
+        parts.append(tensors[kind].flatten())
     return torch.cat(parts).double()  # (N,)
 
 
@@ -122,12 +131,14 @@ def gradient(run, loss):
 
 def logprobs(run, answers):
     """The log-prob of each answer, a list."""
-    return list(map(sum, trainer.token_logps(run.policy, answers, run.cfg)))
+    of_tokens = trainer.token_logps(run.policy, answers, run.cfg)
+    return list(map(sum, of_tokens))
 
 
 def answer_gradient(run, answer):
     """The gradient of the log-prob of an answer: (N,)."""
-    logp, _ = run.policy.module(collate([answer], layout=run.cfg.layout))  # (R,)
+    batch = collate([answer], layout=run.cfg.layout)
+    logp, _ = run.policy.module(batch)  # (R,)
     return gradient(run, logp.sum()).double()  # (N,)
 
 
@@ -137,24 +148,31 @@ def sensitivities(slopes, moments, steps, beta2, is_fixed=False):
     slopes: (N,) per step. moments: (first, second), (N,) each, before the first step and after each
     step. steps: per step its learning rate, AdamW's count (from 1) and the factor of the clipping.
     is_fixed: AdamW's divisor and this factor count as constants."""
-    by_first = by_second = torch.zeros_like(slopes[0])  # (N,) derivatives by the moments
+    by_first = torch.zeros_like(slopes[0])  # (N,) derivative by the first moment
+    by_second = torch.zeros_like(slopes[0])  # (N,) and by the second
     found = []
     for k in reversed(range(len(steps))):
         lr, count, clip = steps[k]
         first, second = moments[k + 1]  # (N,), (N,)
-        root = (second / (1 - beta2**count)).sqrt()  # (N,)
-        rate = -lr / (1 - BETA1**count) / (root + EPS)  # (N,) d step / d first moment
-        bend = -rate * first / (root + EPS) / (2 * root * (1 - beta2**count))  # (N,)
+        # the bias of both moments, as AdamW corrects it
+        unbias_first = 1 - BETA1**count
+        unbias_second = 1 - beta2**count
+        root = (second / unbias_second).sqrt()  # (N,)
+        divisor = root + EPS  # (N,)
+        rate = -lr / unbias_first / divisor  # (N,) d step / d first moment
+        bend = -rate * first / divisor / (2 * root * unbias_second)  # (N,) d step / d second
+        bend = bend.nan_to_num(0, 0, 0)  # (N,) where the gradient was always 0
         by_first = slopes[k] * rate + BETA1 * by_first  # (N,)
-        by_second = slopes[k] * bend.nan_to_num(0, 0, 0) + beta2 * by_second  # (N,)
-        whole = (first - BETA1 * moments[k][0]) / (1 - BETA1)  # (N,) the step's gradient
-        s = (1 - BETA1) * by_first  # (N,)
+        by_second = slopes[k] * bend + beta2 * by_second  # (N,)
+        before, _ = moments[k]  # (N,)
+        whole = (first - BETA1 * before) / (1 - BETA1)  # (N,) the step's gradient
+        by_gradient = (1 - BETA1) * by_first  # (N,)
         if not is_fixed:
-            s = s + 2 * (1 - beta2) * whole * by_second  # (N,)
+            by_gradient += 2 * (1 - beta2) * whole * by_second  # (N,)
         if clip < 1 and not is_fixed:  # a clipped gradient keeps its length
             unit = whole / whole.norm()  # (N,)
-            s = s - unit * (unit @ s)  # (N,)
-        found.append((clip * s).float())
+            by_gradient -= unit * (unit @ by_gradient)  # (N,)
+        found.append((clip * by_gradient).float())  # (N,)
     return found[::-1]
 
 
@@ -173,7 +191,11 @@ def rollout_gradients(run, snapshot):
 def vectors(run, snapshots, answer, names=NAMES):
     """{name of a score: (N,) per step}: times a rollout's gradient they are its score."""
     *steps, end = snapshots.values()
-    moments = [(flat(s, "exp_avg"), flat(s, "exp_avg_sq")) for s in snapshots.values()]
+    moments = []
+    for snapshot in snapshots.values():
+        first = flat(snapshot, "exp_avg")  # (N,)
+        second = flat(snapshot, "exp_avg_sq")  # (N,)
+        moments.append((first, second))
     settings = [(s.lr, s.adamw_step + 1, s.clip) for s in steps]
     path = []
     if "path" in names:
@@ -183,8 +205,11 @@ def vectors(run, snapshots, answer, names=NAMES):
     put(run, end)
     last = [answer_gradient(run, answer)] * len(steps)
     slopes = {"end": last, "fixed": last, "path": path}
-    return {name: sensitivities(slopes[name], moments, settings, run.cfg.beta2, name != "end")
-            for name in names}
+    found = {}
+    for name in names:
+        is_fixed = name != "end"
+        found[name] = sensitivities(slopes[name], moments, settings, run.cfg.beta2, is_fixed)
+    return found
 
 
 def scores(run, snapshots, wanted):
@@ -211,12 +236,14 @@ def without(run, snapshots, chosen, is_sampled=True):
         if now == step:
             rollouts = flatten(groups)
             dropped.extend(rollouts[i] for _, i in chosen)
-        for r in dropped:
-            r.reward = r.reward if is_sampled else None
+        if not is_sampled:
+            for r in dropped:
+                r.reward = None
 
     def policy_loss(logp, old, ref, batch, cfg):
         batch = copy.copy(batch)
-        is_dropped = [any(r is other for other in dropped) for r in batch.rollouts]
+        names = set(map(id, dropped))
+        is_dropped = [id(r) in names for r in batch.rollouts]
         mask = torch.tensor(is_dropped)[batch.sequence_ids]  # (R,)
         batch.weight = batch.weight.masked_fill(mask, 0.0)  # (R,)
         return nr.policy_loss(logp, old, ref, batch, cfg)
@@ -229,23 +256,24 @@ def without(run, snapshots, chosen, is_sampled=True):
 
 def is_right(run, example):
     """Whether the greedy completion of a question is right."""
-    greedy = run.sample(run.llm, [example["prompt_ids"]], 1, 0.0, run.cfg.max_tokens,
-                        examples=[example])
-    nr.score(greedy, [example], run.verifier)
-    return nr.stats.is_right(greedy[0])
+    prompts = [example["prompt_ids"]]
+    [greedy] = run.sample(run.llm, prompts, 1, 0.0, run.cfg.max_tokens, examples=[example])
+    nr.score([greedy], [example], run.verifier)
+    return nr.stats.is_right(greedy)
 
 
 # ---- the run
 
 def blame(run, args):
     """A train function: the replay, the scores, the checks, lines and a page."""
-    source, folder = args.run, run.log.folder
-    [answer] = replay.answers_of(source, [args.question], run.cfg, run.eval_set,
-                                 run.llm.get_tokenizer())
+    source = args.run
+    folder = run.log.folder
+    tokenizer = run.llm.get_tokenizer()
+    [answer] = replay.answers_of(source, [args.question], run.cfg, run.eval_set, tokenizer)
     go_on(run, args.first)
     snapshots = record(run, args.last + 1)
-    lines = [replay.proof(source, folder, args.start),
-             f"weights and moments of {check_weights(source, snapshots)} checkpoints: equal"]
+    proof = replay.proof(source, folder, args.start)
+    count = check_weights(source, snapshots)
     example = run.eval_set[args.question]
     verdict = "right" if is_right(run, example) else "wrong"
     [after] = logprobs(run, [answer])
@@ -254,9 +282,13 @@ def blame(run, args):
     [before] = logprobs(run, [answer])
     found = scores(run, snapshots, list(wanted.values()))
     total = sum(values[-1] for values in found.values())
-    lines.append(f"question {args.question}: {example['question']!r}, answer {answer.text!r}, is "
-                 f"{verdict}; its log-prob went from {before:.3f} to {after:.3f}, the scores "
-                 f"'path' of {len(found)} rollouts sum to {total:+.3f}")
+    lines = [
+        proof,
+        f"weights and moments of {count} checkpoints: equal",
+        f"question {args.question}: {example['question']!r}, answer {answer.text!r}, is {verdict}; "
+        f"its log-prob went from {before:.3f} to {after:.3f}, the scores 'path' of {len(found)} "
+        f"rollouts sum to {total:+.3f}",
+    ]
     lines += check(run, snapshots, found, answer, example, after, args.check)
     out = folder.with_suffix(".html")
     replay.write_page({folder: per_step(found)}, CHARTS, lines, out)
@@ -266,35 +298,55 @@ def blame(run, args):
 def check(run, snapshots, found, answer, example, after, most):
     """Lines with the largest scores beside replays without these rollouts."""
     run.eval_set = [example]  # evaluations change no weight: the others would cost time
-    largest = sorted(found, key=lambda key: -abs(found[key][0]))[:most]
-    rows, exact = [], []
-    for key in largest:
-        r = flatten(snapshots[key[0]].groups)[key[1]]
-        effects = []
-        for is_sampled in (True, False):
-            without(run, snapshots, [key], is_sampled)
-            effects.append(after - logprobs(run, [answer])[0])
-        exact.append(effects)
-        numbers = [f"{x:+.5f}" for x in (*found[key], *effects)]
-        rows.append([*key, r.reward, f"{r.advantages[0]:+.2f}", repr(r.text)[:60], *numbers,
-                     "right" if is_right(run, example) else "wrong"])
+    by_size = sorted(found, key=lambda key: abs(found[key][0]), reverse=True)
+    largest = by_size[:most]
+    rows = []
+    no_gradient = []  # exact effects
+    no_sample = []
+    for step, number in largest:
+        key = step, number
+        r = flatten(snapshots[step].groups)[number]
+        without(run, snapshots, [key])
+        [left] = logprobs(run, [answer])
+        no_gradient.append(after - left)
+        without(run, snapshots, [key], is_sampled=False)
+        [left] = logprobs(run, [answer])
+        no_sample.append(after - left)
+        verdict = "right" if is_right(run, example) else "wrong"
+        numbers = list(found[key])
+        numbers.append(no_gradient[-1])
+        numbers.append(no_sample[-1])
+        advantage = f"{r.advantages[0]:+.2f}"
+        text = repr(r.text)[:60]
+        cells = [step, number, r.reward, advantage, text]
+        for x in numbers:
+            cells.append(f"{x:+.5f}")
+        cells.append(verdict)
+        rows.append(cells)
     head = ["step", "rollout", "reward", "advantage", "completion", *NAMES,
             "exact: without its gradient", "exact: never sampled", "then the answer is"]
     lines = [common.table(head, rows)]
-    for name, firsts in zip(NAMES, zip(*(found[key] for key in largest))):
-        ranks = [spearmanr(firsts, seconds).statistic for seconds in zip(*exact)]
-        lines.append(f"rank correlation of {name} with exact: {ranks[0]:+.2f} without its gradient,"
-                     f" {ranks[1]:+.2f} never sampled")
+    for i, name in enumerate(NAMES):
+        estimates = [found[key][i] for key in largest]
+        one = spearmanr(estimates, no_gradient).statistic
+        two = spearmanr(estimates, no_sample).statistic
+        lines.append(f"rank correlation of {name} with exact: {one:+.2f} without its gradient, "
+                     f"{two:+.2f} never sampled")
     return lines
 
 
 def per_step(found):
     """{metric: points of the page}: sums of the positive and negative scores, and the largest."""
     points = {"helped": [], "harmed": [], "largest": []}
-    for step in sorted({step for step, _ in found}):
-        values = [x[0] for (now, _), x in found.items() if now == step]
-        helped = sum(x for x in values if x > 0)
-        for name, x in zip(points, (helped, sum(values) - helped, max(values, key=abs))):
+    ends = {}  # step -> the scores "end" of its rollouts
+    for (step, _), of_rollout in found.items():
+        ends.setdefault(step, []).append(of_rollout[0])
+    for step, values in sorted(ends.items()):
+        positive = [x for x in values if x > 0]
+        helped = sum(positive)
+        harmed = sum(values) - helped
+        largest = max(values, key=abs)
+        for name, x in zip(points, (helped, harmed, largest)):
             points[name].append([step, x, x, x])
     return points
 
@@ -302,10 +354,13 @@ def per_step(found):
 def start(args, train):
     """Replays the run in <run>-<name of the train function>, with train(run, args) as the loop."""
     cfg = nr.parse_config(["--resume", str(args.run)])
-    args.last = cfg.steps - 1 if args.last is None else args.last
+    if args.last is None:
+        args.last = cfg.steps - 1
     if not 0 <= args.first <= args.last < cfg.steps:
         raise ValueError(f"--first {args.first} --last {args.last}: the run has {cfg.steps} steps")
-    if cfg.epochs * cfg.minibatches > 1 or common.read_config(args.run)["world"] > 1:
+    ranks = common.read_config(args.run)["world"]
+    updates = cfg.epochs * cfg.minibatches
+    if updates > 1 or ranks > 1:
         raise ValueError("blame needs a run of one process with one update per step")
     args.start = replay.start_of(args.run, args.first)
     folder = args.run.with_name(f"{args.run.name}-{train.__name__}")
@@ -317,8 +372,10 @@ def start(args, train):
 if __name__ == "__main__":
     parser = common.parser(__doc__)
     parser.add_argument("run", type=Path)
-    for name, default in {"question": 0, "first": 0, "last": None, "check": 10}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--question", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--last", type=int)
+    parser.add_argument("--check", type=int, default=10)
     args = parser.parse_args()
     args.run = args.run.resolve()
     with stop.with_one_line(ValueError, OSError):

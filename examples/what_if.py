@@ -31,27 +31,49 @@ SEEN = "what_if.jsonl"  # in the folder of a branch: what is shown of each step
 CHARTS = [
     ("Log-prob of held-out answers", "nats, of the whole answer", "answer .*", {}, ""),
     ("Accuracy before each step", "greedy, held out", "accuracy by step", page.SHARE, ""),
-    ("Distance of the weights", "relative to their norm", "distance", page.FROM_ZERO, "")]
+    ("Distance of the weights", "relative to their norm", "distance", page.FROM_ZERO, ""),
+]
+CAUSES = [  # what may be given together
+    {"--rollout", "--reward"},
+    {"--rollout", "--drop"},
+    {"--group", "--reward"},
+    {"--group", "--drop"},
+    {"--group", "--redraw"},
+]
 
 
 def change(run, step, sampled, args):
     """Changes the rewards or the completions of the chosen rollouts of a step, in place."""
-    chosen = flatten(sampled) if args.group is None else sampled[args.group]
     if args.rollout is not None:
-        chosen = [chosen[args.rollout]]
+        chosen = [flatten(sampled)[args.rollout]]
+    elif args.group is not None:
+        chosen = sampled[args.group]
+    else:
+        return
     if args.redraw is not None:
-        cfg = run.cfg
-        draw, i = divmod(args.group, cfg.prompts)
-        number = step * (1 + cfg.resample) + draw
-        example = data.batch_at(run.train_set, number, cfg.prompts, cfg.seed)[i]
-        seed = data.request_seed(args.redraw, step, draw, i)
-        chosen[:] = run.sample(
-            run.llm, [example["prompt_ids"]], cfg.samples, cfg.temperature, cfg.max_tokens,
-            [seed], examples=[example], top_p=cfg.top_p)
-        nr.score(chosen, [example], run.verifier, step)
-    elif args.drop or args.reward is not None:
-        for r in chosen:
-            r.reward = args.reward  # None is "no reward": in no mean, and not trained
+        redraw(run, step, chosen, args)
+        return
+    for r in chosen:
+        r.reward = args.reward  # None is "no reward": in no mean, and not trained
+
+
+def redraw(run, step, group, args):
+    """Samples a group again, with another seed, in place."""
+    cfg = run.cfg
+    draw, i = divmod(args.group, cfg.prompts)
+    number = step * (1 + cfg.resample) + draw
+    example = data.batch_at(run.train_set, number, cfg.prompts, cfg.seed)[i]
+    seed = data.request_seed(args.redraw, step, draw, i)
+    group[:] = run.sample(
+        run.llm,
+        [example["prompt_ids"]],
+        cfg.samples,
+        cfg.temperature,
+        cfg.max_tokens,
+        [seed],
+        examples=[example],
+        top_p=cfg.top_p)
+    nr.score(group, [example], run.verifier, step)
 
 
 def branch(run, args):
@@ -62,8 +84,14 @@ def branch(run, args):
     def look(step, sampled=()):
         logps = trainer.token_logps(run.policy, answers, run.cfg)
         metrics, _ = evaluation.evaluate(run, nr.score)
-        row = {"step": step, "accuracy": metrics["eval/accuracy"], "logps": list(map(sum, logps)),
-               "tokens": [tokenizer.convert_ids_to_tokens(r.completion) for r in flatten(sampled)]}
+        row = {
+            "step": step,
+            "accuracy": metrics["eval/accuracy"],
+            "logps": list(map(sum, logps)),
+            "tokens": [],
+        }
+        for r in flatten(sampled):
+            row["tokens"].append(tokenizer.convert_ids_to_tokens(r.completion))
         with (run.log.folder / SEEN).open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -85,56 +113,79 @@ def branch(run, args):
 def first_token(rows, others):
     """Where the samples of two branches part, as text: step, rollout, place, both tokens."""
     for row, other in zip(rows, others):
-        for i, (one, two) in enumerate(zip(row["tokens"], other["tokens"])):
-            if one != two:
-                place = len(os.path.commonprefix([one, two]))
-                ends = [repr((*tokens, "no token")[place]) for tokens in (one, two)]
-                return f"step {row['step']}, rollout {i}, token {place}: {' | '.join(ends)}"
+        pairs = zip(row["tokens"], other["tokens"])
+        for i, (one, two) in enumerate(pairs):
+            if one == two:
+                continue
+            place = len(os.path.commonprefix([one, two]))
+            first, second = ((*tokens, "no token")[place] for tokens in (one, two))
+            return f"step {row['step']}, rollout {i}, token {place}: {first!r} | {second!r}"
     return "none"
 
 
 def compare(unchanged, changed, watched):
     """-> (lines for the screen, {folder of a branch: {metric: points for the page}})."""
-    rows, others = (common.read(folder, SEEN) for folder in (unchanged, changed))
+    rows = common.read(unchanged, SEEN)
+    others = common.read(changed, SEEN)
     first = next(diff.differences(unchanged, changed), None)
-    lines = [f"first difference: {diff.where(first) if first else 'none'}",
-             f"first token that differs: {first_token(rows, others)}"]
+    where = diff.where(first) if first else "none"
     names = [f"answer {i}" for i in watched]
-    table, points = [], {unchanged: {}, changed: {}}
+    head = ["before step", "weights apart", "accuracy"]
+    head += [f"log-prob of {name}" for name in names]
+    table = []
+    points = {unchanged: {}, changed: {}}
     for row, other in zip(rows, others):
-        saved = f"step-{row['step']}"
-        apart = (diff.weights(unchanged / saved, changed / saved) or ("", 0.0))[1]
-        pairs = [f"{x:.4f} | {y:.4f}" for x, y in zip(row["logps"], other["logps"])]
+        step = row["step"]
+        saved = f"step-{step}"
+        _, apart = diff.weights(unchanged / saved, changed / saved) or ("", 0.0)
         accuracies = f"{row['accuracy']:.1%} | {other['accuracy']:.1%}"
-        table.append([row["step"], f"{apart:.2e}", accuracies, *pairs])
-        for folder, seen, x in ((unchanged, row, 0.0), (changed, other, apart)):
-            shown = {"accuracy by step": seen["accuracy"], "distance": x}
-            shown |= zip(names, seen["logps"])
-            for name, y in shown.items():
-                points[folder].setdefault(name, []).append([row["step"], y, y, y])
-    head = ["before step", "weights apart", "accuracy", *(f"log-prob of {x}" for x in names)]
-    return [*lines, common.table(head, table)], points
+        cells = [step, f"{apart:.2e}", accuracies]
+        for x, y in zip(row["logps"], other["logps"]):
+            cells.append(f"{x:.4f} | {y:.4f}")
+        table.append(cells)
+        add_points(points[unchanged], step, row, 0.0, names)
+        add_points(points[changed], step, other, apart, names)
+    lines = [
+        f"first difference: {where}",
+        f"first token that differs: {first_token(rows, others)}",
+        common.table(head, table),
+    ]
+    return lines, points
+
+
+def add_points(points, step, row, distance, names):
+    """Adds a step of a branch to its {metric: points for the page}."""
+    values = {"accuracy by step": row["accuracy"], "distance": distance}
+    values |= zip(names, row["logps"])
+    for name, value in values.items():
+        points.setdefault(name, []).append([step, value, value, value])
 
 
 def checked(args, flags):
     """The words of the one cause. Raises ValueError for what cannot be asked."""
     cfg = nr.parse_config(["--resume", str(args.run)])
     args.end = min(args.step + args.more, cfg.steps)
+    groups = cfg.prompts * (1 + cfg.resample)
+    numbers = {"rollout": groups * cfg.samples, "group": groups}
     words = ["--drop"] * args.drop
-    for name, most in (("rollout", cfg.prompts * cfg.samples), ("group", cfg.prompts)):
-        if (i := getattr(args, name)) is not None:
+    for name, count in numbers.items():
+        i = getattr(args, name)
+        if i is not None:
             words += [f"--{name}", str(i)]
-            if not 0 <= i < most * (1 + cfg.resample):
-                raise ValueError(f"--{name} {i}: a step has the numbers 0 to {most - 1}")
+            if not 0 <= i < count:
+                raise ValueError(f"--{name} {i}: a step has the numbers 0 to {count - 1}")
     for name in ("reward", "redraw"):
-        if (x := getattr(args, name)) is not None:
-            words += [f"--{name}", f"{x:g}"]
+        value = getattr(args, name)
+        if value is not None:
+            words += [f"--{name}", f"{value:g}"]
     kinds = {word for word in words if word.startswith("--")}
-    causes = [{who, how} for who in ("--rollout", "--group") for how in ("--reward", "--drop")]
-    if (kinds or not flags) and (flags or kinds not in [*causes, {"--group", "--redraw"}]):
+    is_flag = bool(flags) and not kinds
+    is_sample = not flags and kinds in CAUSES
+    if not is_flag and not is_sample:
         raise ValueError("choose one cause: --rollout or --group with --reward or --drop, --group "
                          "with --redraw, or flags of the script")
-    if not 0 <= args.step < cfg.steps or common.read_config(args.run)["world"] > 1:
+    ranks = common.read_config(args.run)["world"]
+    if not 0 <= args.step < cfg.steps or ranks > 1:
         raise ValueError(f"--step {args.step}: a run of one process has steps 0 to {cfg.steps - 1}")
     return words or flags
 
@@ -144,27 +195,31 @@ def main(args, flags):
     cause = checked(args, flags)
     out = args.run.with_name(f"{args.run.name}-what-if")
     name = re.sub(r"\W+", "-", f"step {args.step} {' '.join(cause)}")
-    unchanged, changed = out / "unchanged", out / name
+    unchanged = out / "unchanged"
+    changed = out / name
     start = replay.start_of(args.run, args.step)
-    own = [args.run, "--step", args.step, "--end", args.end, "--watch", *args.watch]
-    for source, at, folder, more in ((args.run, start, unchanged, []),
-                                     (unchanged, args.step, changed, cause)):
-        replay.fork(source, at, folder)
-        print(f"{folder}: steps {at} to {args.end} ...", flush=True)
-        words = [*own, *more, "--resume", folder, *replay.KEEP_ALL, *["--resume_force"] * len(more)]
-        with Path(f"{folder}.log").open("w") as log:
-            command = [sys.executable, "-m", "examples.what_if", *map(str, words)]
-            done = subprocess.run(command, stdout=log, stderr=log)
-        if done.returncode:
-            last = Path(log.name).read_text().splitlines()[-1]
-            raise RunError(f"{last.removeprefix('nano_rlvr: ')} ({log.name})")
-        if folder == unchanged:
-            lines = [replay.proof(args.run, unchanged, start)]
-            print(*lines, flush=True)
+    make_branch(args, args.run, start, unchanged)
+    proof = replay.proof(args.run, unchanged, start)
+    print(proof, flush=True)
+    make_branch(args, unchanged, args.step, changed, *cause, "--resume_force")
     found, points = compare(unchanged, changed, args.watch)
-    lines += [f"changed in step {args.step}: {' '.join(cause)}", *found]
+    lines = [proof, f"changed in step {args.step}: {' '.join(cause)}", *found]
     replay.write_page(points, CHARTS, lines, Path(f"{changed}.html"))
     print(*lines[1:], f"page: {changed}.html", sep="\n")
+
+
+def make_branch(args, source, start, folder, *words):
+    """Forks a run at a step and goes on to args.end, in a process of its own."""
+    replay.fork(source, start, folder)
+    print(f"{folder}: steps {start} to {args.end} ...", flush=True)
+    own = [args.run, "--step", args.step, "--end", args.end, "--watch", *args.watch]
+    own += [*words, "--resume", folder, *replay.KEEP_ALL]
+    command = [sys.executable, "-m", "examples.what_if", *map(str, own)]
+    with Path(f"{folder}.log").open("w") as log:
+        done = subprocess.run(command, stdout=log, stderr=log)
+    if done.returncode:
+        last = Path(log.name).read_text().splitlines()[-1]
+        raise RunError(f"{last.removeprefix('nano_rlvr: ')} ({log.name})")
 
 
 if __name__ == "__main__":
