@@ -60,7 +60,7 @@ def another_model(folder, record):
 FORGERIES = {  # cheat -> (how a record is changed, how the refusal begins)
     "changed source": (
         lambda folder, record: (common.ROOT / "nano_rlvr.py").write_text("lr = 2"),
-        "the source is not that of the record: verify it at the record's commit"),
+        "the source is not that of the record"),
     "changed recipe": (
         lambda folder, record: (folder / "recipe.py").write_text("import data"),
         "recipe.py is not that of the runs"),
@@ -214,6 +214,12 @@ def test_a_real_run_is_made_again_bit_for_bit(folder, monkeypatch):
     assert tracks.tokens(made)[0] >= tracks.tokens(made)[1] > 0 and made["n"] == SUMS.size
     with pytest.raises(ValueError, match="--steps"):
         speedrun.make_run(folder, ["--steps", "-1"], seed=0)
+
+
+def test_code_that_the_project_never_had_is_refused(folder):
+    (common.ROOT / "nano_rlvr.py").write_text("lr = 2")
+    with pytest.raises(ValueError, match="the record's commit c is not in this history"):
+        speedrun.verify(folder)
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.parent.name)
