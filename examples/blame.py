@@ -225,10 +225,11 @@ def scores(run, snapshots, wanted):
 
 # ---- exact
 
-def without(run, snapshots, chosen, is_sampled=True):
-    """Replays from the step of the rollouts `chosen`, pairs (step, number) of one step, to the end,
-    without their part of its gradient. is_sampled False: without their rewards, too: then the
-    others of the group have other advantages."""
+def without(run, snapshots, chosen, is_sampled=True, share=1.0):
+    """Replays from the step of the rollouts `chosen`, pairs (step, number) of one step, to the end.
+
+    share: of the gradient of these rollouts, so much is left out. is_sampled False: their rewards
+    are left out, too, and the others of the group have other advantages."""
     step, end = chosen[0][0], max(snapshots)
     dropped = []
 
@@ -245,7 +246,7 @@ def without(run, snapshots, chosen, is_sampled=True):
         names = set(map(id, dropped))
         is_dropped = [id(r) in names for r in batch.rollouts]
         mask = torch.tensor(is_dropped)[batch.sequence_ids]  # (R,)
-        batch.weight = batch.weight.masked_fill(mask, 0.0)  # (R,)
+        batch.weight = batch.weight * (1 - share * mask)  # (R,)
         return nr.policy_loss(logp, old, ref, batch, cfg)
 
     sizes = run.log.sizes()

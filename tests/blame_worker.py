@@ -9,6 +9,8 @@ import torch
 from bench import replay
 from examples import blame
 
+SHARE = 0.05  # of a rollout's gradient that is left out, so that second order is small
+
 
 def inspect(run, args):
     """The gradients of single rollouts against the moments, and replays against the first one."""
@@ -25,6 +27,8 @@ def inspect(run, args):
     wanted = blame.vectors(run, snapshots, answer, ["end"])["end"]
     found = blame.scores(run, snapshots, [wanted])
     key = max((k for k in found if k[0] == args.last), key=lambda k: abs(found[k][0]))
+    blame.without(run, snapshots, [key], share=SHARE)
+    slope = (after - blame.logprobs(run, [answer])[0]) / SHARE
     exact = []
     for is_sampled in (True, False):
         blame.without(run, snapshots, [key], is_sampled)
@@ -33,8 +37,8 @@ def inspect(run, args):
     blame.go_on(run, args.last + 1)
     again = blame.logprobs(run, [answer])[0]
     apart = ((summed - whole).norm() / whole.norm()).item()
-    print(json.dumps({"apart": apart, "clip": last.clip, "score": found[key][0], "exact": exact,
-                      "after": after, "again": again}))
+    print(json.dumps({"apart": apart, "clip": last.clip, "score": found[key][0], "slope": slope,
+                      "exact": exact, "after": after, "again": again}))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ def test_every_flag_in_the_pages_exists():
     flags = {flag for command in commands for flag in re.findall(r"--([\w-]+)", command)}
     others = {"nproc_per_node", "signals-to-handle", "shutdown-timeout", "kill-on-bad-exit", "lag",
               "tp", "kl_in", "kl_estimator", "step_rewards", "dry", "more", "watch", "first",
-              "last", "step", "group", "reward", "drop", "all"}  # of torchrun, srun, modules
+              "last", "step", "group", "reward", "drop", "all",
+              "question", "check"}  # of torchrun, srun, modules
     assert flags <= nr.Config.__dataclass_fields__.keys() | {"help"} | others
 
 
