@@ -21,6 +21,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Callable
 
@@ -334,21 +335,24 @@ def link(finding):
 
 
 def lab_table(chapter):
-    """A row per check; the first of a finding has its claim and verdict."""
+    """A row per finding. The checks are on its page."""
     rows = []
     for name, finding in findings().items():
-        if finding.chapter == chapter:
-            result = stored(name)
-            old = stale.changed((RESULTS / f"{name}.md").read_text())
-            word = f"[{verdict(finding, result)}](results/{name}.md){' (stale)' if old else ''}"
-            first = [f"[{name}]({name}.py)", f"{finding.claim} ({link(finding)})"]
-            last = [word, f"{len(finding.seeds)} × {len(finding.arms)}"]
-            for row in check_rows(finding, result):
-                rows.append([*first, *row, *last])
-                first, last = ["", ""], ["", ""]
-    return common.table(
-        ["finding", "claim", "rule: the difference is", "difference (interval)",
-         "found with 80 % (asked)", "verdict", "of the finding", "seeds × arms"], rows)
+        if finding.chapter != chapter:
+            continue
+        result = stored(name)
+        page = (RESULTS / f"{name}.md").read_text()
+        old = " (stale)" if stale.changed(page) else ""
+        verdicts = Counter(row[-1] for row in check_rows(finding, result))
+        counts = ", ".join(f"{count} {word}" for word, count in verdicts.items())
+        rows.append([
+            f"[{name}]({name}.py)",
+            f"{finding.claim} ({link(finding)})",
+            counts,
+            f"[{verdict(finding, result)}](results/{name}.md){old}",
+            f"{len(finding.seeds)} × {len(finding.arms)}",
+        ])
+    return common.table(["finding", "claim", "checks", "verdict", "seeds × arms"], rows)
 
 
 def examples_table(text):
