@@ -8,13 +8,10 @@ A large square product shows what the card can do (bench/roofline.py). The produ
 step are not square: this table shows which of them stay below that rate. A product of T tokens has
 three forms: forward (T, in) x (in, out), the gradient of its input, the gradient of its weights.
 """
-import time
-from statistics import median
-
 import torch
 
 import nano_rlvr as nr
-from bench import common
+from bench import common, roofline
 from bench.random_model import SHAPES
 from runtime import batch, ranks
 from runtime.messages import first_line
@@ -24,21 +21,9 @@ SEQUENCES = (1, 8, 64, 256, 512)  # that vLLM decodes at the same time
 STEPS = 64  # token steps of a measurement
 
 
-def milliseconds(work, trials=5):
-    """The median time of a call after one warm-up, in ms."""
-    times = []
-    for _ in range(1 + trials):
-        wait()
-        start = time.perf_counter()
-        work()
-        wait()
-        times.append(1e3 * (time.perf_counter() - start))
-    return median(times[1:])
-
-
-def wait():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def milliseconds(work, trials=6):
+    """The time of the fastest of several calls, in ms. The first one is a warm-up."""
+    return 1e3 * roofline.least_seconds(work, trials)
 
 
 def matrices(size):
