@@ -4,6 +4,7 @@ A run follows from its flags. So it can be made again from a checkpoint, or from
 says whether the replay is the run. Equal bits need one thread: OMP_NUM_THREADS=1.
 """
 import html
+import os
 import shutil
 
 from bench import common, diff
@@ -14,6 +15,7 @@ from runtime.messages import RunError
 from runtime.report import page
 
 KEEP_ALL = "--save_every 1 --keep 100000 --wandb off".split()  # the weights before every step
+SEEN = "what_if.jsonl"  # in the folder of a branch: what is shown of each step
 
 
 class Enough(Exception):
@@ -77,6 +79,57 @@ def answers_of(run, questions, cfg, eval_set, tokenizer):
         raise RunError(f"{run} has {len(rows)} held-out answers, which are numbered from 0")
     return [as_rollout(eval_set[i], rows[i]["completion"], tokenizer, cfg.template)
             for i in questions]
+
+
+def first_token(rows, others):
+    """Where the samples of two branches part, as text: step, rollout, place, both tokens."""
+    for row, other in zip(rows, others):
+        pairs = zip(row["tokens"], other["tokens"])
+        for i, (one, two) in enumerate(pairs):
+            if one == two:
+                continue
+            place = len(os.path.commonprefix([one, two]))
+            first, second = ((*tokens, "no token")[place] for tokens in (one, two))
+            return f"step {row['step']}, rollout {i}, token {place}: {first!r} | {second!r}"
+    return "none"
+
+
+def compare(unchanged, changed, watched):
+    """-> (lines for the screen, {folder of a branch: {metric: points for the page}})."""
+    rows = common.read(unchanged, SEEN)
+    others = common.read(changed, SEEN)
+    first = next(diff.differences(unchanged, changed), None)
+    where = diff.where(first) if first else "none"
+    names = [f"answer {i}" for i in watched]
+    head = ["before step", "weights apart", "accuracy"]
+    head += [f"log-prob of {name}" for name in names]
+    table = []
+    points = {unchanged: {}, changed: {}}
+    for row, other in zip(rows, others):
+        step = row["step"]
+        saved = f"step-{step}"
+        _, apart = diff.weights(unchanged / saved, changed / saved) or ("", 0.0)
+        accuracies = f"{row['accuracy']:.1%} | {other['accuracy']:.1%}"
+        cells = [step, f"{apart:.2e}", accuracies]
+        for x, y in zip(row["logps"], other["logps"]):
+            cells.append(f"{x:.4f} | {y:.4f}")
+        table.append(cells)
+        add_points(points[unchanged], step, row, 0.0, names)
+        add_points(points[changed], step, other, apart, names)
+    lines = [
+        f"first difference: {where}",
+        f"first token that differs: {first_token(rows, others)}",
+        common.table(head, table),
+    ]
+    return lines, points
+
+
+def add_points(points, step, row, distance, names):
+    """Adds a step of a branch to its {metric: points for the page}."""
+    values = {"accuracy by step": row["accuracy"], "distance": distance}
+    values |= zip(names, row["logps"])
+    for name, value in values.items():
+        points.setdefault(name, []).append([step, value, value, value])
 
 
 def write_page(points, charts, lines, out):

@@ -34,9 +34,12 @@ def finished(tmp_path_factory):
     return out / "a"
 
 
-def asked(finished, **more):
-    empty = dict.fromkeys(("rollout", "group", "reward", "redraw"))
-    return argparse.Namespace(**empty | dict(run=finished, step=3, more=5, drop=False) | more)
+def asked(words, step=3):
+    """Checks a question to a run of four steps of 2 prompts and 4 samples."""
+    cfg = argparse.Namespace(prompts=2, samples=4, resample=0, steps=4)
+    args, flags = what_if.cause_parser().parse_known_args(words.split())
+    args.step = step
+    what_if.check(args, flags, cfg, ranks=1)
 
 
 def mixed(finished, step):
@@ -76,20 +79,21 @@ def test_the_newest_checkpoint_before_the_step_or_the_flag_that_would_have_kept_
     assert "--save_every 1 --keep 1000 would have kept one" in capsys.readouterr().out
 
 
-def test_one_cause_is_asked_for(finished):
-    for wrong in (dict(), dict(rollout=1), dict(rollout=1, group=1, drop=True),
-                  dict(rollout=1, redraw=3), dict(group=0, drop=True, reward=1.0)):
+def test_one_cause_is_asked_for(capsys):
+    for wrong in ("", "--rollout 1", "--reward 1", "--rollout 1 --redraw 3", "--redraw 3",
+                  "--group 1 --drop --lr 0"):
         with pytest.raises(ValueError, match="choose one cause"):
-            what_if.checked(asked(finished, **wrong), [])
-    with pytest.raises(ValueError, match="choose one cause"):
-        what_if.checked(asked(finished, group=1, drop=True), ["--lr", "0"])
+            asked(wrong)
+    for wrong in ("--rollout 1 --group 1 --drop", "--group 0 --drop --reward 1"):
+        with pytest.raises(SystemExit):
+            asked(wrong)
+        assert "not allowed with argument" in capsys.readouterr().err
     with pytest.raises(ValueError, match="--rollout 8: a step has the numbers 0 to 7"):
-        what_if.checked(asked(finished, rollout=8, drop=True), [])
+        asked("--rollout 8 --drop")
     with pytest.raises(ValueError, match="has steps 0 to 3"):
-        what_if.checked(asked(finished, step=4, group=1, redraw=0), [])
-    assert what_if.checked(asked(finished, group=1, redraw=0), []) == [
-        "--group", "1", "--redraw", "0"]
-    assert what_if.checked(asked(finished), ["--lr", "0"]) == ["--lr", "0"]
+        asked("--group 1 --redraw 0", step=4)
+    for right in ("--group 1 --redraw 0", "--rollout 0 --reward 0", "--lr 0"):
+        asked(right)
 
 
 def adamw(gradients, first, second, lrs, count, beta2, most):
