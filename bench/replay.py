@@ -6,10 +6,11 @@ says whether the replay is the run. Equal bits need one thread: OMP_NUM_THREADS=
 import html
 import os
 import shutil
+from types import SimpleNamespace
 
 from bench import common, diff
 from examples.sft import as_rollout
-from runtime import checkpoint
+from runtime import checkpoint, trainer
 from runtime.log import LOGS
 from runtime.messages import RunError
 from runtime.report import page
@@ -47,6 +48,31 @@ def fork(run, step, folder):
         names += LOGS
     for name in names:
         shutil.copy(run / name, folder)
+
+
+def take(run):
+    """A snapshot of the trainer before the update of a step: weights, moments, progress."""
+    tensors = {}
+    for name, p in trainer.trained_parameters(run.policy).items():
+        tensors[name] = {}
+        for kind in trainer.KINDS:
+            tensors[name][kind] = trainer.get_tensor(p, kind).clone()
+    counts = [int(state["step"]) for state in trainer.adamw_states(run.policy)]
+    return SimpleNamespace(
+        tensors=tensors,
+        adamw_step=max(counts),
+        progress=dict(vars(run.checkpoints.progress)),
+        groups=[])
+
+
+def put(run, snapshot):
+    """Takes the trainer back to a snapshot. vLLM gets its weights when the loop begins."""
+    for name, p in trainer.trained_parameters(run.policy).items():
+        for kind, tensor in snapshot.tensors[name].items():
+            trainer.set_tensor(p, kind, tensor)
+    for state in trainer.adamw_states(run.policy):
+        state["step"] = state["step"] * 0 + snapshot.adamw_step
+    vars(run.checkpoints.progress).update(snapshot.progress)
 
 
 def proof(run, replay, start):
@@ -95,7 +121,9 @@ def first_token(rows, others):
 
 
 def compare(unchanged, changed, watched):
-    """-> (lines for the screen, {folder of a branch: {metric: points for the page}})."""
+    """-> (lines for the screen, {folder of a branch: {metric: points for the page}}).
+
+    In the table "a → b" is the unchanged branch's value and the changed one's."""
     rows = common.read(unchanged, SEEN)
     others = common.read(changed, SEEN)
     first = next(diff.differences(unchanged, changed), None)
@@ -109,10 +137,10 @@ def compare(unchanged, changed, watched):
         step = row["step"]
         saved = f"step-{step}"
         _, apart = diff.weights(unchanged / saved, changed / saved) or ("", 0.0)
-        accuracies = f"{row['accuracy']:.1%} | {other['accuracy']:.1%}"
+        accuracies = f"{row['accuracy']:.1%} → {other['accuracy']:.1%}"
         cells = [step, f"{apart:.2e}", accuracies]
         for x, y in zip(row["logps"], other["logps"]):
-            cells.append(f"{x:.4f} | {y:.4f}")
+            cells.append(f"{x:.4f} → {y:.4f}")
         table.append(cells)
         add_points(points[unchanged], step, row, 0.0, names)
         add_points(points[changed], step, other, apart, names)

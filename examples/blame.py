@@ -20,7 +20,6 @@ import contextlib
 import copy
 import functools
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
@@ -40,31 +39,6 @@ CHARTS = [(TITLE, UNIT, "helped|harmed|largest", {}, "")]
 
 
 # ---- the replay
-
-def take(run):
-    """A snapshot of the trainer before the update of a step: weights, moments, progress."""
-    tensors = {}
-    for name, p in trainer.trained_parameters(run.policy).items():
-        tensors[name] = {}
-        for kind in trainer.KINDS:
-            tensors[name][kind] = trainer.get_tensor(p, kind).clone()
-    counts = [int(state["step"]) for state in trainer.adamw_states(run.policy)]
-    return SimpleNamespace(
-        tensors=tensors,
-        adamw_step=max(counts),
-        progress=dict(vars(run.checkpoints.progress)),
-        groups=[])
-
-
-def put(run, snapshot):
-    """Takes the trainer back to a snapshot. vLLM gets its weights when the loop begins."""
-    for name, p in trainer.trained_parameters(run.policy).items():
-        for kind, tensor in snapshot.tensors[name].items():
-            trainer.set_tensor(p, kind, tensor)
-    for state in trainer.adamw_states(run.policy):
-        state["step"] = state["step"] * 0 + snapshot.adamw_step
-    vars(run.checkpoints.progress).update(snapshot.progress)
-
 
 def go_on(run, end, see=lambda step, groups: None, policy_loss=nr.policy_loss):
     """The script's loop from the step of the trainer to `end`. see(step, groups): gets the groups
@@ -86,7 +60,7 @@ def record(run, end):
     snapshots = {}
 
     def see(step, groups):
-        snapshots[step] = take(run)
+        snapshots[step] = replay.take(run)
         snapshots[step].groups = groups
 
     go_on(run, end, see)
@@ -96,7 +70,7 @@ def record(run, end):
             snapshot = snapshots[row["step"]]
             snapshot.lr = row["lr"]
             snapshot.clip = min(1.0, (run.cfg.max_grad_norm or norm) / norm)
-    snapshots[end] = take(run)
+    snapshots[end] = replay.take(run)
     return snapshots
 
 
@@ -200,9 +174,9 @@ def vectors(run, snapshots, answer, names=NAMES):
     path = []
     if "path" in names:
         for snapshot in steps:
-            put(run, snapshot)
+            replay.put(run, snapshot)
             path.append(answer_gradient(run, answer))
-    put(run, end)
+    replay.put(run, end)
     last = [answer_gradient(run, answer)] * len(steps)
     slopes = {"end": last, "fixed": last, "path": path}
     found = {}
@@ -216,7 +190,7 @@ def scores(run, snapshots, wanted):
     """{(step, rollout): (a score for each of `wanted`,)}; wanted: lists with (N,) per step."""
     found = {}
     for k, step in enumerate(list(snapshots)[:-1]):
-        put(run, snapshots[step])
+        replay.put(run, snapshots[step])
         matrix = torch.stack([of[k] for of in wanted])  # (wanted, N)
         for i, g in rollout_gradients(run, snapshots[step]):
             found[step, i] = (matrix @ g).tolist()
@@ -250,7 +224,7 @@ def without(run, snapshots, chosen, is_sampled=True, share=1.0):
         return nr.policy_loss(logp, old, ref, batch, cfg)
 
     sizes = run.log.sizes()
-    put(run, snapshots[step])
+    replay.put(run, snapshots[step])
     go_on(run, end, see, policy_loss)
     run.log.cut_back(sizes)
 
@@ -279,7 +253,7 @@ def blame(run, args):
     verdict = "right" if is_right(run, example) else "wrong"
     [after] = logprobs(run, [answer])
     wanted = vectors(run, snapshots, answer)
-    put(run, snapshots[args.first])
+    replay.put(run, snapshots[args.first])
     [before] = logprobs(run, [answer])
     found = scores(run, snapshots, list(wanted.values()))
     total = sum(values[-1] for values in found.values())

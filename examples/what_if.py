@@ -56,8 +56,14 @@ def redraw(run, step, group, args):
     seed = data.request_seed(args.redraw, step, draw, i)
     prompts = [example["prompt_ids"]]
     group[:] = run.sample(
-        run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, [seed],
-        examples=[example], top_p=cfg.top_p)
+        run.llm,
+        prompts,
+        cfg.samples,
+        cfg.temperature,
+        cfg.max_tokens,
+        [seed],
+        examples=[example],
+        top_p=cfg.top_p)
     nr.score(group, [example], run.verifier, step)
 
 
@@ -70,8 +76,12 @@ def branch(run, args):
         logps = trainer.token_logps(run.policy, answers, run.cfg)
         metrics, _ = evaluation.evaluate(run, nr.score)
         tokens = [tokenizer.convert_ids_to_tokens(r.completion) for r in flatten(sampled)]
-        row = {"step": step, "accuracy": metrics["eval/accuracy"],
-               "logps": list(map(sum, logps)), "tokens": tokens}
+        row = {
+            "step": step,
+            "accuracy": metrics["eval/accuracy"],
+            "logps": list(map(sum, logps)),
+            "tokens": tokens,
+        }
         with (run.log.folder / replay.SEEN).open("a") as file:
             file.write(json.dumps(row) + "\n")
 

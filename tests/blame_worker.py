@@ -21,7 +21,7 @@ def inspect(run, args):
     last = snapshots[args.last]
     moments = [blame.flat(s, "exp_avg") for s in (last, snapshots[args.last + 1])]  # (N,) each
     whole = (moments[1] - 0.9 * moments[0]) / 0.1  # (N,)
-    blame.put(run, last)
+    replay.put(run, last)
     parts = [g.double() for _, g in blame.rollout_gradients(run, last)]  # (N,) each
     summed = last.clip * torch.stack(parts).sum(0)  # (N,)
     wanted = blame.vectors(run, snapshots, answer, ["end"])["end"]
@@ -33,7 +33,7 @@ def inspect(run, args):
     for is_sampled in (True, False):
         blame.without(run, snapshots, [key], is_sampled)
         exact.append(after - blame.logprobs(run, [answer])[0])
-    blame.put(run, snapshots[args.first])
+    replay.put(run, snapshots[args.first])
     blame.go_on(run, args.last + 1)
     again = blame.logprobs(run, [answer])[0]
     apart = ((summed - whole).norm() / whole.norm()).item()

@@ -1,14 +1,10 @@
 """learn/lab/honest_search.py: its two rules on draws whose truth is known, and its runs."""
 import random
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-import nano_rlvr as nr
-from conftest import make_config, within
+from conftest import within
 from learn.lab import honest_search
-from runtime import trainer
 
 
 def normal_draws(rng, gains):
@@ -64,25 +60,3 @@ def test_edits_draw_runs_that_the_first_setting_does_not_have_and_none_twice():
         runs = measure(setting, 5) + measure(setting, 5)
         assert len(set(runs)) == 10 and not set(runs) & set(first)
         assert set(runs) <= set(pools[setting[0]])
-
-
-def test_a_run_that_starts_again_has_the_weights_and_the_optimizer_of_the_first_one(group):
-    cfg = make_config()
-    policy = nr.make_policy(cfg)
-    parameters = trainer.trained_parameters(policy)
-    weights = {name: trainer.get_tensor(p, "fp32").clone() for name, p in parameters.items()}
-    nr.guard.rehearse(policy, None, cfg)  # AdamW has its state after a step
-    for state in trainer.adamw_states(policy):
-        state["step"] = state["step"] + 5
-    for p in parameters.values():
-        for kind in trainer.KINDS:
-            trainer.set_tensor(p, kind, trainer.get_tensor(p, kind) + 1)
-    run = SimpleNamespace(policy=policy, log=SimpleNamespace(folder=None),
-                          checkpoints=SimpleNamespace(progress=None))
-    honest_search.start_again(run, weights, cfg)
-    for name, p in parameters.items():
-        assert torch.equal(trainer.get_tensor(p, "fp32"), weights[name])
-        assert torch.equal(p.detach(), weights[name])
-        assert not trainer.get_tensor(p, "exp_avg").any()
-        assert not trainer.get_tensor(p, "exp_avg_sq").any()
-    assert {float(state["step"]) for state in trainer.adamw_states(policy)} == {0.0}

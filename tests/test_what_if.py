@@ -8,9 +8,12 @@ import sys
 import pytest
 import torch
 
+import nano_rlvr as nr
 from bench import replay
-from conftest import ENV, EPS, ROOT, close, read_rows, within, write_rows
+from conftest import ENV, EPS, ROOT, close, make_config, read_rows, within, write_rows
 from examples import blame, what_if
+from runtime import trainer
+from runtime.checkpoint import Progress
 from runtime.messages import RunError
 
 FLAGS = ("--steps 4 --prompts 2 --samples 4 --eval_size 4 --eval_every 2 --save_every 2 --keep 9 "
@@ -141,3 +144,28 @@ def test_parts_sum_to_the_step_and_a_replay_without_a_rollout_has_its_score(fini
     assert found["again"] == found["after"]
     within(abs(found["score"] - found["slope"]), 0.5 * abs(found["score"]))
     assert found["exact"][0] != found["exact"][1] != 0
+
+
+def test_a_snapshot_brings_back_weights_optimizer_and_progress(group):
+    cfg = make_config()
+    policy = nr.make_policy(cfg)
+    parameters = trainer.trained_parameters(policy)
+    weights = {name: trainer.get_tensor(p, "fp32").clone() for name, p in parameters.items()}
+    nr.guard.rehearse(policy, None, cfg)  # AdamW has its state after a step
+    progress = Progress(step=7)
+    run = argparse.Namespace(policy=policy, checkpoints=argparse.Namespace(progress=progress))
+    start = replay.take(run)
+    progress.step = 9
+    for state in trainer.adamw_states(policy):
+        state["step"] = state["step"] + 5
+    for p in parameters.values():
+        for kind in trainer.KINDS:
+            trainer.set_tensor(p, kind, trainer.get_tensor(p, kind) + 1)
+    replay.put(run, start)
+    for name, p in parameters.items():
+        assert torch.equal(trainer.get_tensor(p, "fp32"), weights[name])
+        assert torch.equal(p.detach(), weights[name])
+        assert not trainer.get_tensor(p, "exp_avg").any()
+        assert not trainer.get_tensor(p, "exp_avg_sq").any()
+    assert {float(state["step"]) for state in trainer.adamw_states(policy)} == {0.0}
+    assert progress.step == 7

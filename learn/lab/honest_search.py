@@ -21,14 +21,11 @@ import random
 import sys
 from statistics import fmean, stdev
 
-import torch
 from statsmodels.stats.weightstats import CompareMeans
 
 import nano_rlvr as nr
-from bench import common
+from bench import common, replay
 from learn.lab import lab
-from runtime import trainer
-from runtime.checkpoint import Progress
 from runtime.log import provenance
 from runtime.report.curve import figure
 
@@ -103,24 +100,9 @@ class Rows:
     say = close = token_changes
 
 
-def start_again(run, weights, cfg):
-    """Gives policy, AdamW and progress the state of a run's start."""
-    for name, p in trainer.trained_parameters(run.policy).items():
-        zero = torch.zeros_like(weights[name])  # the parameter's shape
-        for kind in trainer.KINDS:
-            trainer.set_tensor(p, kind, weights[name] if kind == "fp32" else zero)
-    for state in trainer.adamw_states(run.policy):
-        state["step"] = state["step"] * 0
-    run.cfg = cfg
-    run.log = Rows(run.log.folder)
-    run.checkpoints.progress = Progress()
-
-
 def train(run, path, pools):
     """All runs that the file does not have yet, one after the other; adds a line per run."""
-    weights = {}
-    for name, p in trainer.trained_parameters(run.policy).items():
-        weights[name] = trainer.get_tensor(p, "fp32").clone()  # the parameter's shape
+    start = replay.take(run)
     done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     known = {(row["pool"], row["seed"]) for row in done}
     first = run.cfg
@@ -130,7 +112,9 @@ def train(run, path, pools):
             if (pool, seed) in known:
                 continue
             cfg = dataclasses.replace(first, lr=lr, seed=seed)
-            start_again(run, weights, cfg)
+            replay.put(run, start)
+            run.cfg = cfg
+            run.log = Rows(run.log.folder)
             run.train_set, _ = nr.data.load_splits(cfg, run.llm.get_tokenizer(), notify=str)
             nr.train(run)
             last = run.log.rows[-1]
