@@ -25,9 +25,9 @@ def parser(doc):
 
 def table(head, rows):
     """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    cells = [[str(cell).replace("|", r"\|") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    cells = [[str(cell).replace("|", r"\|") for cell in line] for line in (head, *rows)]
+    first, *others = [f"| {' | '.join(line)} |" for line in cells]
+    return "\n".join([first, f"|{'---|' * len(head)}", *others])
 
 
 def module(file):

@@ -1,6 +1,6 @@
 """Which results are older than the code that they measure.
 
-    python -m bench.stale        lists them, and says so below the conditions of each page
+    python -m bench.stale        lists them with the changed files, and marks each page
 
 A page of results names the commits of its runs, and in its commands the files that were run. It is
 stale if the code of one of these files or of LOOP (comments and docstrings left out) is not that of
@@ -14,7 +14,7 @@ import sys
 
 from bench.common import ROOT
 
-MARK = "Stale: "  # begins the paragraph
+MARK = "Stale: the code has changed since."  # a paragraph below the conditions
 LOOP = {f"{name}.py" for name in (
     "nano_rlvr", "data", "rewards", "runtime/batch", "runtime/model", "runtime/engine",
     "runtime/head", "runtime/lean_engine", "runtime/vllm_patches",
@@ -48,7 +48,7 @@ def code(text):
 
 def conditions(text):
     """(the page's paragraphs without the mark, those that name commits, by number, the commits)"""
-    parts = [part for part in text.strip().split("\n\n") if not part.startswith(MARK)]
+    parts = [part for part in text.strip().split("\n\n") if not part.startswith("Stale: ")]
     found = {i: match[0] for i, part in enumerate(parts) if (match := COMMIT.search(part))}
     return parts, list(found), re.findall(r"[0-9a-f]{7,}", " ".join(found.values()))
 
@@ -67,9 +67,9 @@ def main(argv):
         text = path.read_text()
         (parts, found, commits), files = conditions(text), changed(text)
         if files:
-            print(f"stale: {path.relative_to(ROOT)}")
-            parts.insert(found[-1] + 1, f"{MARK}measured at commit {', '.join(commits)}; since "
-                                        f"then the code of {', '.join(files)} has changed.")
+            print(f"stale: {path.relative_to(ROOT)}: {', '.join(files)} changed since "
+                  f"{', '.join(commits)}")
+            parts.insert(found[-1] + 1, MARK)
         path.write_text("\n\n".join(parts) + "\n")
 
 

@@ -437,8 +437,8 @@ TABLES = {"presets": presets, "baselines": baselines_and_scales, "difficulty": d
 def markdown(name):
     """A table of TABLES as Markdown."""
     header, rows = TABLES[name]()
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    first, *others = ["| " + " | ".join(map(str, line)) + " |" for line in (header, *rows)]
+    return "\n".join([first, f"|{'---|' * len(header)}", *others])
 
 
 def mark(name):

@@ -136,8 +136,6 @@ def test_the_tables_are_those_of_the_rules_and_the_results():
     for arm, runs in json.loads((lab.RESULTS / "r1.json").read_text()).items():
         sums = seeds.cell([run["sums"] for run in runs], seeds.share, " to ")
         assert f"| {arm} | {sums} |" in chapter
-    examples = (ROOT / "examples/README.md").read_text()
-    assert examples == lab.examples_table(examples)
 
 
 def test_the_power_of_few_seeds_and_large_effects_is_right():

@@ -12,7 +12,7 @@ from conftest import ROOT
 from runtime.verify import user_code
 
 FOLDERS = ("", ".github", "docs", "learn", "learn/lab", "learn/lab/results", "learn/ladder",
-           "examples", "notebooks", "bench/results")
+           "examples", "notebooks", "bench/results", "bench/records")
 PAGES = {path: path.read_text() for folder in FOLDERS
          for path in sorted((ROOT / folder).glob("*.md"))}
 

@@ -285,11 +285,13 @@ def write_page(finding, name, results=RESULTS):
     old = path.read_text() if path.exists() else f"{BY_HAND}\n"
     head = ["the claim says", f"difference ({1 - finding.alpha():.1%} interval)",
             "found with 80 % (asked)", "verdict"]
-    arms = "\n".join(f"- {label}: `{command}`" for label, command in finding.arms.items())
+    arms = [f"- {label}: `{command}`" for label, command in finding.arms.items()]
+    if flags := finding.flags.strip():
+        arms.append(f"- all arms, after the flags of chapter {finding.chapter}: `{flags}`")
     page = [f"# {name}", f"Claim: {finding.claim} ({link(finding)})",
             common.table(head, check_rows(finding, result)),
             f"Verdict: **{verdict(finding, result)}**. {len(finding.seeds)} seeds.",
-            arms, f"All arms: `{BASE[finding.chapter]} {finding.flags}`"]
+            "\n".join(arms)]
     if result:
         known = next(iter(result["values"].values()))
         titles = [title for title in finding.measures if title in known]
@@ -299,7 +301,8 @@ def write_page(finding, name, results=RESULTS):
             rows.append([label, *cells])
         page += ["" if current(finding, result) else EARLIER,
                  common.table(["arm", *titles], rows),
-                 f"![curves]({name}.png)", f"{result['conditions']}."]
+                 f"![curves]({name}.png)",
+                 f"In brackets: 95 % t intervals; {result['conditions'].partition('; ')[2]}."]
     text = "\n\n".join(filter(None, page))
     path.write_text(f"{text}\n\n{BY_HAND}{old.partition(BY_HAND)[2]}")
     print(text)
@@ -334,33 +337,35 @@ def link(finding):
     return f"[{address}]({'' if '/' in address else 'https://arxiv.org/abs/'}{address})"
 
 
+def in_short(claim):
+    """The first sentence of a claim, without brackets. The page of the finding has all of it."""
+    sentence = re.sub(r" \([^)]*\)", "", claim).split(". ")[0]
+    return sentence.removesuffix(".")
+
+
 def lab_table(chapter):
-    """A row per finding. The checks are on its page."""
+    """A row per finding. Its claim and its checks are on its page, which exists after its runs."""
     rows = []
     for name, finding in findings().items():
         if finding.chapter != chapter:
             continue
         result = stored(name)
-        page = (RESULTS / f"{name}.md").read_text()
-        old = " (stale)" if stale.changed(page) else ""
+        shown = verdict(finding, result)
+        if result:
+            page = (RESULTS / f"{name}.md").read_text()
+            old = " (stale)" if stale.changed(page) else ""
+            shown = f"[{shown}](results/{name}.md){old}"
         verdicts = Counter(row[-1] for row in check_rows(finding, result))
         counts = ", ".join(f"{count} {word}" for word, count in verdicts.items())
         rows.append([
             f"[{name}]({name}.py)",
-            f"{finding.claim} ({link(finding)})",
+            f"{in_short(finding.claim)} ({link(finding)})",
             counts,
-            f"[{verdict(finding, result)}](results/{name}.md){old}",
+            shown,
             f"{len(finding.seeds)} × {len(finding.arms)}",
         ])
-    return common.table(["finding", "claim", "checks", "verdict", "seeds × arms"], rows)
-
-
-def examples_table(text):
-    """examples/README.md with the number of lines of each file."""
-    def count(row):
-        lines = len((ROOT / "examples" / row[2]).read_text().splitlines())
-        return f"{row[1]} {lines} |"
-    return re.sub(r"(?m)^(\| \[`(\w+\.py)`\](?:[^|]*\|){3})[^|]*\|", count, text)
+    table = common.table(["finding", "claim", "checks", "verdict", "seeds × arms"], rows)
+    return f"Flags of all arms: `{BASE[chapter]}`\n\n{table}"
 
 
 def write_tables():
@@ -371,8 +376,6 @@ def write_tables():
         before, _, after = text.split(mark)
         text = f"{before}{mark}\n{lab_table(chapter)}\n{mark}{after}"
     path.write_text(text)
-    path = ROOT / "examples/README.md"
-    path.write_text(examples_table(path.read_text()))
     stale.main([])
 
 
@@ -383,6 +386,6 @@ if __name__ == "__main__":
     for name, finding in findings().items():
         if str(finding.chapter) in sys.argv[1:] and not current(finding, stored(name)):
             run(finding, name)
-        else:
+        elif stored(name):
             write_page(finding, name)
     write_tables()
