@@ -1,4 +1,4 @@
-"""A speedrun for laptops: the fewest tokens with which a recipe passes a bound: bench/records.
+"""A speedrun for laptops: the fewest tokens with which a recipe passes a bound: docs/speedrun.md.
 
     OMP_NUM_THREADS=1 python -m bench.speedrun run bench/records/sums/mine --lr 4e-4 --steps 20
     OMP_NUM_THREADS=1 python -m bench.speedrun verify bench/records/sums/mine [--all]

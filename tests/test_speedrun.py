@@ -231,7 +231,7 @@ def test_a_record_of_the_repository_breaks_no_rule(path):
 
 def test_the_table_of_records_is_in_the_page():
     assert RECORDS
-    assert speedrun.table() in (ROOT / "bench/records/README.md").read_text()
+    assert speedrun.table() in (ROOT / "docs/speedrun.md").read_text()
 
 
 def test_a_folder_that_is_no_record_ends_in_one_line():
