@@ -25,9 +25,13 @@ def parser(doc):
 
 def table(head, rows):
     """A Markdown table."""
-    cells = [[str(cell).replace("|", r"\|") for cell in line] for line in (head, *rows)]
-    first, *others = [f"| {' | '.join(line)} |" for line in cells]
-    return "\n".join([first, f"|{'---|' * len(head)}", *others])
+    lines = []
+    for row in (head, *rows):
+        cells = [str(cell).replace("|", r"\|") for cell in row]
+        text = " | ".join(cells)
+        lines.append(f"| {text} |")
+    lines.insert(1, f"|{'---|' * len(head)}")
+    return "\n".join(lines)
 
 
 def module(file):
@@ -38,28 +42,34 @@ def module(file):
 def run_apart(bench, *arguments, launcher=(sys.executable,), **environment):
     """Runs a bench in a process of its own. Returns the last line it prints, parsed as JSON."""
     command = [str(word) for word in (*launcher, "-m", f"bench.{bench}", *arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT,
-                          env=os.environ | environment)
+    variables = os.environ | environment
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    last_line = done.stdout.strip().splitlines()[-1]
+    return json.loads(last_line)
 
 
 def describe(abouts, load=""):
     """One line: commits, machine, versions and the command of this process."""
-    commits = ", ".join(sorted({about["commit"] for about in abouts} - {""}))
-    versions = ", ".join(f"{name} {v}" for name, v in abouts[0]["versions"].items())
+    first = abouts[0]
+    commits = {about["commit"] for about in abouts} - {""}
+    commit = ", ".join(sorted(commits))
+    versions = ", ".join(f"{name} {v}" for name, v in first["versions"].items())
     script = Path(sys.argv[0]).resolve()
-    name = module(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
+    name = script.name
+    if script.is_relative_to(ROOT):
+        name = module(script.relative_to(ROOT))
     command = " ".join(["python -m", name, *sys.argv[1:]])
-    return (f"commit {commits}, {abouts[0]['device']}, {load}{versions}; `{command}`, "
-            f"{time.strftime('%Y-%m-%d')}")
+    date = time.strftime("%Y-%m-%d")
+    return f"commit {commit}, {first['device']}, {load}{versions}; `{command}`, {date}"
 
 
 def conditions(*packages):
     """One line. To be called before the measurement, which adds to the load."""
     from runtime.log import provenance
-    return describe([provenance(*packages)], f"load {os.getloadavg()[0]:.1f} before, ")
+    load = os.getloadavg()[0]
+    return describe([provenance(*packages)], f"load {load:.1f} before, ")
 
 
 def read_config(folder):

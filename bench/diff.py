@@ -34,7 +34,9 @@ STAGES = {  # in the order of a step; stage -> how the names of its values begin
     "gradients": ("grad_norm", "skipped"),
     "other values": ("",),
 }
-ORDER = [(stage, start) for stage, starts in STAGES.items() for start in starts]
+ORDER = []  # (stage, how a name begins)
+for stage, starts in STAGES.items():
+    ORDER += [(stage, start) for start in starts]
 LABELS = {"eval": "eval/{} of answer {}", "rollouts": "{} of rollout {}",
           "metrics": "{} of line {}"}  # the number is left out in the first line of a step
 # step: inf at the end of the run. size: relative to the larger value, or to 1 if both are
@@ -55,19 +57,28 @@ def differences(a, b):
     a, b = Path(a), Path(b)
     if (a / "inputs.sha256").read_text() != (b / "inputs.sha256").read_text():
         yield Difference(0, "inputs", "inputs.sha256", "two checksums", math.inf)
-    rows, others = values(a), values(b)
-    saved, kept = map(checkpoints, (a, b))
-    for step in sorted(rows.keys() & others.keys() | saved.keys() & kept.keys()):
-        if step in saved and step in kept and (found := weights(saved[step], kept[step])):
-            yield Difference(step, "weights", saved[step].name, *found)
-        x, y = rows.get(step, {}), others.get(step, {})
-        for name in sorted((name for name in x if name in y), key=place):
-            if repr(x[name]) != repr(y[name]):
-                yield Difference(step, ORDER[place(name)][0], name, *gap(name, x[name], y[name]))
-    for step in sorted(rows.keys() | others.keys()):
-        for name in sorted(rows.get(step, {}).keys() ^ others.get(step, {}).keys()):
+    values_a = values(a)
+    values_b = values(b)
+    saved_a = checkpoints(a)
+    saved_b = checkpoints(b)
+    steps = values_a.keys() & values_b.keys() | saved_a.keys() & saved_b.keys()
+    for step in sorted(steps):
+        if step in saved_a and step in saved_b:
+            changed = weights(saved_a[step], saved_b[step])
+            if changed:
+                yield Difference(step, "weights", saved_a[step].name, *changed)
+        of_a = values_a.get(step, {})
+        of_b = values_b.get(step, {})
+        in_both = [name for name in of_a if name in of_b]
+        for name in sorted(in_both, key=place):
+            if repr(of_a[name]) != repr(of_b[name]):
+                stage, _ = ORDER[place(name)]
+                yield Difference(step, stage, name, *gap(name, of_a[name], of_b[name]))
+    for step in sorted(values_a.keys() | values_b.keys()):
+        in_one = values_a.get(step, {}).keys() ^ values_b.get(step, {}).keys()
+        for name in sorted(in_one):
             yield Difference(step, "other values", name, "only one run has it", math.inf)
-    if math.inf in saved.keys() ^ kept.keys():
+    if math.inf in saved_a.keys() ^ saved_b.keys():
         yield Difference(math.inf, "other values", "final", "only one run has it", math.inf)
 
 
@@ -82,29 +93,40 @@ def values(folder):
 
     The numbers per token in rollouts.jsonl have two digits only: they are left out, too.
     """
-    found = {}
+    values_of = {}
     for file in LABELS:
         seen = Counter()  # how many rows of a step came before
         for row in common.read(folder, f"{file}.jsonl"):
-            step, i = row["step"], seen[row["step"]]
+            step = row["step"]
+            number = seen[step]
             seen[step] += 1
             if "per_token" in row:
                 row["text"] = row.pop("per_token")["text"]
             for name, value in row.items():
-                if not name.startswith(TIMED):
-                    label = name if (file, i) == ("metrics", 0) else LABELS[file].format(name, i)
-                    found.setdefault(step, {})[label] = value
-    return found
+                if name.startswith(TIMED):
+                    continue
+                label = LABELS[file].format(name, number)
+                if (file, number) == ("metrics", 0):
+                    label = name
+                values_of.setdefault(step, {})[label] = value
+    return values_of
 
 
 def gap(name, x, y):
     """(text, size) of how two values of the logs differ."""
     where = ""
     if isinstance(x, list) and isinstance(y, list):  # the first place that differs
-        i = next((i for i, (p, q) in enumerate(zip(x, y)) if p != q), min(len(x), len(y)))
-        x, y, where = x[i:i + 1], y[i:i + 1], f", at {i}"
-    are_numbers = all(isinstance(value, (int, float)) for value in (x, y)) and name != "lr"
-    size = abs(x - y) / max(abs(x), abs(y), 1) if are_numbers else math.inf
+        shared = min(len(x), len(y))
+        i = 0
+        while i < shared and x[i] == y[i]:
+            i += 1
+        x = x[i:i + 1]
+        y = y[i:i + 1]
+        where = f", at {i}"
+    size = math.inf
+    are_numbers = all(isinstance(value, (int, float)) for value in (x, y))
+    if are_numbers and name != "lr":
+        size = abs(x - y) / max(abs(x), abs(y), 1)
     return f"{shorten(repr(x), 70)} | {shorten(repr(y), 70)}{where}", size
 
 
@@ -115,14 +137,21 @@ def weights(a, b):
     """
     import torch
     from safetensors.torch import load_file
-    changed, distance, norm = [], 0.0, 0.0
-    for path in sorted({path.relative_to(folder) for folder in (a, b)
-                        for path in folder.rglob("*.safetensors")}):
+    changed = []
+    distance = 0.0
+    norm = 0.0
+    paths = set()
+    for folder in (a, b):
+        paths |= {path.relative_to(folder) for path in folder.rglob("*.safetensors")}
+    for path in sorted(paths):
         x, y = (load_file(f / path) if (f / path).exists() else {} for f in (a, b))
-        if {k: t.shape for k, t in x.items()} != {k: t.shape for k, t in y.items()}:
+        shapes_x = {key: tensor.shape for key, tensor in x.items()}
+        shapes_y = {key: tensor.shape for key, tensor in y.items()}
+        if shapes_x != shapes_y:
             return f"{path} has other tensors in one of them, or is missing", math.inf
         for key in x:
-            p, q = x[key].flatten(), y[key].flatten()  # (P,), (P,)
+            p = x[key].flatten()  # (P,)
+            q = y[key].flatten()  # (P,)
             apart = p.double() - q.double()  # (P,)
             if not torch.equal(p.view(torch.uint8), q.view(torch.uint8)):
                 changed.append(f"{path} {key}, {(p != q).sum()} of {len(p)} values, "
@@ -167,10 +196,14 @@ MEANINGS = {  # stage -> what it means if this is where two runs part, and not b
 def settings(a, b):
     """Texts "name value | value" of what config.json of two runs says differently about results."""
     a, b = map(common.read_config, (a, b))
-    pairs = [(f"--{name}", a["config"].get(name), b["config"].get(name))
-             for name in a["config"] | b["config"] if name not in FREE]
-    pairs += [(name, a.get(name), b.get(name))
-              for name in ("commit", "device", "versions", "world")]
+    flags_a = a["config"]
+    flags_b = b["config"]
+    pairs = []
+    for name in flags_a | flags_b:
+        if name not in FREE:
+            pairs.append((f"--{name}", flags_a.get(name), flags_b.get(name)))
+    for name in ("commit", "device", "versions", "world"):
+        pairs.append((name, a.get(name), b.get(name)))
     return [f"{name} {x} | {y}" for name, x, y in pairs if x != y]
 
 

@@ -47,13 +47,14 @@ def start(folder, *flags, command=ONE):
 
 def differences(a, b):
     """What differs between two finished runs: a list of texts, [] if they are equal bit for bit."""
-    found = [f"step {d.step}: {d.name}: {d.text}" for d in diff.differences(a, b)]
-    last = max(diff.checkpoints(a).keys() - {float("inf")})
+    texts = [f"step {d.step}: {d.name}: {d.text}" for d in diff.differences(a, b)]
+    numbered = diff.checkpoints(a).keys() - {float("inf")}
+    last = max(numbered)
     if not (b / f"step-{last}").exists():
-        found.append(f"step-{last} is missing")
+        texts.append(f"step-{last} is missing")
     if (a / "rollouts.jsonl").read_bytes() != (b / "rollouts.jsonl").read_bytes():
-        found.append("rollouts.jsonl")  # it also has numbers that diff.py leaves out
-    return found
+        texts.append("rollouts.jsonl")  # it also has numbers that diff.py leaves out
+    return texts
 
 
 def whole_run(out, *flags, command=ONE):
@@ -114,24 +115,28 @@ def is_sampler(process):
 
 def kill(out, command=ONE, times=50):
     """kill -9 at random moments; every fifth run is killed twice."""
-    whole, rng = whole_run(out, command=command), random.Random(0)
+    whole = whole_run(out, command=command)
+    rng = random.Random(0)
     for i in range(times):
-        folder, moments = out / f"killed-{i}", []
+        folder = out / f"killed-{i}"
+        moments = []
         for _ in range(2 if i % 5 == 4 else 1):
             process = start(folder, "--resume", command=command)
-            moments.append(random_moment(process, folder, rng))
-            victims, children = [process], []
+            moment = random_moment(process, folder, rng)
+            children = []
             if process.poll() is None:
                 children = psutil.Process(process.pid).children()
+            victims = [process]
             if command is TWO:  # both, as when a machine fails, or one, whose end the other notices
                 victims = children[:1 + i % 2] or [process]
-            spawned = [child for child in children if is_sampler(child)]
-            if command is ASYNC and i % 2 and spawned:
-                moments[-1] += ", the sampler"
-                victims = spawned
+            samplers = [child for child in children if is_sampler(child)]
+            if command is ASYNC and i % 2 and samplers:
+                moment += ", the sampler"
+                victims = samplers
             for victim in victims:
                 victim.kill()
             process.wait()
+            moments.append(moment)
         yield "; ".join(moments), outcome(whole, folder, command=command)
 
 
@@ -164,13 +169,17 @@ def renames(out):
         yield name.replace(str(folder), "run"), outcome(whole, folder, *SHORT)
 
 
-HARMS = {"cut": lambda data: data[:len(data) // 2], "empty": lambda data: b"",
-         "flip": lambda data: data[:100] + bytes([data[100] ^ 4]) + data[101:]}
+HARMS = {
+    "cut": lambda data: data[:len(data) // 2],
+    "empty": lambda data: b"",
+    "flip": lambda data: data[:100] + bytes([data[100] ^ 4]) + data[101:],
+}
 
 
 def damage(out):
     """A run is killed after step 5; then its newest checkpoint is damaged."""
-    whole, stopped = whole_run(out), out / "stopped"
+    whole = whole_run(out)
+    stopped = out / "stopped"
     process = start(stopped)
     wait_until(process, (stopped / "step-6").exists)
     process.kill()
@@ -201,10 +210,9 @@ def full_disk(disk, whole):
         mount("-t", "tmpfs", "-o", f"size={size}m", "tmpfs")
         try:
             code = start(disk / "run", "--keep", "9").wait()
-            said, traceback = own_lines(log), "Traceback" in log.read_text()
-            lines = [line for name in ("metrics", "rollouts")
-                     for line in (disk / f"run/{name}.jsonl").read_text().splitlines(True)]
-            broken = [line for line in lines if not line.endswith("}\n")]
+            said = own_lines(log)
+            traceback = "Traceback" in log.read_text()
+            broken = broken_lines(disk / "run")
             mount("-o", "remount,size=500m")
             result = outcome(whole, disk / "run")
             if code != 1 or len(said) != 1 or broken or traceback:
@@ -214,39 +222,65 @@ def full_disk(disk, whole):
             subprocess.run(["umount", disk], check=True)
 
 
+def broken_lines(folder):
+    """The lines of the logs of a run that have no end."""
+    lines = []
+    for name in ("metrics", "rollouts"):
+        lines += (folder / f"{name}.jsonl").read_text().splitlines(True)
+    return [line for line in lines if not line.endswith("}\n")]
+
+
 def soak(out, steps=2000):
     """Many steps: what grows?"""
     flags = (f"--steps {steps} --prompts 2 --samples 2 --minibatches 1 --epochs 1 --max_tokens 8 "
              "--save_every 100 --eval_every 400 --keep_rollouts 4").split()
-    run, samples = start(out / "soak", *flags), {}
+    run = start(out / "soak", *flags)
     process = psutil.Process(run.pid)
+    samples = {}  # {step: what a process uses}
     while run.poll() is None:
         time.sleep(0.2)
         lines = metrics_lines(out / "soak")
         if lines >= max(samples, default=0) + steps // 20 and lines < steps:
-            children = process.children(recursive=True)
-            samples[lines] = {
-                "MB": process.memory_info().rss / 1e6, "open files": process.num_fds(),
-                "threads": process.num_threads(), "processes": len(children),
-                "MB of children": sum(p.memory_info().rss for p in children) / 1e6}
+            samples[lines] = usage(process)
     yield "flags after the others", f"`{' '.join(flags)}`"
     yield "exit code", str(run.returncode)
     yield "files at the end", ", ".join(sorted(path.name for path in (out / "soak").iterdir()))
     early = [s for step, s in samples.items() if 0.2 * steps <= step < 0.5 * steps]
     late = [s for step, s in samples.items() if 0.7 * steps <= step]
     for name in early[0]:
-        a, b = (fmean(s[name] for s in part) for part in (early, late))
+        before = fmean(sample[name] for sample in early)
+        after = fmean(sample[name] for sample in late)
         yield (f"{name}, at 20 to 50 % and 70 to 100 % of the steps",
-               f"{a:.1f} and {b:.1f} ({b / a - 1:+.1%})")
+               f"{before:.1f} and {after:.1f} ({after / before - 1:+.1%})")
 
 
-BENCHES = {"kill": kill, "ranks": lambda out: kill(out, TWO, times=10),
-           "async": lambda out: kill(out, ASYNC, times=24), "renames": renames,
-           "damage": damage, "soak": soak}
+def usage(process):
+    """{name: what a process and its children use}"""
+    children = process.children(recursive=True)
+    of_children = sum(child.memory_info().rss for child in children)
+    return {
+        "MB": process.memory_info().rss / 1e6,
+        "open files": process.num_fds(),
+        "threads": process.num_threads(),
+        "processes": len(children),
+        "MB of children": of_children / 1e6,
+    }
+
+
+BENCHES = {
+    "kill": kill,
+    "ranks": lambda out: kill(out, TWO, times=10),
+    "async": lambda out: kill(out, ASYNC, times=24),
+    "renames": renames,
+    "damage": damage,
+    "soak": soak,
+}
 
 
 def main(name):
-    begin, conditions, results = time.time(), common.conditions(), []
+    begin = time.time()
+    conditions = common.conditions()
+    results = []
     with tempfile.TemporaryDirectory(prefix="faults-") as out:
         for row in BENCHES[name](Path(out)):
             results.append(row)

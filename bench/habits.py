@@ -28,10 +28,14 @@ def main(argv):
         nr.score(rollouts, examples, verifier)
     rows = []
     for terms in (3, 4, 5, 6, "all"):
-        chosen = [r for i, r in enumerate(rollouts) if terms in ("all", examples[i // 8]["terms"])]
-        worked_out = [r.reward for r in chosen if "=" in r.text]
-        guessed = [r.reward for r in chosen if "=" not in r.text]
-        shares = len(worked_out) / len(chosen), fmean(worked_out), fmean(guessed)
+        worked_out = []  # rewards
+        guessed = []
+        for i, r in enumerate(rollouts):
+            if terms in ("all", examples[i // 8]["terms"]):
+                habit = worked_out if "=" in r.text else guessed
+                habit.append(r.reward)
+        share = len(worked_out) / (len(worked_out) + len(guessed))
+        shares = share, fmean(worked_out), fmean(guessed)
         rows.append([terms, *(f"{x:.1%}" for x in shares)])
     head = ["terms", "worked out", "right when worked out", "right when guessed"]
     print(common.table(head, rows))

@@ -28,14 +28,18 @@ POLL = 1.0  # seconds between two looks at a run
 
 def value_at(folder, key, step):
     """The value of a metric at a step, or at the last step before it. None before the first."""
-    rows = read(folder) if (folder / "metrics.jsonl").exists() else []
-    values = series(rows, key)
+    values = series(rows_of(folder), key)
     steps = [x for x in values if x <= step]
     return values[max(steps)] if steps else None
 
 
+def rows_of(folder):
+    """The metrics of a run, [] before its first step."""
+    return read(folder) if (folder / "metrics.jsonl").exists() else []
+
+
 def has_reached(folder, step):
-    rows = read(folder) if (folder / "metrics.jsonl").exists() else []
+    rows = rows_of(folder)
     return bool(rows) and rows[-1]["step"] >= step
 
 
@@ -95,15 +99,18 @@ def main(argv):
         early = [value_at(folder, args.key, args.at) for folder in folders]
         late = [value_at(folder, args.last, float("inf")) for folder in folders]
         correlation, is_best, loss = agreement(early, late)
+        same = "the same" if is_best else "not the same"
         print(f"{len(folders)} runs: {args.key} at step {args.at} and {args.last} at the end have "
-              f"a rank correlation of {correlation:.2f}; the best is {'' if is_best else 'not '}"
-              f"the same; the choice loses {loss:.3f}")
+              f"a rank correlation of {correlation:.2f}; the best is {same}; the choice loses "
+              f"{loss:.3f}")
         return
     ranking = race(args.words, range(args.seeds), args.out, args.at, args.keep, args.key)
     for place, (value, folder) in enumerate(ranking):
-        end = value_at(folder, args.key, float("inf")) if place < args.keep else None
-        print(f"{folder.name:12s} {value:.3f} at step {args.at}"
-              + ("   stopped" if end is None else f"   {end:.3f} at the end"))
+        end = "stopped"
+        if place < args.keep:
+            last = value_at(folder, args.key, float("inf"))
+            end = f"{last:.3f} at the end"
+        print(f"{folder.name:12s} {value:.3f} at step {args.at}   {end}")
 
 
 if __name__ == "__main__":

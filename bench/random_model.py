@@ -42,7 +42,8 @@ def end_once_in(mean, model, token):
     all hidden states after the last norm, whose factor for it is so small that all logits get 1.
     The token's own row has as much more as its logit needs."""
     large = 1000.0
-    embeddings, norm = model.get_input_embeddings().weight, model.model.norm.weight
+    embeddings = model.get_input_embeddings().weight  # (V, H)
+    norm = model.model.norm.weight  # (H,)
     vocab, hidden = embeddings.shape
     embeddings[:, 0] = large
     embeddings[token, 0] = large * (1 + math.log((vocab - 1) / (mean - 1)))
@@ -52,18 +53,22 @@ def end_once_in(mean, model, token):
 def make(folder, shape="qwen2.5-1.5b", mean=700):
     """Writes the model, in bf16 from a hidden size of 1536 on. shape: a name in SHAPES, or a dict
     like those. Returns the flags with which nano_rlvr.py trains it."""
-    size, folder = SHAPES[shape] if isinstance(shape, str) else shape, Path(folder)
+    folder = Path(folder)
+    size = SHAPES[shape] if isinstance(shape, str) else shape
+    dtype = torch.bfloat16 if size["hidden_size"] >= 1536 else torch.float32
+    config = transformers.Qwen2Config(**size, max_position_embeddings=32768)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.Qwen2Config(**size, max_position_embeddings=32768),
-            dtype=torch.bfloat16 if size["hidden_size"] >= 1536 else torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     tokenizer = json.loads(Path(common.TINY, "tokenizer.json").read_text())
-    vocab, special = tokenizer["model"]["vocab"], [t["id"] for t in tokenizer["added_tokens"]]
-    unused = sorted(set(range(size["vocab_size"])) - {*vocab.values(), *special})
-    vocab.update({f"<random {i}>": i for i in unused})
-    rng, eos = random.Random(0), special[0]
+    vocab = tokenizer["model"]["vocab"]
+    special = [token["id"] for token in tokenizer["added_tokens"]]
+    used = {*vocab.values(), *special}
+    for number in range(size["vocab_size"]):
+        if number not in used:
+            vocab[f"<random {number}>"] = number
+    eos = special[0]
     end_once_in(mean, model, eos)
     model.generation_config = transformers.GenerationConfig(eos_token_id=eos, do_sample=True)
     model.config.eos_token_id = eos
@@ -72,14 +77,20 @@ def make(folder, shape="qwen2.5-1.5b", mean=700):
         tokenizer_object=Tokenizer.from_str(json.dumps(tokenizer)))
     wrapped.eos_token = wrapped.pad_token = wrapped.convert_ids_to_tokens(eos)
     wrapped.save_pretrained(folder)
-    with (folder / "questions.jsonl").open("w") as file:
-        for _ in range(4096):
-            items = [f"{rng.choice(FRUIT)} for {rng.randint(2, 99)} cents" for _ in range(4)]
-            row = {"question": f"How much are {' and '.join(items)}?",
-                   "answer": str(rng.randint(8, 400))}
-            file.write(json.dumps(row) + "\n")
+    write_questions(folder / "questions.jsonl")
     return ["--model", str(folder), "--data", f"{folder}/questions.jsonl", "--task", "gsm8k",
             "--template", "none"]
+
+
+def write_questions(path):
+    """4,096 made-up questions: their answers do not matter."""
+    rng = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(4096):
+            items = [f"{rng.choice(FRUIT)} for {rng.randint(2, 99)} cents" for _ in range(4)]
+            question = f"How much are {' and '.join(items)}?"
+            answer = str(rng.randint(8, 400))
+            file.write(json.dumps({"question": question, "answer": answer}) + "\n")
 
 
 if __name__ == "__main__":

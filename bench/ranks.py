@@ -5,6 +5,7 @@
 Writes bench/results/ranks_reduce.md and .json.
 """
 import gc
+import itertools
 import json
 import sys
 import tempfile
@@ -30,9 +31,15 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func.name().partition("::")
         if namespace == "c10d":
-            sizes = [sum(x.nbytes for x in tree_leaves(arg) if torch.is_tensor(x)) for arg in args]
+            sizes = map(tensor_bytes, args)
             self.bytes[name] = self.bytes.get(name, 0) + max(sizes)
         return func(*args, **(kwargs or {}))
+
+
+def tensor_bytes(tree):
+    """Bytes of the tensors in nested lists."""
+    tensors = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def held():
@@ -42,7 +49,8 @@ def held():
     tensors = [x for x in tensors if not isinstance(x, FakeTensor)]  # of torch.compile: no memory
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
     storages = [x.untyped_storage() for x in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    bytes_at = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(bytes_at.values())
 
 
 def worker(model):
@@ -52,30 +60,40 @@ def worker(model):
     """
     ranks.init_process_group()
     memory.BUCKET = 2**16  # small beside the model, as 2**26 is beside a large one
-    found, n, engines = {}, ModelShape.of(model).parameters, []
-    for dtype, stage in [(d, s) for d in ("float32", "bfloat16") for s in (1, 2, 3)]:
-        before, at_step = held(), []
+    parameters = ModelShape.of(model).parameters
+    rows = {}
+    engines = []  # none is freed, so that `before` stays what it was
+    for dtype, stage in itertools.product(("float32", "bfloat16"), (1, 2, 3)):
+        before = held()
         cfg = update.make_config(model, zero_stage=stage, dtype=dtype, pack_tokens=64)
         engine = nr.make_policy(cfg)
-        rollouts = update.make_rollouts(4, 45, 4096, seed=ranks.rank())
-        batches = [nr.collate([r]) for r in nr.assign_token_weights(rollouts, cfg)]
-        nr.update(engine, batches, cfg)  # creates AdamW's moments
-
-        def measured_step(step=engine.step, at_step=at_step, before=before):
-            at_step.append(held() - before)
-            step()
-
-        engine.step = measured_step
-        found[f"{dtype} {stage}"] = row = {}
-        for packs in (1, 4):
-            with Traffic() as traffic:
-                nr.update(engine, batches[:packs], cfg)
-            row[packs] = {name: x / n for name, x in traffic.bytes.items() if x > n / 100}
-        row["held"] = at_step[-1] / n
-        row["optimizer"] = type(engine.optimizer).__name__
-        engines.append(engine)  # none is freed, so that `before` stays what it was
+        engines.append(engine)
+        rows[f"{dtype} {stage}"] = measure(engine, cfg, before, parameters)
     if ranks.rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(rows))
+
+
+def measure(engine, cfg, before, parameters):
+    """What updates with 1 and 4 packs send, and hold beyond `before`, in bytes per parameter."""
+    rollouts = update.make_rollouts(4, 45, 4096, seed=ranks.rank())
+    batches = [nr.collate([r]) for r in nr.assign_token_weights(rollouts, cfg)]
+    nr.update(engine, batches, cfg)  # creates AdamW's moments
+    at_step = []
+    step = engine.step
+
+    def measured_step():
+        at_step.append(held() - before)
+        step()
+
+    engine.step = measured_step
+    row = {"optimizer": type(engine.optimizer).__name__}
+    for packs in (1, 4):
+        with Traffic() as traffic:
+            nr.update(engine, batches[:packs], cfg)
+        per_parameter = {name: x / parameters for name, x in traffic.bytes.items()}
+        row[packs] = {name: x for name, x in per_parameter.items() if x > 0.01}
+    row["held"] = at_step[-1] / parameters
+    return row
 
 
 def main(argv):
@@ -83,17 +101,21 @@ def main(argv):
     parser.add_argument("--worker", metavar="MODEL", help="one of the two processes")
     if model := parser.parse_args(argv).worker:
         return worker(model)
-    conditions, rows = common.conditions(), []
+    conditions = common.conditions()
     with tempfile.TemporaryDirectory() as folder:
         random_model.make(folder, "small")
-        found = common.run_apart("ranks", "--worker", folder, launcher=common.LAUNCHER)
-    for name, row in found.items():
-        sent = [", ".join(f"{call} {x:.1f}" for call, x in row[packs].items())
-                for packs in ("1", "4")]
+        measured = common.run_apart("ranks", "--worker", folder, launcher=common.LAUNCHER)
+    rows = []
+    for name, row in measured.items():
+        sent = [calls_as_text(row[packs]) for packs in ("1", "4")]
         rows.append([*name.split(), row["optimizer"], *sent, f"{row['held']:.1f}"])
     head = ["dtype", "ZeRO stage", "DeepSpeed's class", "sent per step with 1 pack", "with 4 packs",
             "held before the step"]
-    common.write("ranks_reduce", f"{common.table(head, rows)}\n\n{conditions}", found)
+    common.write("ranks_reduce", f"{common.table(head, rows)}\n\n{conditions}", measured)
+
+
+def calls_as_text(calls):
+    return ", ".join(f"{name} {size:.1f}" for name, size in calls.items())
 
 
 if __name__ == "__main__":

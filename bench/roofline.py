@@ -45,9 +45,13 @@ class Device(NamedTuple):
 PYTHON = 28e-6
 # NVIDIA's data sheets. FLOP/s: dense bf16, summed in fp32. Link: PCIe x16 of generation 5 or 4, one
 # direction. The first three are SXM.
-DEVICES = [Device(name, DATA_SHEET[name], *rates, PYTHON) for name, *rates in (
-    ("H200", 4.8e12, 64e9, 141e9), ("H100", 3.35e12, 64e9, 80e9), ("A100", 2.039e12, 32e9, 80e9),
-    ("RTX 4090", 1.008e12, 32e9, 24e9))]
+DEVICES = [
+    Device("H200", DATA_SHEET["H200"], memory=4.8e12, link=64e9, size=141e9, python=PYTHON),
+    Device("H100", DATA_SHEET["H100"], memory=3.35e12, link=64e9, size=80e9, python=PYTHON),
+    Device("A100", DATA_SHEET["A100"], memory=2.039e12, link=32e9, size=80e9, python=PYTHON),
+    Device("RTX 4090", DATA_SHEET["RTX 4090"], memory=1.008e12, link=32e9, size=24e9,
+           python=PYTHON),
+]
 
 
 def least_seconds(work, trials=6):
@@ -66,18 +70,22 @@ def measure_device():
     """The rates of this machine, bf16 on a GPU and fp32 on a CPU."""
     cuda = torch.cuda.is_available()
     torch.set_num_threads(ranks.CORES)
-    place = dict(device=ranks.device(), dtype=torch.bfloat16 if cuda else torch.float32)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    place = dict(device=ranks.device(), dtype=dtype)
     n = 8192 if cuda else 2048
-    a, b = torch.randn(n, n, **place), torch.randn(n, n, **place)
+    a = torch.randn(n, n, **place)  # (n, n)
+    b = torch.randn(n, n, **place)  # (n, n)
     matmul = 2 * n**3 / least_seconds(lambda: torch.mm(a, b))
     numbers = 2**30 if cuda else 2**26  # far more than any cache
-    x, y = torch.ones(numbers, **place), torch.ones(numbers, **place)
+    x = torch.ones(numbers, **place)  # (numbers,)
+    y = torch.ones(numbers, **place)  # (numbers,)
     copied = 2 * x.nbytes / least_seconds(lambda: y.copy_(x))
-    bandwidth = max(copied, x.nbytes / least_seconds(x.sum))
+    summed = x.nbytes / least_seconds(x.sum)
+    bandwidth = max(copied, summed)
     if not cuda:
         name = f"CPU, {ranks.CORES} core{'s' * (ranks.CORES > 1)}"
         return Device(name, matmul, bandwidth, math.inf, psutil.virtual_memory().total)
-    host = torch.empty(numbers // 4, dtype=place["dtype"], pin_memory=True)
+    host = torch.empty(numbers // 4, dtype=dtype, pin_memory=True)  # (numbers / 4,)
     link = host.nbytes / least_seconds(lambda: x[:len(host)].copy_(host))
     size = torch.cuda.mem_get_info()[1]
     return Device(torch.cuda.get_device_name(), matmul, bandwidth, link, size)
@@ -159,84 +167,165 @@ def body_weights(shape):
     return shape.layers * shape.hidden * per_layer
 
 
+class Work(NamedTuple):
+    """Counts of one step that several operations need. Bytes are those of cfg.dtype."""
+    number: int  # bytes of a number
+    body: int  # numbers in the matrices of all layers
+    head: int  # numbers in the LM head
+    prompt_tokens: int  # each prompt once
+    sampled_tokens: int
+    tokens: int  # of all packs
+    keys: int  # of all sequences, each with its prompt
+    prompt_pairs: float  # pairs of a query and a key in causal attention, each prompt once
+    completion_pairs: float  # pairs whose query is a sampled token
+    logits: Op  # the LM head writes them, and one pass reads them
+    moved: int  # bytes of all weights, or 0 on a CPU, which moves none
+
+
+def work_of(cfg, shape, groups, device):
+    """The Work of one step: see stages."""
+    number = getattr(torch, cfg.dtype).itemsize
+    prompt_tokens = sampled_tokens = keys = prompt_pairs = completion_pairs = 0
+    for prompt, lengths in groups:
+        sampled = sum(lengths)
+        prompt_tokens += prompt
+        sampled_tokens += sampled
+        keys += sampled + prompt * len(lengths)
+        prompt_pairs += prompt * (prompt + 1) / 2
+        completion_pairs += sum(prompt * n + n * (n + 1) / 2 for n in lengths)
+    return Work(
+        number=number,
+        body=body_weights(shape),
+        head=shape.vocab * shape.hidden,
+        prompt_tokens=prompt_tokens,
+        sampled_tokens=sampled_tokens,
+        tokens=prompt_tokens + sampled_tokens,
+        keys=keys,
+        prompt_pairs=prompt_pairs,
+        completion_pairs=completion_pairs,
+        logits=Op(bytes=2 * number * shape.vocab * sampled_tokens),
+        moved=shape.parameters * number if device.link < math.inf else 0,
+    )
+
+
 def stages(cfg, shape, groups, device):
     """{stage: {part: [Op]}} of one step. groups: list of (prompt tokens, [tokens of each
     completion]). device: its size decides how many sequences vLLM can decode at once."""
-    b = getattr(torch, cfg.dtype).itemsize  # bytes of a number
-    body, head = body_weights(shape), shape.vocab * shape.hidden
-    completions = [c for _, lengths in groups for c in lengths]
-    P, R = sum(p for p, _ in groups), sum(completions)  # tokens: prompts, completions
-    T = P + R  # tokens of all packs
-    K = R + sum(p * len(lengths) for p, lengths in groups)  # keys of all sequences
-    # pairs of a query and a key in causal attention: of the prompts (each once), of the completions
-    prompt_pairs = sum(p * (p + 1) / 2 for p, _ in groups)
-    completion_pairs = sum(p * c + c * (c + 1) / 2 for p, lengths in groups for c in lengths)
-    packs = math.ceil(T / cfg.pack_tokens)
-    trained = memory.trained_parameters(cfg, shape)
-    kv, model = shape.kv_cache * b, shape.parameters * b  # bytes: per token; of all weights
-    moved = model if device.link < math.inf else 0  # a CPU moves no weights
-    logits = Op(bytes=2 * b * shape.vocab * R)  # the LM head writes them, and one pass reads them
-
-    # ---- rollout
-    weights = (body + head) * b  # read once per token step
-    longest = max(completions)
-    # running sequences per token step; the KV caches of all may need more memory than there is
-    running = [sum(c >= t for c in completions) for t in range(1, longest + 1)]
-    steps = math.ceil(kv * completion_pairs / (device.size - weights))
-    if steps > longest:
-        running = [R / steps] * steps
-    decode = [Op(2 * (body + head) * n, weights) for n in running]  # 2: multiply and add
-    with_python = sum(max(op.seconds(device), device.python * n) for op, n in zip(decode, running))
-    # each new token reads the keys and values of those before it: queries keys, softmax values
-    decode += [Op(4 * shape.layers * shape.attention * completion_pairs, kv * completion_pairs),
-               logits]
-    prefill = [Op(2 * body * P, body * b),  # a cached prompt is computed once for its completions
-               Op(4 * shape.layers * shape.attention * prompt_pairs, kv * P)]
-    waiting = max(0.0, with_python - seconds(decode, device)) if moved else device.python * R
-
-    # ---- update: a decoder layer's numbers per token, each pass over them fused
-    H, A, M, KV = shape.hidden, shape.attention, shape.mlp, shape.kv_cache / shape.layers
-    # two norms with the residual sum: read 2, write 2; rotary: q, k; SiLU(gate) * up: 2 and 1
-    forward_passes = 2 * 4 * H + 2 * (A + KV / 2) + 3 * M
-    # norms: read x and two gradients, write one; SiLU: read gate, up, gradient, write two
-    backward_passes = 2 * 4 * H + 2 * (A + KV / 2) + 5 * M
-    attention = Op(4 * shape.layers * A * (prompt_pairs + completion_pairs),
-                   b * (shape.layers * 2 * A * T + shape.kv_cache * K))  # q, k, v, output once
-    body_forward = [Op(2 * body * T, body * b * packs), attention,
-                    Op(bytes=forward_passes * shape.layers * T * b)]
-    forward = [*body_forward, Op(2 * head * R, head * b * packs), logits]
-    frozen = bool(cfg.lora_rank)  # no gradients of these matrices; the adapters' products are small
-    backward = [
-        Op(2 * body * T * (2 - frozen), 2 * body * b * packs),  # gradients of inputs and of weights
-        Op(2.5 * attention.flops, 2 * attention.bytes),  # 5 products, 2 in the forward pass
-        Op(bytes=backward_passes * shape.layers * T * b),
-        Op(2 * head * R * (3 - frozen), 2 * head * b * packs),  # with the logits again
-        Op(bytes=3 * b * shape.vocab * R),  # write logits, read them, write their gradient
-        Op(bytes=(2 * b + 8) * trained * packs)]  # per pack: write a gradient, add it in fp32
-    # the norm reads the gradient; AdamW reads gradient, weight, 2 moments, writes 3, in fp32
-    adamw = Op(bytes=(4 + 16 + 12 + b * (b < 4)) * trained)  # with the cast to b
-    if cfg.offload == "optimizer":  # gradients go to the host, weights come back
-        adamw = Op(link=(4 + b) * trained)
-    update = {
-        # the frozen model is in host memory while it is not used; with LoRA it is the policy itself
-        "reference": [Op(link=0 if frozen else moved), *forward] if cfg.kl_coef else [],
-        "old log-probs": forward if cfg.epochs * cfg.minibatches > 1 else [],
-        "forward": forward * cfg.epochs,
-        "recomputation": body_forward * cfg.epochs if cfg.gradient_checkpointing == "on" else [],
-        "backward": backward * cfg.epochs,
-        "optimizer": [adamw] * cfg.epochs * cfg.minibatches,
+    work = work_of(cfg, shape, groups, device)
+    weights = shape.parameters * work.number  # bytes
+    sync = Op(bytes=4 * weights)  # read ours, write vLLM's; a checksum reads both
+    return {
+        "rollout": rollout_ops(shape, work, groups, device),
+        "update": update_ops(cfg, shape, work),
+        "sync": {"weights": [sync]},
     }
 
-    # ---- sync
-    sync = {"weights": [Op(bytes=4 * model)]}  # read ours, write vLLM's; a checksum reads both
-    rollout = {"prefill": prefill, "decode": decode, "engine's Python": [Op(python=waiting)]}
-    return {"rollout": rollout, "update": update, "sync": sync}
+
+def rollout_ops(shape, work, groups, device):
+    """{part: [Op]} of what vLLM does."""
+    kv = shape.kv_cache * work.number  # bytes per token
+    weights = (work.body + work.head) * work.number  # bytes, read once per token step
+    lengths = []
+    for _, of_group in groups:
+        lengths += of_group
+    longest = max(lengths)
+    running = []  # sequences per token step
+    for token in range(1, longest + 1):
+        running.append(sum(length >= token for length in lengths))
+    # the KV caches of all may need more memory than there is
+    steps = math.ceil(kv * work.completion_pairs / (device.size - weights))
+    if steps > longest:
+        running = [work.sampled_tokens / steps] * steps
+    decode = []
+    with_python = 0.0  # seconds, if decoding and Python overlap
+    for sequences in running:
+        op = Op(2 * (work.body + work.head) * sequences, weights)  # 2: multiply and add
+        decode.append(op)
+        with_python += max(op.seconds(device), device.python * sequences)
+    # each new token reads the keys and values of those before it: queries keys, softmax values
+    attention = 4 * shape.layers * shape.attention  # FLOPs per pair
+    decode.append(Op(attention * work.completion_pairs, kv * work.completion_pairs))
+    decode.append(work.logits)
+    prefill = [  # a cached prompt is computed once for its completions
+        Op(2 * work.body * work.prompt_tokens, work.body * work.number),
+        Op(attention * work.prompt_pairs, kv * work.prompt_tokens),
+    ]
+    waiting = device.python * work.sampled_tokens
+    if work.moved:  # a GPU decodes while Python runs
+        waiting = max(0.0, with_python - seconds(decode, device))
+    return {"prefill": prefill, "decode": decode, "engine's Python": [Op(python=waiting)]}
+
+
+def update_ops(cfg, shape, work):
+    """{part: [Op]} of what the trainer does."""
+    number = work.number
+    packs = math.ceil(work.tokens / cfg.pack_tokens)
+    trained = memory.trained_parameters(cfg, shape)
+    frozen = bool(cfg.lora_rank)  # no gradients of these matrices; the adapters' products are small
+    body_read = work.body * number * packs  # bytes: each pack reads all layers
+    head_read = work.head * number * packs
+
+    # a decoder layer's numbers per token, each pass over them fused
+    width = shape.hidden
+    queries = shape.attention
+    gate = shape.mlp
+    keys_and_values = shape.kv_cache / shape.layers
+    # two norms with the residual sum: read 2, write 2; rotary: q, k
+    norms_and_rotary = 2 * 4 * width + 2 * (queries + keys_and_values / 2)
+    forward_passes = norms_and_rotary + 3 * gate  # SiLU(gate) * up: 2 and 1
+    # norms: read x and two gradients, write one; SiLU: read gate, up, gradient, write two
+    backward_passes = norms_and_rotary + 5 * gate
+    layer_tokens = shape.layers * work.tokens
+
+    pairs = work.prompt_pairs + work.completion_pairs
+    read_and_written = layer_tokens * 2 * queries + shape.kv_cache * work.keys
+    # q, k, v and the output once
+    attention = Op(4 * shape.layers * queries * pairs, number * read_and_written)
+    body_forward = [
+        Op(2 * work.body * work.tokens, body_read),
+        attention,
+        Op(bytes=forward_passes * layer_tokens * number),
+    ]
+    head_forward = Op(2 * work.head * work.sampled_tokens, head_read)
+    forward = [*body_forward, head_forward, work.logits]
+    backward = [
+        Op(2 * work.body * work.tokens * (2 - frozen), 2 * body_read),  # of inputs and of weights
+        Op(2.5 * attention.flops, 2 * attention.bytes),  # 5 products, 2 in the forward pass
+        Op(bytes=backward_passes * layer_tokens * number),
+        # with the logits again
+        Op(2 * work.head * work.sampled_tokens * (3 - frozen), 2 * head_read),
+        # write logits, read them, write their gradient
+        Op(bytes=3 * number * shape.vocab * work.sampled_tokens),
+        # per pack: write a gradient, add it in fp32
+        Op(bytes=(2 * number + 8) * trained * packs),
+    ]
+    # the norm reads the gradient; AdamW reads gradient, weight, 2 moments, writes 3, in fp32
+    cast = number * (number < 4)
+    adamw = Op(bytes=(4 + 16 + 12 + cast) * trained)
+    if cfg.offload == "optimizer":  # gradients go to the host, weights come back
+        adamw = Op(link=(4 + number) * trained)
+
+    reference = []
+    if cfg.kl_coef:  # the frozen model waits in host memory; with LoRA it is the policy itself
+        reference = [Op(link=0 if frozen else work.moved), *forward]
+    updates = cfg.epochs * cfg.minibatches
+    recomputes = cfg.gradient_checkpointing == "on"
+    return {
+        "reference": reference,
+        "old log-probs": forward if updates > 1 else [],
+        "forward": forward * cfg.epochs,
+        "recomputation": body_forward * cfg.epochs if recomputes else [],
+        "backward": backward * cfg.epochs,
+        "optimizer": [adamw] * updates,
+    }
 
 
 def bounds(cfg, shape, groups, device):
     """{stage: {part: seconds}}, see stages."""
-    return {stage: {part: seconds(ops, device) for part, ops in parts.items()}
-            for stage, parts in stages(cfg, shape, groups, device).items()}
+    result = {}
+    for stage, parts in stages(cfg, shape, groups, device).items():
+        result[stage] = {part: seconds(ops, device) for part, ops in parts.items()}
+    return result
 
 
 PARTS = ("schedule", "update_from_output", "process_outputs")
@@ -255,28 +344,42 @@ def planned(cfg, shape, device):
     """cfg as runtime/memory.py plans it for a device, with adapters where nothing else fits."""
     place = memory.Device(True, device.size, device.size)
     for rank in (cfg.lora_rank, 32):
+        with_rank = dataclasses.replace(cfg, lora_rank=rank)
         with contextlib.suppress(ValueError), contextlib.redirect_stdout(None):
-            return memory.plan(dataclasses.replace(cfg, lora_rank=rank), place, shape)[0]
+            return memory.plan(with_rank, place, shape)[0]
 
 
 def paper():
     """Rows of COLUMNS: 64 prompts of 100 tokens, 512 completions with a mean of 700."""
-    tokens, rows = geometric(512, 700), []
+    tokens = geometric(512, 700)
     groups = [(100, tokens[i::64]) for i in range(64)]
-    for name, device in itertools.product(list(SHAPES)[:4], DEVICES):
-        shape = SHAPES[name]
-        plan = planned(nr.Config(model=name, dtype="bfloat16"), shape, device)
-        cfg = dataclasses.replace(plan, gradient_checkpointing="on", pack_tokens=32768)
-        times = bounds(cfg, shape, groups, device)
-        update, sums = times["update"], [sum(parts.values()) for parts in times.values()]
-        with_reference = sum(sums) - update["recomputation"]
-        cells = [sums[0], times["rollout"]["engine's Python"],
-                 update["forward"] + update["backward"], with_reference - update["reference"],
-                 with_reference, sum(sums)]
-        flags = (f"offload {plan.offload}, recomputation {plan.gradient_checkpointing}, "
-                 f"LoRA {plan.lora_rank}")
-        rows.append([device.name, name, *(f"{x:.2f}" for x in cells), flags])
-    return rows
+    models = list(SHAPES)[:4]
+    return [paper_row(model, device, groups)
+            for model, device in itertools.product(models, DEVICES)]
+
+
+def paper_row(model, device, groups):
+    shape = SHAPES[model]
+    plan = planned(nr.Config(model=model, dtype="bfloat16"), shape, device)
+    cfg = dataclasses.replace(plan, gradient_checkpointing="on", pack_tokens=32768)
+    times = bounds(cfg, shape, groups, device)
+    rollout = times["rollout"]
+    update = times["update"]
+    rollout_seconds = sum(rollout.values())
+    step = rollout_seconds + sum(update.values()) + sum(times["sync"].values())
+    with_reference = step - update["recomputation"]
+    without_reference = with_reference - update["reference"]
+    cells = [
+        rollout_seconds,
+        rollout["engine's Python"],
+        update["forward"] + update["backward"],
+        without_reference,
+        with_reference,
+        step,
+    ]
+    flags = (f"offload {plan.offload}, recomputation {plan.gradient_checkpointing}, "
+             f"LoRA {plan.lora_rank}")
+    return [device.name, model, *(f"{x:.2f}" for x in cells), flags]
 
 
 def main(argv=None):

@@ -161,8 +161,10 @@ def replaced_one(text, pattern, rng, replacement):
     matches = list(pattern.finditer(text))
     if not matches:
         return None
-    found = rng.choice(matches)
-    return text[:found.start()] + replacement(found) + text[found.end():]
+    match = rng.choice(matches)
+    before = text[:match.start()]
+    after = text[match.end():]
+    return before + replacement(match) + after
 
 
 # -------------------------------------------------------------------------------------- other forms
@@ -244,8 +246,10 @@ def without_unit(gold, rng):
 
 def with_name(gold, rng):
     is_value = not re.search(r"[=<>]|text|\\in|,|\\pm|mbox", gold)
-    return f"{rng.choice('kmtx')} = {gold}" if is_value and not re.search("[a-z]", re.sub(
-        r"\\[a-z]+", "", gold)) else None
+    without_commands = re.sub(r"\\[a-z]+", "", gold)
+    if not is_value or re.search("[a-z]", without_commands):
+        return None
+    return f"{rng.choice('kmtx')} = {gold}"
 
 
 def without_name(gold, rng):
@@ -336,8 +340,8 @@ def as_fraction(gold, rng):
 
 def as_power(gold, rng):
     """\\sqrt{3} as 3^{1/2}"""
-    text = re.sub(r"\\sqrt\{(\d+)\}", r"\1^{1/2}", gold)
-    return text if re.fullmatch(r"\\sqrt\{\d+\}", gold) else None
+    root = re.fullmatch(r"\\sqrt\{(\d+)\}", gold)
+    return f"{root[1]}^{{1/2}}" if root else None
 
 
 def rational_denominator(gold, rng):
@@ -363,9 +367,9 @@ def with_or(gold, rng):
     other = list_in_other_order(gold, rng)
     if not other:
         return None
-    members = other.split(", ")
+    *first_members, last = other.split(", ")
     words = rng.choice((" and ", r" \text{ and } ", r" \text{ or } "))
-    return words.join((", ".join(members[:-1]), members[-1]))
+    return words.join((", ".join(first_members), last))
 
 
 def each_with_name(gold, rng):

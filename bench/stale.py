@@ -24,9 +24,10 @@ COMMIT = re.compile(r"\b[Cc]ommit ([0-9a-f]{7,}(?:-dirty)?(?:, (?=[0-9a-f]{7}))?
 
 def pages():
     folders = ("bench/results", "learn/lab/results")
-    found = sorted(path for folder in folders for path in (ROOT / folder).glob("*.md"))
-    return [path for path in found if path.stem not in ("r1", "README")] + [  # r1 is in chapter_1
-        ROOT / "learn/lab/chapter_1.md"]
+    paths = [ROOT / "learn/lab/chapter_1.md"]  # with the results of r1
+    for folder in folders:
+        paths += sorted((ROOT / folder).glob("*.md"))
+    return [path for path in paths if path.stem not in ("r1", "README")]
 
 
 @functools.cache
@@ -49,27 +50,40 @@ def code(text):
 def conditions(text):
     """(the page's paragraphs without the mark, those that name commits, by number, the commits)"""
     parts = [part for part in text.strip().split("\n\n") if not part.startswith("Stale: ")]
-    found = {i: match[0] for i, part in enumerate(parts) if (match := COMMIT.search(part))}
-    return parts, list(found), re.findall(r"[0-9a-f]{7,}", " ".join(found.values()))
+    with_commits = []  # numbers of paragraphs
+    commits = []
+    for number, part in enumerate(parts):
+        match = COMMIT.search(part)
+        if match:
+            with_commits.append(number)
+            commits += re.findall(r"[0-9a-f]{7,}", match[0])
+    return parts, with_commits, commits
 
 
 def changed(text):
     """The files whose code has changed since the runs of a page."""
-    files = LOOP | {f"{file.replace('.', '/')}.py" for file in re.findall(
-        r"\b((?:bench|examples)[./]\w+|learn[./]lab[./](?:faulty_rewards|r1))\b", text)}
-    return sorted(file for file in files if (ROOT / file).exists() and any(
-        code(show(commit, file)) != code((ROOT / file).read_text())
-        for commit in conditions(text)[2]))
+    modules = re.findall(
+        r"\b((?:bench|examples)[./]\w+|learn[./]lab[./](?:faulty_rewards|r1))\b", text)
+    files = LOOP | {f"{module.replace('.', '/')}.py" for module in modules}
+    _, _, commits = conditions(text)
+    older = []
+    for file in sorted(files):
+        if (ROOT / file).exists():
+            now = code((ROOT / file).read_text())
+            if any(code(show(commit, file)) != now for commit in commits):
+                older.append(file)
+    return older
 
 
 def main(argv):
     for path in pages():
         text = path.read_text()
-        (parts, found, commits), files = conditions(text), changed(text)
+        parts, with_commits, commits = conditions(text)
+        files = changed(text)
         if files:
             print(f"stale: {path.relative_to(ROOT)}: {', '.join(files)} changed since "
                   f"{', '.join(commits)}")
-            parts.insert(found[-1] + 1, MARK)
+            parts.insert(with_commits[-1] + 1, MARK)
         path.write_text("\n\n".join(parts) + "\n")
 
 

@@ -27,29 +27,48 @@ SUMMARY = ("run", *log.STAGES, "step", "bound", "step / bound", "tokens/s", "MFU
 
 def groups_of(rows, samples):
     """Rows of rollouts.jsonl -> [(prompt tokens, [tokens of each completion])]."""
-    groups = [rows[i:i + samples] for i in range(0, len(rows), samples)]
-    return [(group[0]["prompt_tokens"], [r["tokens"] for r in group]) for group in groups]
+    groups = []
+    for start in range(0, len(rows), samples):
+        group = rows[start:start + samples]
+        lengths = [row["tokens"] for row in group]
+        groups.append((group[0]["prompt_tokens"], lengths))
+    return groups
 
 
 def analyse(folder, device):
     """(metrics, {stage: {part: bound in seconds}}) of a run: medians over the steps after the
     first. Raises ValueError if it has no second step, several ranks or not all of its rollouts."""
-    about, rows = common.read_config(folder), common.read(folder)
+    about = common.read_config(folder)
+    rows = common.read(folder)
     cfg = nr.Config(**about["config"])
     steps = [row for row in rows if "mfu" in row and row["step"]]
     if not steps or about["world"] > 1:
         raise ValueError(f"{folder}: needs a run of one process with two steps or more")
-    rollouts, shape, bounds = common.read(folder, "rollouts.jsonl"), ModelShape.of(cfg.model), []
+    rollouts = common.read(folder, "rollouts.jsonl")
+    shape = ModelShape.of(cfg.model)
+    bounds_of_steps = []
     for row in steps:
-        of_step = [r for r in rollouts if r["step"] == row["step"]]
-        if sum(r["tokens"] for r in of_step) != row["tokens"]:
+        completions = [r for r in rollouts if r["step"] == row["step"]]
+        if sum(r["tokens"] for r in completions) != row["tokens"]:
             raise ValueError(f"{folder}: rollouts.jsonl has not all completions of step "
                              f"{row['step']}: use --keep_rollouts of at least prompts * samples")
-        bounds.append(roofline.bounds(cfg, shape, groups_of(of_step, cfg.samples), device))
-    metrics = {name: median(row[name] for row in steps) for name in steps[0]}
-    return metrics | {"peak": log.peak(rows)}, {
-        stage: {part: median(b[stage][part] for b in bounds) for part in parts}
-        for stage, parts in bounds[0].items()}
+        groups = groups_of(completions, cfg.samples)
+        bounds_of_steps.append(roofline.bounds(cfg, shape, groups, device))
+    metrics = {}
+    for name in steps[0]:
+        metrics[name] = median(row[name] for row in steps)
+    metrics["peak"] = log.peak(rows)
+    return metrics, medians(bounds_of_steps)
+
+
+def medians(bounds_of_steps):
+    """{stage: {part: seconds}} of each step -> the same, with the median over the steps."""
+    result = {}
+    for stage, parts in bounds_of_steps[0].items():
+        result[stage] = {}
+        for part in parts:
+            result[stage][part] = median(bounds[stage][part] for bounds in bounds_of_steps)
+    return result
 
 
 def planned(folder):
@@ -61,45 +80,74 @@ def planned(folder):
 
 def table(metrics, bounds):
     """The stages of one run, each with its parts, as Markdown."""
-    rows, sums = [], {stage: sum(parts.values()) for stage, parts in bounds.items()}
-    lines = [(stage, metrics[f"seconds/{stage}"], sums.get(stage, 0.0)) for stage in log.STAGES]
+    sums = {stage: sum(parts.values()) for stage, parts in bounds.items()}
+    lines = []
+    for stage in log.STAGES:
+        lines.append((stage, metrics[f"seconds/{stage}"], sums.get(stage, 0.0)))
     lines.append(("step", log.stage_seconds([metrics]), sum(sums.values())))
+    rows = []
     for name, seconds, bound in lines:
         share = f"{bound / seconds:.0%}" if bound else "-"
         rows.append([f"**{name}**", f"{seconds:.3f}", f"{bound:.3f}", share])
-        parts = bounds.get(name, {})
-        rows += [[f"– {part}", "", f"{x:.3f}", ""] for part, x in parts.items() if x]
+        for part, least in bounds.get(name, {}).items():
+            if least:
+                rows.append([f"– {part}", "", f"{least:.3f}", ""])
     return common.table(["stage", "seconds", "bound", "share"], rows)
+
+
+def summary_row(folder, metrics, bound):
+    """The cells under SUMMARY of one run. bound: in seconds, of the whole step."""
+    step = log.stage_seconds([metrics])
+    seconds = [metrics[f"seconds/{stage}"] for stage in log.STAGES]
+    return [
+        folder.name,
+        *(f"{x:.2f}" for x in seconds),
+        f"{step:.2f}",
+        f"{bound:.2f}",
+        f"{step / bound:.1f}",
+        f"{metrics['tokens_per_second']:.0f}",
+        f"{metrics['mfu']:.1%}",
+        f"{metrics['peak']:.2f}",
+        f"{metrics['memory/update']:.2f}",
+        f"{planned(folder):.2f}",
+        f"{metrics['completion/length']:.0f}",
+    ]
+
+
+def notes_on(device):
+    """What the tables mean, and the rates that were measured."""
+    link = "no link"
+    if device.link < math.inf:
+        link = f"{device.link / 1e9:.1f} GB/s link"
+    python = [f"{device.python * 1e6:.0f} µs of Python per token with the bundled model"]
+    for name, seconds in (device.parts or {}).items():
+        python.append(f"{name} {seconds * 1e6:.1f}")
+    return ("Medians over the steps after the first. share: bound / seconds; at 100% no program "
+            f"could be faster on this machine. Measured rates of {device.name}: "
+            f"{device.matmul / 1e9:,.0f} GFLOP/s in matrix products, {device.memory / 1e9:,.1f} "
+            f"GB/s memory, {link}; vLLM's engine: {', '.join(python)}.")
 
 
 def report(folders, device, out, conditions):
     """Writes the tables of runs. A run that cannot be analysed is named."""
-    rows, tables, numbers, failed = [], [], {}, []
+    rows = []
+    tables = []
+    numbers = {}
+    failed = []
     for folder in folders:
         try:
-            m, bounds = analyse(folder, device)
+            metrics, bounds = analyse(folder, device)
         except (ValueError, OSError) as e:
             failed.append(f"Failed: {e}")
             continue
         bound = sum(sum(parts.values()) for parts in bounds.values())
-        seconds = [m[f"seconds/{stage}"] for stage in log.STAGES] + [log.stage_seconds([m])]
-        rows.append([folder.name, *(f"{x:.2f}" for x in seconds), f"{bound:.2f}",
-                     f"{seconds[-1] / bound:.1f}", f"{m['tokens_per_second']:.0f}",
-                     f"{m['mfu']:.1%}", f"{m['peak']:.2f}", f"{m['memory/update']:.2f}",
-                     f"{planned(folder):.2f}", f"{m['completion/length']:.0f}"])
+        rows.append(summary_row(folder, metrics, bound))
         config = common.read_config(folder)["config"]
         tables.append(f"**{folder.name}**: {config['model']}, {config['prompts']} prompts x "
                       f"{config['samples']} completions of at most {config['max_tokens']} tokens, "
-                      f"{m['tokens']:,.0f} tokens per step\n\n{table(m, bounds)}")
-        numbers[folder.name] = {"config": config, "metrics": m, "bounds": bounds}
-    link = "no link" if math.isinf(device.link) else f"{device.link / 1e9:.1f} GB/s link"
-    notes = ("Medians over the steps after the first. share: bound / seconds; at 100% no program "
-             f"could be faster on this machine. Measured rates of {device.name}: "
-             f"{device.matmul / 1e9:,.0f} GFLOP/s in matrix products, {device.memory / 1e9:,.1f} "
-             f"GB/s memory, {link}; vLLM's engine: {device.python * 1e6:.0f} µs of Python per "
-             "token with the bundled model"
-             + "".join(f", {name} {x * 1e6:.1f}" for name, x in (device.parts or {}).items()) + ".")
-    text = [common.table(SUMMARY, rows), *tables, *failed, notes, conditions]
+                      f"{metrics['tokens']:,.0f} tokens per step\n\n{table(metrics, bounds)}")
+        numbers[folder.name] = {"config": config, "metrics": metrics, "bounds": bounds}
+    text = [common.table(SUMMARY, rows), *tables, *failed, notes_on(device), conditions]
     common.write(out, "\n\n".join(text), {"device": device._asdict(), "runs": numbers})
 
 
@@ -108,10 +156,12 @@ def main(argv):
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", default="step", help="of the results, or an absolute path")
     parser.add_argument("--device", type=Path, help="what bench.roofline --measure printed")
-    args, conditions = parser.parse_args(argv), common.conditions()
-    # in a process of its own, which frees its memory
-    rates = (json.loads(args.device.read_text()) if args.device
-             else common.run_apart("roofline", "--measure"))
+    args = parser.parse_args(argv)
+    conditions = common.conditions()
+    if args.device:
+        rates = json.loads(args.device.read_text())
+    else:  # in a process of its own, which frees its memory
+        rates = common.run_apart("roofline", "--measure")
     device = roofline.Device(*rates)
     report(args.runs, device, args.out, conditions)
 

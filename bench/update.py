@@ -53,7 +53,8 @@ def make_rollouts(n, max_tokens, vocab, seed=0):
     At max_tokens 3000: prompts of 60 to 120 tokens; lengths of completions are lognormal with
     median 200 (GSM8K's) and 99th percentile 3000, where they end; all are scaled by max_tokens.
     """
-    lengths, tokens = random.Random(seed), random.Random(seed)  # lengths must not depend on vocab
+    lengths = random.Random(seed)
+    tokens = random.Random(seed)  # another one, because lengths must not depend on vocab
     sigma = math.log(15) / 2.326  # the 99th percentile is 2.326 sigma above the median
     rollouts = []
     for i in range(n):
@@ -75,8 +76,10 @@ def memory(peak=False):
     if CUDA:
         return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
     name = "VmHWM:" if peak else "VmRSS:"  # ru_maxrss starts at the parent's value, for ever
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            kib = int(line.split()[1])
+            return kib * 1024
 
 
 def measure(engine, parts, cfg):
@@ -89,13 +92,18 @@ def measure(engine, parts, cfg):
     else:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    idle, start, cpu = memory(), time.perf_counter(), time.process_time()
-    metrics = nr.update(engine, [nr.collate(part, ranks.device()) for part in parts], cfg)
+    idle = memory()
+    start = time.perf_counter()
+    cpu_start = time.process_time()
+    batches = [nr.collate(part, ranks.device()) for part in parts]
+    metrics = nr.update(engine, batches, cfg)
     if CUDA:
         torch.cuda.synchronize()
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-    return metrics | {"seconds": seconds, "cpu_seconds": cpu_seconds, "idle": idle,
-                      "peak": memory(peak=True)}
+    metrics["seconds"] = time.perf_counter() - start
+    metrics["cpu_seconds"] = time.process_time() - cpu_start
+    metrics["idle"] = idle
+    metrics["peak"] = memory(peak=True)
+    return metrics
 
 
 class Padded(torch.nn.Module):
@@ -104,10 +112,12 @@ class Padded(torch.nn.Module):
     def __init__(self, model, temperature):
         super().__init__()
         model.set_attn_implementation("sdpa")
-        self.model, self.temperature = model, temperature
+        self.model = model
+        self.temperature = temperature
 
     def forward(self, batch):
-        lengths, completion_lengths = batch.cu_seqlens_k.diff().tolist(), batch.lengths.tolist()
+        lengths = batch.cu_seqlens_k.diff().tolist()
+        completion_lengths = batch.lengths.tolist()
         P = max(n - c for n, c in zip(lengths, completion_lengths))
         C = max(completion_lengths)
         ids, mask = batch.input_ids.new_zeros(2, len(lengths), P + C)  # (B, P + C) each
@@ -118,8 +128,16 @@ class Padded(torch.nn.Module):
         out = self.model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=C + 1)
         logits = out.logits[:, :-1].float() / self.temperature  # (B, C, V)
         logps = logits.log_softmax(-1).gather(-1, ids[:, -C:, None])[..., 0]  # (B, C)
-        logps = logps[mask[:, P:].bool()]  # (R,)
+        is_token = mask[:, P:].bool()  # (B, C)
+        logps = logps[is_token]  # (R,)
         return logps, torch.zeros_like(logps)
+
+
+def padded_size(rows):
+    """Tokens of a padded batch with its padding."""
+    prompt = max(len(r.prompt) for r in rows)
+    completion = max(len(r.completion) for r in rows)
+    return len(rows) * (prompt + completion)
 
 
 def one(args, model):
@@ -133,10 +151,9 @@ def one(args, model):
     rollouts = nr.assign_token_weights(rollouts, cfg)
     tokens = padded = sum(map(len, rollouts))
     if args.side == "padded":
-        parts = [rollouts[i:i + args.micro_batch]
-                 for i in range(0, len(rollouts), args.micro_batch)]
-        padded = sum(len(part) * (max(len(r.prompt) for r in part)
-                                  + max(len(r.completion) for r in part)) for part in parts)
+        starts = range(0, len(rollouts), args.micro_batch)
+        parts = [rollouts[start:start + args.micro_batch] for start in starts]
+        padded = sum(map(padded_size, parts))
     else:
         parts = pack(rollouts, cfg.pack_tokens)
     measure(engine, parts, cfg)  # the warm-up
@@ -146,7 +163,8 @@ def one(args, model):
 
 def compare(args, argv, model):
     """Measures the sides in turns and writes the table."""
-    conditions, results = common.conditions(), {"packed": [], "padded": []}
+    conditions = common.conditions()
+    results = {"packed": [], "padded": []}
     for _ in range(args.rounds):
         for side in results:
             words = [*argv, "--model", model, "--side", side]
@@ -154,16 +172,22 @@ def compare(args, argv, model):
             results[side].append(run)
             print(f"{side}: {run['seconds']:.1f} s, processor {run['cpu_seconds']:.1f} s")
 
-    first, rows, packed = results["packed"][0], [], None
+    first = results["packed"][0]
+    tolerance = 0.02 if CUDA else 1e-4  # bf16, fp32
+    packed_time, packed_space = median_costs(results["packed"])
+    rows = []
     for side, runs in results.items():
         times = [run["seconds"] for run in runs]
-        time, space = median(times), median(run["peak"] - run["idle"] for run in runs)
-        packed = packed or (time, space)
-        rows.append([side, f"{time:.1f} ({min(times):.1f} to {max(times):.1f})",
-                     f"{time / packed[0]:.2f}", f"{space / 2**30:.2f} GiB",
-                     f"{space / packed[1]:.2f}", f"{runs[0]['padding']:.0%}"])
+        time, space = median_costs(runs)
+        rows.append([
+            side,
+            f"{time:.1f} ({min(times):.1f} to {max(times):.1f})",
+            f"{time / packed_time:.2f}",
+            f"{space / 2**30:.2f} GiB",
+            f"{space / packed_space:.2f}",
+            f"{runs[0]['padding']:.0%}",
+        ])
         for run, name in itertools.product(runs, ("loss", "mismatch/mean_abs", "grad_norm")):
-            tolerance = 0.02 if CUDA else 1e-4  # bf16, fp32
             assert math.isclose(run[name], first[name], rel_tol=tolerance), (side, name, run[name])
     text = (f"{common.table(COLUMNS, rows)}\n\n{args.model or 'random weights'}, vocabulary "
             f"{args.vocab:,}, {'bf16' if CUDA else 'fp32'}; {args.sequences} rollouts, "
@@ -171,6 +195,13 @@ def compare(args, argv, model):
             f"most {args.max_tokens}; --pack_tokens {args.pack_tokens}; median of {args.rounds} "
             f"rounds. Each peak includes the fp32 gradients.\n\n{conditions}")
     common.write(args.out, text, {"conditions": conditions, "runs": results})
+
+
+def median_costs(runs):
+    """(seconds, bytes above idle) of the runs of one side."""
+    seconds = median(run["seconds"] for run in runs)
+    space = median(run["peak"] - run["idle"] for run in runs)
+    return seconds, space
 
 
 def main(argv):
@@ -192,7 +223,10 @@ def main(argv):
             hidden, layers = (1536, 28) if CUDA else (128, 2)
             random_model.make(folder, random_model.sizes(hidden, layers, args.vocab))
         model = args.model or folder
-        one(args, model) if args.side else compare(args, argv, model)
+        if args.side:
+            one(args, model)
+        else:
+            compare(args, argv, model)
 
 
 if __name__ == "__main__":

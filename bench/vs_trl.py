@@ -69,7 +69,8 @@ class Steps(list):
 def ours(argv, micro, folder):
     import nano_rlvr as nr
     from runtime.log import Log
-    steps, write = Steps(), Log.write
+    steps = Steps()
+    write = Log.write
 
     def timed_write(self, step, metrics, *args, **kwargs):
         write(self, step, metrics, *args, **kwargs)
@@ -139,14 +140,18 @@ def trl(argv, micro, folder, vllm=False):
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-    examples = [e for step in range(cfg.steps)
-                for e in data.batch_at(train_set, step, cfg.prompts, cfg.seed)]
-    prompts = [tokenizer.decode(e["prompt_ids"]) for e in examples]
-    same = tokenizer(text=prompts)["input_ids"] == [e["prompt_ids"] for e in examples]
+    examples = []
+    for step in range(cfg.steps):
+        examples += data.batch_at(train_set, step, cfg.prompts, cfg.seed)
+    prompt_ids = [example["prompt_ids"] for example in examples]
+    prompts = [tokenizer.decode(ids) for ids in prompt_ids]
+    same = tokenizer(text=prompts)["input_ids"] == prompt_ids
     assert same, "TRL would tokenize the prompts differently"
     if vllm and not CUDA:
         patch_for_cpu(cfg)
-    steps, seconds, lengths = Steps(), Counter(), []
+    steps = Steps()
+    seconds = Counter()
+    lengths = []
 
     class Callback(TrainerCallback):
         def on_step_end(self, *_, **__):
@@ -209,18 +214,28 @@ def main(argv):
         compare(a, ["--lr", "1e-6", "--lr_end", "1", *flags])
 
 
+def median_seconds(rows):
+    """{stage: median over the steps}"""
+    seconds = {}
+    for stage in STAGES:
+        seconds[stage] = median(row[stage] for row in rows)
+    return seconds
+
+
 def compare(a, flags):
     """Runs the contenders one after the other, and writes the table."""
     import nano_rlvr as nr
-    cfg, conditions = nr.parse_config(flags), common.conditions("trl", "accelerate")
-    runs, table = {}, []
+    cfg = nr.parse_config(flags)
+    conditions = common.conditions("trl", "accelerate")
+    runs = {}
+    table = []
     for name in ("ours", "trl+vllm", *["trl"] * (not CUDA)):
         pages = "1" if name == "ours" else "0"
         own = ["--contender", name, "--micro", a.micro, "--steps", a.steps]
         rows = common.run_apart("vs_trl", *own, *flags, THP_MEM_ALLOC_ENABLE=pages)[1:]
         runs[name] = rows
-        seconds = {stage: median(row[stage] for row in rows) for stage in STAGES}
-        base = median(row["total"] for row in runs["ours"])
+        seconds = median_seconds(rows)
+        base = median_seconds(runs["ours"])["total"]
         length = fmean(row["length"] for row in rows)
         tokens_per_second = cfg.prompts * cfg.samples * length / seconds["total"]
         table.append([name, *(f"{x:.2f}" for x in seconds.values()),

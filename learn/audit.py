@@ -15,7 +15,9 @@ import re
 from collections import Counter
 from functools import cache, partial
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
+from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -34,8 +36,12 @@ TOKENS, END = 4, 0
 def completions(steps):
     """All completions of at most `steps` tokens. What follows the end does not count."""
     strings = itertools.product(range(TOKENS), repeat=steps)
-    cut = {s[:s.index(END) + 1] if END in s else s for s in strings}
-    return sorted(cut, key=lambda s: (len(s), s))
+    different = set()
+    for string in strings:
+        if END in string:
+            string = string[:string.index(END) + 1]
+        different.add(string)
+    return sorted(different, key=lambda s: (len(s), s))
 
 
 def is_right(completion):
@@ -54,30 +60,39 @@ class Question:
     def __init__(self, knob=0.0, steps=3, seed=0):
         rng = random.Random(seed)
         self.completions = completions(steps)
-        self.prefixes = sorted({c[:t] for c in self.completions for t in range(len(c))})
         self.lengths = torch.tensor([len(c) for c in self.completions])  # (S,)
         self.sequence_ids = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)  # (R,)
-        self.at = torch.tensor(
-            [(self.prefixes.index(c[:t]), c[t]) for c in self.completions for t in range(len(c))]).T
+        before = []  # of each token, the prefix that it continues
+        tokens = []
+        for completion in self.completions:
+            tokens += completion
+            before += [completion[:t] for t in range(len(completion))]
+        self.prefixes = sorted(set(before))
+        rows = [self.prefixes.index(prefix) for prefix in before]
+        self.at = torch.tensor([rows, tokens])  # (2, R)
         self.rewards = [float(is_right(c)) for c in self.completions]
         self.logits = self.noise(rng, 0.7)
         self.logits[:, 1] += knob  # how often the policy writes a 1: how easy the question is
         self.logits[:, END] += 0.7  # so that lengths differ
-        self.ref = self.logits + self.noise(rng, 1.2)
-        self.sampler, self.old = self.logits, None
+        self.ref = self.logits + self.noise(rng, 1.2)  # (prefixes, TOKENS)
+        self.sampler = self.logits  # (prefixes, TOKENS)
+        self.old = None
 
     def noise(self, rng, deviation):
         """A table of Gaussian numbers, the same on each machine."""
-        return torch.tensor([[rng.gauss(0, deviation) for _ in range(TOKENS)]
-                             for _ in self.prefixes], dtype=torch.float64)
+        count = len(self.prefixes) * TOKENS
+        numbers = [rng.gauss(0, deviation) for _ in range(count)]
+        return torch.tensor(numbers, dtype=torch.float64).view(-1, TOKENS)  # (prefixes, TOKENS)
 
     def logps(self, logits):
         """(prefixes, TOKENS) -> (R,): the log-prob of each token of all completions."""
-        return logits.log_softmax(-1)[self.at[0], self.at[1]]  # (R,)
+        rows, tokens = self.at  # (R,) each
+        return logits.log_softmax(-1)[rows, tokens]  # (R,)
 
     def total(self, x):
         """(R,) -> (S,): the sum over each completion."""
-        return x.new_zeros(len(self.lengths)).index_add(0, self.sequence_ids, x)  # (S,)
+        zeros = x.new_zeros(len(self.lengths))  # (S,)
+        return zeros.index_add(0, self.sequence_ids, x)  # (S,)
 
     def probs(self, logits):
         """(prefixes, TOKENS) -> (S,): the probability of each completion."""
@@ -90,31 +105,39 @@ class Question:
     # what one may want to climb, or to descend
 
     def correct(self, logits):
-        """J: the probability of a right completion."""
-        return self.probs(logits) @ torch.tensor(self.rewards, dtype=torch.float64)
+        """J: the mean reward, which is the probability of a right completion."""
+        rewards = torch.tensor(self.rewards, dtype=torch.float64)  # (S,)
+        return self.probs(logits) @ rewards  # ()
 
     def kl(self, logits):
         """KL(pi || ref) of whole completions."""
-        return self.probs(logits) @ self.total(self.logps(logits) - self.logps(self.ref))
+        log_ratio = self.logps(logits) - self.logps(self.ref)  # (R,)
+        return self.probs(logits) @ self.total(log_ratio)  # ()
 
     def other_kl(self, logits):
         """KL(ref || pi) of whole completions."""
-        return self.probs(self.ref) @ self.total(self.logps(self.ref) - self.logps(logits))
+        log_ratio = self.logps(self.ref) - self.logps(logits)  # (R,)
+        return self.probs(self.ref) @ self.total(log_ratio)  # ()
 
     def token_kl(self, logits):
         """KL(pi || ref) of the next token, summed over the prefixes that pi visits, kept fixed."""
-        p, ref = logits.log_softmax(-1), self.ref.log_softmax(-1)  # (prefixes, TOKENS)
-        return self.visits() @ (p.exp() * (p - ref)).sum(-1)
+        p = logits.log_softmax(-1)  # (prefixes, TOKENS)
+        ref = self.ref.log_softmax(-1)  # (prefixes, TOKENS)
+        at_prefix = (p.exp() * (p - ref)).sum(-1)  # (prefixes,)
+        return self.visits() @ at_prefix  # ()
 
     def other_token_kl(self, logits):
         """KL(ref || pi) of the next token, summed over the prefixes that pi visits, kept fixed."""
-        p, ref = logits.log_softmax(-1), self.ref.log_softmax(-1)  # (prefixes, TOKENS)
-        return self.visits() @ (ref.exp() * (ref - p)).sum(-1)
+        p = logits.log_softmax(-1)  # (prefixes, TOKENS)
+        ref = self.ref.log_softmax(-1)  # (prefixes, TOKENS)
+        at_prefix = (ref.exp() * (ref - p)).sum(-1)  # (prefixes,)
+        return self.visits() @ at_prefix  # ()
 
     def visits(self):
         """(prefixes,): how often the policy reaches each prefix."""
         probs = self.probs(self.logits)[self.sequence_ids]  # (R,)
-        return probs.new_zeros(len(self.prefixes)).index_add(0, self.at[0], probs)
+        zeros = probs.new_zeros(len(self.prefixes))  # (prefixes,)
+        return zeros.index_add(0, self.at[0], probs)  # (prefixes,)
 
 
 def with_sampler(question, deviation, seed=1):
@@ -134,54 +157,79 @@ def after_updates(question, step):
 
 # ---- the audit
 
+class Kind(NamedTuple):
+    """Completions of a question with the same advantage and weight in each group."""
+    reward: float
+    length: int  # 0 where no weight depends on the others' lengths
+    members: list  # numbers of the completions
+
+
+def kinds_of(question, cfg):
+    """The Kinds of a question, in the order of their first members."""
+    members = {}
+    for s, reward in enumerate(question.rewards):
+        length = len(question.completions[s]) if cfg.aggregate == "token" else 0
+        members.setdefault((reward, length), []).append(s)
+    return [Kind(*key, numbers) for key, numbers in members.items()]
+
+
 def audit(cfg, questions, loss=nr.policy_loss, eps=1e-4):
     """Mean (Q, P) and variance of the gradient of one step, with a group for each of Q questions.
 
-    Completions of one kind (same reward, and same length where a weight depends on the others'
-    lengths) share advantage and weight. So the groups are enumerated by kind, and what completions
-    of a kind do is averaged inside, which gives the same sums.
+    The groups are enumerated by the Kinds of their members, and what completions of a kind do is
+    averaged inside, which gives the same sums.
     """
-    n, kinds, groups = cfg.samples, [], []
     tables = [tables_of(question, cfg) for question in questions]
-    for question in questions:
-        found = {}
-        for s, reward in enumerate(question.rewards):
-            length = len(question.completions[s]) if cfg.aggregate == "token" else 0
-            found.setdefault((reward, length), []).append(s)
-        kinds.append(list(found.items()))
-        groups.append(enumerate_groups(question, found.values(), n))
-    running = sum((q.probs(q.sampler) @ torch.tensor(q.rewards, dtype=torch.float64)).item()
-                  for q in questions) / len(questions)  # where the moving average would settle
+    kinds = [kinds_of(question, cfg) for question in questions]
+    groups = []
+    for question, of_question in zip(questions, kinds):
+        members = [kind.members for kind in of_question]
+        groups.append(enumerate_groups(question, members, cfg.samples))
+    accuracies = [q.correct(q.sampler).item() for q in questions]
+    running = fmean(accuracies)  # where the moving average would settle
 
     @cache
     def advantages(rewards):
         rewards = torch.tensor(rewards, dtype=torch.float64)  # (P, G)
-        return nr.group_advantages(rewards, cfg.baseline, cfg.scale, eps, running).tolist()
+        result = nr.group_advantages(rewards, cfg.baseline, cfg.scale, eps, running)  # (P, G)
+        return result.tolist()
 
     @cache
     def moments(q, kind, *numbers):
-        return kind_moments(cfg, tables[q], kinds[q][kind][1], loss, *numbers)
+        members = kinds[q][kind].members
+        return kind_moments(cfg, tables[q], members, loss, *numbers)
 
-    mean = np.zeros((len(questions), questions[0].logits.numel()))  # (Q, P)
+    parameters = questions[0].logits.numel()
+    mean = np.zeros((len(questions), parameters))  # (Q, P)
     square = 0.0
-    for outcome in itertools.product(*groups):
-        rewards = [[kinds[q][k][0][0] for k in group] for q, (group, _) in enumerate(outcome)]
-        kept = [q for q, row in enumerate(rewards)
-                if not (cfg.filter_groups and len(set(row)) == 1)]
+    for outcome in itertools.product(*groups):  # one group of each question
+        probability = math.prod(p for _, p in outcome)
+        kept = {}  # {question: kinds of its group}, without the groups that make no update
+        rewards = []
+        tokens = 0
+        for q, (group, _) in enumerate(outcome):
+            row = tuple(kinds[q][k].reward for k in group)
+            if cfg.filter_groups and len(set(row)) == 1:
+                continue
+            kept[q] = group
+            rewards.append(row)
+            tokens += sum(kinds[q][k].length for k in group)
         if not kept:
             continue  # no update
-        sizes = [kinds[q][k][0][1] for q in kept for k in outcome[q][0]]
-        rows = advantages(tuple(tuple(rewards[q]) for q in kept))
-        step, spread = np.zeros_like(mean), 0.0
-        for q, row in zip(kept, rows):
-            for (k, advantage), count in Counter(zip(outcome[q][0], row)).items():
-                own, own_square = moments(q, k, advantage, len(sizes), sum(sizes))
-                step[q] += count * own
-                spread += count * (own_square - own @ own)
-        probability = math.prod(p for _, p in outcome)
+        step = np.zeros_like(mean)  # (Q, P)
+        spread = 0.0
+        sequences = len(kept) * cfg.samples
+        rows = advantages(tuple(rewards))
+        for (q, group), row in zip(kept.items(), rows):
+            members = Counter(zip(group, row))
+            for (k, advantage), count in members.items():
+                kind_mean, kind_square = moments(q, k, advantage, sequences, tokens)
+                step[q] += count * kind_mean
+                spread += count * (kind_square - kind_mean @ kind_mean)
         mean += probability * step
         square += probability * ((step**2).sum() + spread)
-    return SimpleNamespace(mean=torch.from_numpy(mean), variance=square - (mean**2).sum())
+    variance = square - (mean**2).sum()
+    return SimpleNamespace(mean=torch.from_numpy(mean), variance=variance)
 
 
 def enumerate_groups(question, kinds, n):
@@ -193,19 +241,27 @@ def enumerate_groups(question, kinds, n):
         orders = math.factorial(n)
         for count in Counter(group).values():
             orders //= math.factorial(count)
-        groups.append((group, orders * math.prod(share[k] for k in group)))
+        probability = math.prod(share[k] for k in group)
+        groups.append((group, orders * probability))
     return groups
 
 
 def tables_of(question, cfg):
     """What kind_moments looks up: log-probs (R,), their gradients (R, P), probabilities (S,)."""
+    old = None
+    if question.old is not None:
+        old = question.logps(question.old)  # (R,)
+    slopes = torch.func.jacrev(question.logps)(question.logits)  # (R, prefixes, TOKENS)
     return SimpleNamespace(
-        logp=question.logps(question.logits), vllm=question.logps(question.sampler),
-        old=None if question.old is None else question.logps(question.old),
+        logp=question.logps(question.logits),
+        vllm=question.logps(question.sampler),
+        old=old,
         ref=question.logps(question.ref) if cfg.kl_coef else None,
-        scores=torch.func.jacrev(question.logps)(question.logits).flatten(1),
-        probs=question.probs(question.sampler), lengths=question.lengths,
-        sequence_ids=question.sequence_ids)
+        scores=slopes.flatten(1),
+        probs=question.probs(question.sampler),
+        lengths=question.lengths,
+        sequence_ids=question.sequence_ids,
+    )
 
 
 def kind_moments(cfg, tables, members, loss, advantage, sequences, tokens):
@@ -217,51 +273,90 @@ def kind_moments(cfg, tables, members, loss, advantage, sequences, tokens):
     rows = torch.isin(tables.sequence_ids, torch.tensor(members))  # (R,) tokens of these
     lengths = tables.lengths[members]  # (B,)
     weights = nr.token_weights(lengths.tolist(), cfg.aggregate, cfg.max_tokens, sequences, tokens)
+    weights = torch.tensor(weights, dtype=torch.float64)  # (B,)
     owner = torch.arange(len(members)).repeat_interleave(lengths)  # (r,)
+    weight = weights[owner]  # (r,)
     batch = SimpleNamespace(
-        sequence_ids=owner, lengths=lengths, vllm_logps=tables.vllm[rows],
-        advantage=torch.full((len(owner),), advantage, dtype=torch.float64),
-        weight=torch.tensor(weights, dtype=torch.float64)[owner])
+        sequence_ids=owner,
+        lengths=lengths,
+        vllm_logps=tables.vllm[rows],
+        advantage=torch.full_like(weight, advantage),
+        weight=weight,
+    )
     logp = tables.logp[rows].requires_grad_()  # (r,)
-    old, ref = (None if x is None else x[rows] for x in (tables.old, tables.ref))  # (r,), (r,)
-    [slope] = torch.autograd.grad(-loss(logp, old, ref, batch, cfg)[0], logp)  # (r,)
-    gradients = tables.scores.new_zeros(len(members), tables.scores.shape[1])  # (B, P)
-    gradients.index_add_(0, owner, slope[:, None] * tables.scores[rows])
-    share = tables.probs[members] / tables.probs[members].sum()  # (B,)
-    return (share @ gradients).numpy(), (share @ gradients.square().sum(1)).item()
+    old = None if tables.old is None else tables.old[rows]  # (r,)
+    ref = None if tables.ref is None else tables.ref[rows]  # (r,)
+    value, _ = loss(logp, old, ref, batch, cfg)  # ()
+    [slope] = torch.autograd.grad(-value, logp)  # (r,)
+    of_tokens = slope[:, None] * tables.scores[rows]  # (r, P)
+    gradients = of_tokens.new_zeros(len(members), of_tokens.shape[1])  # (B, P)
+    gradients.index_add_(0, owner, of_tokens)  # (B, P)
+    probs = tables.probs[members]  # (B,)
+    share = probs / probs.sum()  # (B,)
+    mean = share @ gradients  # (P,)
+    mean_square = share @ gradients.square().sum(1)  # ()
+    return mean.numpy(), mean_square.item()
 
 
 # ---- estimators of the KL that the script does not have
 
 def from_here(x, batch):
     """(r,) -> (r,): the sum over this token and the later ones of its completion."""
-    parts = x.split(batch.lengths.tolist())
-    return torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])  # (r,)
+    sums = []
+    for part in x.split(batch.lengths.tolist()):
+        backwards = part.flip(0)
+        sums.append(backwards.cumsum(0).flip(0))
+    return torch.cat(sums)  # (r,)
 
 
-# per token, from (logp, old, ref, batch). k1, k2, k3: joschu.net/blog/kl-approx.html
+# Each of these is a value per token, (r,). k1, k2, k3: joschu.net/blog/kl-approx.html
+
+def k1(logp, old, ref, batch):
+    return logp - ref  # (r,)
+
+
+def k2(logp, old, ref, batch):
+    return (logp - ref)**2 / 2  # (r,)
+
+
+def k3(logp, old, ref, batch):
+    return nr.k3(logp, ref)  # (r,)
+
+
+def weighted_k3(logp, old, ref, batch):
+    """TRL's use_bias_correction_kl."""
+    ratio = (logp - old).exp()  # (r,)
+    return ratio * nr.k3(logp, ref)  # (r,)
+
+
+def later_k1(logp, old, ref, batch):
+    """arXiv:2506.09477: a token answers for the log-ratios of all later tokens as well."""
+    log_ratio = (logp - ref).detach()  # (r,)
+    return from_here(log_ratio, batch) * logp  # (r,)
+
+
 KL_LOSSES = {
-    "k1": lambda logp, old, ref, batch: logp - ref,
-    "k2": lambda logp, old, ref, batch: (logp - ref)**2 / 2,
-    "k3 (the script)": lambda logp, old, ref, batch: nr.k3(logp, ref),
-    # TRL's use_bias_correction_kl
-    "k3 times pi/old": lambda logp, old, ref, batch: (logp - old).exp() * nr.k3(logp, ref),
-    # arXiv:2506.09477: a token answers for the log-ratios of all later tokens as well
-    "unbiased: k1 of all later tokens, times log pi": lambda logp, old, ref, batch:
-        from_here((logp - ref).detach(), batch) * logp,
+    "k1": k1,
+    "k2": k2,
+    "k3 (the script)": k3,
+    "k3 times pi/old": weighted_k3,
+    "unbiased: k1 of all later tokens, times log pi": later_k1,
 }
 
 
 def kl_loss(kind, logp, old, ref, batch, cfg):
     """In place of nano_rlvr.policy_loss: the KL alone."""
-    old = logp.detach() if old is None else old
-    return (batch.weight * KL_LOSSES[kind](logp, old, ref, batch)).sum(), {}
+    old = logp.detach() if old is None else old  # (r,)
+    per_token = KL_LOSSES[kind](logp, old, ref, batch)  # (r,)
+    return (batch.weight * per_token).sum(), {}
 
 
 def in_reward(question, kind):
     """The same question with minus the KL of the completion, by this estimator, as reward."""
-    logp, ref = question.logps(question.sampler), question.logps(question.ref)  # (R,), (R,)
-    question.rewards = (-question.total(KL_LOSSES[kind](logp, logp, ref, None))).tolist()
+    logp = question.logps(question.sampler)  # (R,)
+    ref = question.logps(question.ref)  # (R,)
+    kl = question.total(KL_LOSSES[kind](logp, logp, ref, None))  # (S,)
+    question.rewards = (-kl).tolist()
     return question
 
 
@@ -277,7 +372,8 @@ OFF = dict(clip_low=1.0, clip_high=1e9)  # no clip
 
 def config(**changes):
     """A Config for the audit: constants that the learning rate could absorb are 1."""
-    return nr.Config(**dict(samples=4, max_tokens=1, kl_coef=0.0) | changes)
+    flags = dict(samples=4, max_tokens=1, kl_coef=0.0)
+    return nr.Config(**flags | changes)
 
 
 def number(x):
@@ -290,12 +386,14 @@ def cosine(x, wanted):
     """The cosine of two gradients; "0" if x is zero."""
     if x.norm() < 1e-12:
         return "0"
-    return f"{torch.cosine_similarity(x.flatten(), wanted.flatten(), dim=0):.3f}"
+    value = torch.cosine_similarity(x.flatten(), wanted.flatten(), dim=0)  # ()
+    return f"{value:.3f}"
 
 
 def factor(x, wanted):
     """The part of x along `wanted`, as a multiple of it."""
-    return number(x.flatten() @ wanted.flatten() / wanted.square().sum())
+    product = x.flatten() @ wanted.flatten()  # ()
+    return number(product / wanted.square().sum())
 
 
 def noise(result):
@@ -311,11 +409,19 @@ def make_questions(change=lambda question: question, knobs=(EASY, HARD)):
 def policy_row(cfg, questions):
     """The cells under POLICY. J and log p are means over the questions."""
     result = audit(cfg, questions)
-    j = torch.stack([q.gradient(q.correct) for q in questions]) / len(questions)  # (Q, P)
-    log_p = torch.stack([row / q.correct(q.logits) for q, row in zip(questions, j)])  # (Q, P)
-    bias = (result.mean - j).norm() / j.norm()
-    return [cosine(result.mean, j), cosine(result.mean, log_p),
-            *(factor(x, row) for x, row in zip(result.mean, j)), number(bias), noise(result)]
+    gradients = [q.gradient(q.correct) for q in questions]
+    j = torch.stack(gradients) / len(questions)  # (Q, P)
+    accuracies = torch.stack([q.correct(q.logits) for q in questions])  # (Q,)
+    log_p = j / accuracies[:, None]  # (Q, P)
+    bias = (result.mean - j).norm() / j.norm()  # ()
+    factors = [factor(x, row) for x, row in zip(result.mean, j)]
+    return [
+        cosine(result.mean, j),
+        cosine(result.mean, log_p),
+        *factors,
+        number(bias),
+        noise(result),
+    ]
 
 
 POLICY = ["cos ∇J", "cos ∇log p", "× easy", "× hard", "bias", "noise"]
@@ -327,9 +433,11 @@ def presets():
     rows = []
     for name, row in nr.ALGOS.items():
         # groups of four completions, as in all tables: reinforce++ itself takes one of each prompt
-        cfg = config(**dict(kl_coef=nr.Config.kl_coef) | row | dict(samples=4))
+        flags = dict(kl_coef=nr.Config.kl_coef) | row
+        cfg = config(**flags | dict(samples=4))
+        fresh = policy_row(cfg, make_questions())
         stale = policy_row(cfg, STALE())
-        rows.append([f"`{name}`", *policy_row(cfg, make_questions()), stale[0], stale[-1]])
+        rows.append([f"`{name}`", *fresh, stale[0], stale[-1]])
     return ["preset", *POLICY, "later: cos ∇J", "later: noise"], rows
 
 
@@ -338,12 +446,14 @@ def baselines_and_scales():
     for baseline in ("none", "running", "batch", "group", "leave_one_out"):
         for scale in ("none", "group", "batch"):
             cfg = config(baseline=baseline, scale=scale, aggregate="constant")
-            rows.append([f"`{baseline}`", f"`{scale}`", *policy_row(cfg, make_questions())])
+            cells = policy_row(cfg, make_questions())
+            rows.append([f"`{baseline}`", f"`{scale}`", *cells])
     return ["baseline", "scale", *POLICY], rows
 
 
 def difficulties():
-    rows, knobs = [], (EASY, MIDDLE, HARD)
+    knobs = (EASY, MIDDLE, HARD)
+    rows = []
     for scale in ("none", "group", "group_mean"):
         for n in (2, 8):
             cells = []
@@ -353,8 +463,11 @@ def difficulties():
                 mean = audit(cfg, [question]).mean
                 cells.append(factor(mean, question.gradient(question.correct)))
             rows.append([f"`{scale}`", n, *cells])
-    p = [q.correct(q.logits).item() for q in make_questions(knobs=knobs)]
-    return ["scale", "n", *(f"× at p = {x:.2f}" for x in p)], rows
+    header = ["scale", "n"]
+    for question in make_questions(knobs=knobs):
+        p = question.correct(question.logits).item()
+        header.append(f"× at p = {p:.2f}")
+    return header, rows
 
 
 def aggregates():
@@ -362,7 +475,8 @@ def aggregates():
     for aggregate in ("sequence", "token", "constant"):
         for baseline in ("leave_one_out", "none"):
             cfg = config(**UNBIASED | dict(aggregate=aggregate, baseline=baseline))
-            rows.append([f"`{aggregate}`", f"`{baseline}`", *policy_row(cfg, make_questions())])
+            cells = policy_row(cfg, make_questions())
+            rows.append([f"`{aggregate}`", f"`{baseline}`", *cells])
     return ["aggregate", "baseline", *POLICY], rows
 
 
@@ -379,7 +493,9 @@ def bounds():
         "SAPO": UNBIASED | dict(surrogate="sapo"),
         "product, squared, tau 0.1": WHOLE | dict(surrogate="kimi", tau=0.1),
     }
-    rows = [[name, *policy_row(config(**row), STALE())] for name, row in options.items()]
+    rows = []
+    for name, flags in options.items():
+        rows.append([name, *policy_row(config(**flags), STALE())])
     return ["ratio and its bound", *POLICY], rows
 
 
@@ -389,11 +505,16 @@ def corrections():
         question.old = question.sampler
         return question
 
+    options = [  # (correction, cap, how the table names the cap)
+        ("none", 2.0, "-"),
+        ("token_truncate", 1e9, "no cap"),
+        ("token_truncate", 2.0, 2.0),
+        ("token_mask", 2.0, 2.0),
+        ("sequence_mask", 1.2, 1.2),
+    ]
     rows = []
-    for name, cap in (("none", 2.0), ("token_truncate", 1e9), ("token_truncate", 2.0),
-                      ("token_mask", 2.0), ("sequence_mask", 1.2)):
+    for name, cap, shown in options:
         cfg = config(**UNBIASED, correction=name, correction_cap=cap)
-        shown = "-" if name == "none" else "no cap" if cap == 1e9 else cap
         rows.append([f"`{name}`", shown, *policy_row(cfg, NEAR())])
     whole = policy_row(config(**WHOLE, **OFF), make_questions(as_ratio))
     rows.append(["weight of the whole completion", "no cap", *whole])
@@ -415,30 +536,42 @@ def kl_terms():
         question.rewards = [0.0] * len(question.rewards)
         return question
 
-    rows, constant = [], dict(aggregate="constant", kl_coef=1.0, samples=2)
+    rows = []
+    cfg = config(aggregate="constant", kl_coef=1.0, samples=2)
     for place, step in (("loss", 0.0), ("loss, later", DRIFT)):
         for kind in KL_LOSSES:
             loss = nr.policy_loss if "script" in kind else partial(kl_loss, kind)
-            [question] = make_questions(lambda q: no_reward(after_updates(q, step)), [MIDDLE])
-            rows.append([place, kind, "`constant`", *kl_row(question, config(**constant), loss)])
-    for axes in (UNBIASED, UNBIASED | dict(baseline="group"),
-                 UNBIASED | dict(baseline="group", scale="group")):
-        [question] = make_questions(lambda q: in_reward(q, "k1"), [MIDDLE])
-        rows.append(["reward", "k1 (the script)", f"`{axes['baseline']}`, `{axes['scale']}`",
-                     *kl_row(question, config(**axes, samples=2), nr.policy_loss)])
+            question = no_reward(after_updates(Question(MIDDLE), step))
+            rows.append([place, kind, "`constant`", *kl_row(question, cfg, loss)])
+    for baseline, scale in (("leave_one_out", "none"), ("group", "none"), ("group", "group")):
+        cfg = config(baseline=baseline, scale=scale, aggregate="constant", samples=2)
+        question = in_reward(Question(MIDDLE), "k1")
+        cells = kl_row(question, cfg, nr.policy_loss)
+        rows.append(["reward", "k1 (the script)", f"`{baseline}`, `{scale}`", *cells])
     return ["place", "estimator", "aggregate, or baseline and scale", "KL(π‖ref)",
             "next-token KL(π‖ref)", "KL(ref‖π)", "next-token KL(ref‖π)", "noise"], rows
 
 
-TABLES = {"presets": presets, "baselines": baselines_and_scales, "difficulty": difficulties,
-          "aggregates": aggregates, "bounds": bounds, "corrections": corrections, "kl": kl_terms}
+TABLES = {
+    "presets": presets,
+    "baselines": baselines_and_scales,
+    "difficulty": difficulties,
+    "aggregates": aggregates,
+    "bounds": bounds,
+    "corrections": corrections,
+    "kl": kl_terms,
+}
 
 
 def markdown(name):
     """A table of TABLES as Markdown."""
     header, rows = TABLES[name]()
-    first, *others = ["| " + " | ".join(map(str, line)) + " |" for line in (header, *rows)]
-    return "\n".join([first, f"|{'---|' * len(header)}", *others])
+    lines = []
+    for row in (header, *rows):
+        cells = " | ".join(map(str, row))
+        lines.append(f"| {cells} |")
+    lines.insert(1, f"|{'---|' * len(header)}")
+    return "\n".join(lines)
 
 
 def mark(name):

@@ -45,9 +45,11 @@ EXERCISES = {  # number -> (functions to write, test files); learn/exercises.md 
 
 def page():
     """{number: [title, difficulty, minutes, what comes before it, text]} of the exercises."""
-    found = re.findall(r"^## (\d+)\. (.+)\n\n\*(easy|medium|hard), (\d+) minutes, after (.+)\*\n"
-                       r"((?:[^#\n].*\n|\n)+)", (ROOT / "learn/exercises.md").read_text(), re.M)
-    return {int(number): about for number, *about in found}
+    text = (ROOT / "learn/exercises.md").read_text()
+    sections = re.findall(
+        r"^## (\d+)\. (.+)\n\n\*(easy|medium|hard), (\d+) minutes, after (.+)\*\n"
+        r"((?:[^#\n].*\n|\n)+)", text, re.M)
+    return {int(number): parts for number, *parts in sections}
 
 
 def functions(number):
@@ -63,17 +65,28 @@ def tests_of(number):
 
 def docstrings(number):
     """{function or class: docstring} of the code on the page. The product's tell the answer."""
-    code = "".join(re.findall(r"```python\n(.*?)```", page()[number][-1], re.S))
-    return {node.name: ast.get_source_segment(code, node.body[0]) for node in ast.parse(code).body}
+    text = page()[number][-1]
+    code = "".join(re.findall(r"```python\n(.*?)```", text, re.S))
+    result = {}
+    for node in ast.parse(code).body:
+        result[node.name] = ast.get_source_segment(code, node.body[0])
+    return result
 
 
 def replaced(source, name, text, docstring=False):
     """Source code with a text in place of the body of a function, or of a docstring."""
-    node, lines = ast.parse(source), source.splitlines(keepends=True)
+    node = ast.parse(source)
     for part in name.split("."):
         node = next(child for child in node.body if getattr(child, "name", "") == part)
-    old = node.body[:1] if docstring else node.body[ast.get_docstring(node) is not None:]
-    lines[old[0].lineno - 1:old[-1].end_lineno] = [" " * old[0].col_offset + text + "\n"]
+    old = node.body[:1]
+    if not docstring:
+        has_docstring = ast.get_docstring(node) is not None
+        old = node.body[has_docstring:]
+    first = old[0].lineno - 1
+    last = old[-1].end_lineno
+    indent = " " * old[0].col_offset
+    lines = source.splitlines(keepends=True)
+    lines[first:last] = [f"{indent}{text}\n"]
     return "".join(lines)
 
 
@@ -84,7 +97,8 @@ def make(number, folder):
     try:
         mutations.copy(folder, files)
         for file, name in functions(number):
-            source, outer = (folder / file).read_text(), name.split(".")[0]
+            source = (folder / file).read_text()
+            outer = name.split(".")[0]
             if outer in docstrings(number):
                 source = replaced(source, outer, docstrings(number)[outer], docstring=True)
             body = f'raise NotImplementedError("write {name} in {file}")'
@@ -96,22 +110,28 @@ def make(number, folder):
 
 def run_tests(number, folder, limit=LIMIT):
     """(tests that pass, tests that ran, message) of an exercise in a copy."""
-    report, core = folder / "report.xml", min(os.sched_getaffinity(0))
+    report = folder / "report.xml"
+    core = min(os.sched_getaffinity(0))
     options = ["--maxfail=0", "--tb=line", f"--junitxml={report}"]
     ended = mutations.first_failure(folder, tests_of(number) + options, core, limit)
     if ended.endswith("with -9"):
         return 0, 0, f"stopped after {limit} seconds: does a loop not end?"
     cases = []
     if report.exists():  # a file that cannot be imported is a case without a class name
-        cases = [case for case in xml.etree.ElementTree.parse(report).iter("testcase")
-                 if case.get("classname")]
+        tree = xml.etree.ElementTree.parse(report)
+        cases = [case for case in tree.iter("testcase") if case.get("classname")]
     if not cases:
-        errors = re.findall(r"^E +(.+)", (folder / "log").read_text(), re.M)
+        log = (folder / "log").read_text()
+        errors = re.findall(r"^E +(.+)", log, re.M)
         return 0, 0, (errors or [ended or "no test ran"])[-1]
-    faults = [(case.get("name"), fault.get("message").split("\n")[0]) for case in cases
-              for fault in case if fault.tag in ("failure", "error", "skipped")]
-    return (len(cases) - len(faults), len(cases),
-            ": ".join(faults[0]) if faults else "all tests pass")
+    faults = []
+    for case in cases:
+        for fault in case:
+            if fault.tag in ("failure", "error", "skipped"):
+                message = fault.get("message").split("\n")[0]
+                faults.append(f"{case.get('name')}: {message}")
+    passed = len(cases) - len(faults)
+    return passed, len(cases), faults[0] if faults else "all tests pass"
 
 
 def grade(folder, limit=LIMIT):
@@ -119,17 +139,26 @@ def grade(folder, limit=LIMIT):
     files of the functions are taken from it: the tests and all else are the repository's."""
     number = int(folder.name)
     with tempfile.TemporaryDirectory() as temporary:
-        copy, empty = Path(temporary, "copy"), Path(temporary, "empty")
-        for file in {file for file, _ in functions(number) if (folder / file).is_file()}:
-            (copy / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / file, copy / file)
+        copy = Path(temporary, "copy")
+        empty = Path(temporary, "empty")
+        for file, _ in functions(number):
+            if (folder / file).is_file():
+                (copy / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(folder / file, copy / file)
         make(number, copy)
         points, tests, message = run_tests(number, copy, limit)
         if not tests:  # none ran: the number is that of the empty functions
             make(number, empty)
-            tests = run_tests(number, empty)[1]
-    return dict(folder=os.path.relpath(folder), exercise=number, title=page()[number][0],
-                points=points, of=tests, message=message)
+            _, tests, _ = run_tests(number, empty)
+    title = page()[number][0]
+    return {
+        "folder": os.path.relpath(folder),
+        "exercise": number,
+        "title": title,
+        "points": points,
+        "of": tests,
+        "message": message,
+    }
 
 
 def prove():
@@ -137,8 +166,10 @@ def prove():
     unproven = []
     for number, (title, *_) in page().items():
         with tempfile.TemporaryDirectory() as temporary:
-            mutations.copy(solution := Path(temporary, "solution"))
-            make(number, empty := Path(temporary, "empty"))
+            solution = Path(temporary, "solution")
+            empty = Path(temporary, "empty")
+            mutations.copy(solution)
+            make(number, empty)
             right, tests, message = run_tests(number, solution)
             passed, _, error = run_tests(number, empty)
         if not right == tests > 0 == passed or "NotImplementedError: write" not in error:
@@ -148,17 +179,38 @@ def prove():
     sys.exit(f"not proven: {unproven}" if unproven else 0)
 
 
+def copies_to_grade(folders):
+    """The paths of these copies, or of all. Exits with one line if there is none."""
+    copies = [Path(folder).resolve() for folder in folders]
+    if not folders:
+        copies = [FOLDER / str(number) for number in EXERCISES]
+        copies = [copy for copy in copies if copy.exists()]
+    if not copies:
+        sys.exit(f"no copy of an exercise in {FOLDER}")
+    for folder in copies:
+        if not folder.is_dir() or folder.name not in map(str, EXERCISES):
+            sys.exit(f"{folder}: not a folder with the number of an exercise as its name")
+    return copies
+
+
+def print_all():
+    for number, (title, difficulty, minutes, *_) in page().items():
+        print(f"{number:2}  {title:26} {difficulty:6} {minutes:>3} min  {EXERCISES[number][0]}")
+
+
+def print_how_to_test(number, folder):
+    title = page()[number][0]
+    tests = " ".join(tests_of(number))
+    print(f"exercise {number}, {title}: write {EXERCISES[number][0]}\n"
+          f"    cd {os.path.relpath(folder)}\n    {sys.executable} -m pytest -x -q -rN "
+          f"--tb=line {tests}")
+
+
 def main(word="", *folders):
     if ROOT.parent.name == FOLDER.name:
         sys.exit("this is a copy for an exercise: first `cd ../..`")
     if word in ("--prove", "--grade"):
-        all_copies = [FOLDER / str(n) for n in EXERCISES if (FOLDER / str(n)).exists()]
-        copies = [Path(folder).resolve() for folder in folders] or all_copies
-        if word == "--grade" and not copies:
-            sys.exit(f"no copy of an exercise in {FOLDER}")
-        for folder in copies:
-            if not folder.is_dir() or folder.name not in map(str, EXERCISES):
-                sys.exit(f"{folder}: not a folder with the number of an exercise as its name")
+        copies = copies_to_grade(folders) if word == "--grade" else []
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger prints
             mutations.import_libraries()
         if word == "--prove":
@@ -166,13 +218,11 @@ def main(word="", *folders):
         for folder in copies:
             print(json.dumps(grade(folder)), flush=True)
     elif word in map(str, EXERCISES):
-        make(number := int(word), FOLDER / word)
-        print(f"exercise {number}, {page()[number][0]}: write {EXERCISES[number][0]}\n"
-              f"    cd {os.path.relpath(FOLDER / word)}\n    {sys.executable} -m pytest -x -q -rN "
-              f"--tb=line {' '.join(tests_of(number))}")
+        folder = FOLDER / word
+        make(int(word), folder)
+        print_how_to_test(int(word), folder)
     else:
-        for number, (title, difficulty, minutes, *_) in page().items():
-            print(f"{number:2}  {title:26} {difficulty:6} {minutes:>3} min  {EXERCISES[number][0]}")
+        print_all()
         sys.exit(f"no exercise {word!r}" if word else 0)
 
 

@@ -17,7 +17,8 @@ from nbclient import NotebookClient
 from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent
-ENGLISH, CHINESE = (FOLDER / f"01_one_step{language}.ipynb" for language in ("", ".zh-CN"))
+ENGLISH = FOLDER / "01_one_step.ipynb"
+CHINESE = FOLDER / "01_one_step.zh-CN.ipynb"
 
 
 def shrink(output):
@@ -25,7 +26,8 @@ def shrink(output):
     png = output.get("data", {}).get("image/png")
     if png:
         small = io.BytesIO()
-        image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
+        large = io.BytesIO(base64.b64decode(png))
+        image = Image.open(large).convert("RGB")
         image.quantize(64, dither=Image.Dither.NONE).save(small, "png", optimize=True)
         output["data"]["image/png"] = base64.b64encode(small.getvalue()).decode()
 

@@ -33,7 +33,12 @@ from runtime import memory, ranks, stats
 TIMES, PROBES = 14, 64
 SMALL = common.ROOT / "runs/lab/small"
 BANDS = {"easy": (0.8, 1.01), "middle": (0.2, 0.8), "hard": (-1, 0.1)}
-COLUMNS = [("small", "greedy"), ("small", "vote"), ("small", "best"), ("large", "greedy")]
+COLUMNS = [  # (size, key of a row)
+    ("small", "greedy"),
+    ("small", "vote"),
+    ("small", "best"),
+    ("large", "greedy"),
+]
 FLAGS = ("--task arithmetic --template chat --max_prompt 64 --max_tokens 96 --kl_coef 0 --steps 0 "
          "--eval_size 256")
 
@@ -72,8 +77,9 @@ def measure(model):
     prompts = [example["prompt_ids"] for example in examples]
 
     def sample(n, temperature, name):
-        own_seeds = [data.request_seed(0, name, i) for i in range(len(prompts))]
-        rollouts = nr.rollout(llm, prompts, n, temperature, cfg.max_tokens, own_seeds)
+        numbers = range(len(prompts))
+        request_seeds = [data.request_seed(0, name, number) for number in numbers]
+        rollouts = nr.rollout(llm, prompts, n, temperature, cfg.max_tokens, request_seeds)
         nr.score(rollouts, examples, verifier)
         return nr.in_groups(rollouts, n)
 
@@ -84,7 +90,8 @@ def measure(model):
     verifier.close()
     rows = []
     for example, [greedy], probe, group in zip(examples, greedies, probes, groups):
-        winner = stats.majority_vote([nr.rewards.final_answer(r.text) for r in group])
+        answers = [nr.rewards.final_answer(r.text) for r in group]
+        winner = stats.majority_vote(answers)
         best = best_of(group, example, steps_reward)
         rows.append({
             "greedy": stats.is_right(greedy),
@@ -102,22 +109,29 @@ def rows_of(model):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def cells_of(pairs):
+    """The cells under COLUMNS and the last one. pairs: (row of the small model, of the large)."""
+    if len(pairs) < 2:  # an interval needs two
+        return []
+    cells = []
+    for size, key in COLUMNS:
+        rows = [small if size == "small" else large for small, large in pairs]
+        share = fmean(row[key] for row in rows)
+        cells.append(seeds.share(share))
+    gaps = [float(small["best"]) - float(large["greedy"]) for small, large in pairs]
+    cells.append(seeds.cell(gaps, "{:+.3f}".format, " to "))
+    return cells
+
+
 def main():
     if not (SMALL / "tokenizer.json").exists():
         make_small()
-    small, large = rows_of(SMALL), rows_of(common.TINY)
+    small = rows_of(SMALL)
+    large = rows_of(common.TINY)
     lines = []
     for band, (low, high) in BANDS.items():
-        places = [i for i, row in enumerate(small) if low < row["rate"] < high]
-        cells = [band, len(places)]
-        if len(places) > 1:  # an interval needs two
-            for size, key in COLUMNS:
-                rows = small if size == "small" else large
-                values = [rows[i][key] for i in places]
-                cells.append(seeds.share(fmean(values)))
-            gaps = [float(small[i]["best"]) - float(large[i]["greedy"]) for i in places]
-            cells.append(seeds.cell(gaps, "{:+.3f}".format, " to "))
-        lines.append(cells)
+        chosen = [pair for pair in zip(small, large) if low < pair[0]["rate"] < high]
+        lines.append([band, len(chosen), *cells_of(chosen)])
     many = fmean(row["tokens of 14"] for row in small)
     one = fmean(row["tokens"] for row in large)
     head = ["band", "questions", *map(", ".join, COLUMNS), "best − large (95 %)"]
@@ -128,4 +142,7 @@ def main():
 
 
 if __name__ == "__main__":
-    measure(sys.argv[1]) if sys.argv[1:] else main()
+    if sys.argv[1:]:
+        measure(sys.argv[1])
+    else:
+        main()

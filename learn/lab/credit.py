@@ -34,7 +34,8 @@ from runtime import stats
 RESULTS = common.ROOT / "learn/lab/results"
 FLAGS = "--steps 20 --prompts 16 --samples 8 --eval_size 128 --save_every 10 --keep 10".split()
 KINDS = ("own group", "neighbours", "others")
-STEPS, SEEDS = (4, 8, 12, 16), (3, 4, 5)
+STEPS = (4, 8, 12, 16)
+SEEDS = (3, 4, 5)
 
 
 def terms(group, tokenizer):
@@ -46,8 +47,9 @@ def terms(group, tokenizer):
 def kind_of(group, own, tokenizer):
     if group is own:
         return "own group"
-    is_neighbour = terms(group, tokenizer) == terms(own, tokenizer)
-    return "neighbours" if is_neighbour else "others"
+    if terms(group, tokenizer) == terms(own, tokenizer):
+        return "neighbours"
+    return "others"
 
 
 def greedy(run, prompt, example):
@@ -57,48 +59,83 @@ def greedy(run, prompt, example):
     return r
 
 
-def credit(run, args):
-    """A train function: appends a row per question to args.found."""
-    tokenizer, cfg = run.llm.get_tokenizer(), run.cfg
-    snapshots = blame.record(run, args.last + 1)
-    print(replay.proof(args.run, run.log.folder, args.start))
-    asked = []
+def questions_of(run, snapshots):
+    """Rows (step, number of the group, example, right greedy answer after the last step)."""
+    cfg = run.cfg
+    questions = []
     for step in STEPS:
         examples = blame.nr.data.batch_at(run.train_set, step, cfg.prompts, cfg.seed)
         groups = snapshots[step].groups
-        i = next(i for i, group in enumerate(groups) if not stats.has_zero_std(group))
-        answer = greedy(run, groups[i][0].prompt, examples[i])
+        number = 0  # of the first group with unequal rewards
+        while stats.has_zero_std(groups[number]):
+            number += 1
+        answer = greedy(run, groups[number][0].prompt, examples[number])
         if stats.is_right(answer):
-            asked.append((step, i, examples[i], answer))
+            questions.append((step, number, examples[number], answer))
+    return questions
+
+
+def keys_of(step, number, samples):
+    """The keys of the rollouts of a group in blame's scores."""
+    first = number * samples
+    return [(step, i) for i in range(first, first + samples)]
+
+
+def sums_of(run, snapshots, scores, column, own):
+    """{kind: a sum of scores per group}"""
+    tokenizer = run.llm.get_tokenizer()
+    sums = {kind: [] for kind in KINDS}
+    *steps, _ = snapshots.items()  # the last one is the state at the end
+    for step, snapshot in steps:
+        for number, group in enumerate(snapshot.groups):
+            keys = keys_of(step, number, run.cfg.samples)
+            total = sum(scores[key][column] for key in keys if key in scores)
+            sums[kind_of(group, own, tokenizer)].append(total)
+    return sums
+
+
+def first_of_each_kind(groups, own, tokenizer):
+    """{kind: number of its first group with unequal rewards}"""
+    first = {}
+    for number, group in enumerate(groups):
+        if not stats.has_zero_std(group):
+            first.setdefault(kind_of(group, own, tokenizer), number)
+    return first
+
+
+def credit(run, args):
+    """A train function: appends a row per question to args.rows."""
+    snapshots = blame.record(run, args.last + 1)
+    print(replay.proof(args.run, run.log.folder, args.start))
+    questions = questions_of(run, snapshots)
     names = ["end", "path"]
-    wanted = [blame.vectors(run, snapshots, answer, names)[name]
-              for name in names for *_, answer in asked]
-    found = blame.scores(run, snapshots, wanted)  # of each rollout: all "end", then all "path"
+    wanted = []  # of all questions "end", then of all "path"
+    for name in names:
+        for *_, answer in questions:
+            wanted.append(blame.vectors(run, snapshots, answer, names)[name])
+    scores = blame.scores(run, snapshots, wanted)  # {key of a rollout: a score for each of wanted}
     run.eval_set = run.eval_set[:1]  # evaluations change no weight
-    for number, (step, i, example, answer) in enumerate(asked):
-        own = snapshots[step].groups[i]
-        sums = {kind: [] for kind in KINDS}  # a number per group
-        first = {"own group": i}  # of each kind in the same step
-        for now, snapshot in list(snapshots.items())[:-1]:
-            for g, group in enumerate(snapshot.groups):
-                kind = kind_of(group, own, tokenizer)
-                keys = [(now, g * cfg.samples + j) for j in range(cfg.samples)]
-                column = len(asked) + number
-                sums[kind].append(sum(found[key][column] for key in keys if key in found))
-                if now == step and not stats.has_zero_std(group):
-                    first.setdefault(kind, g)
-        row = {"sums": sums, "exact": {}}
+    for i, (step, number, example, answer) in enumerate(questions):
+        groups = snapshots[step].groups
+        own = groups[number]
+        sums = sums_of(run, snapshots, scores, len(questions) + i, own)
         blame.put(run, snapshots[args.last + 1])
         [after] = blame.logprobs(run, [answer])
-        for kind, g in first.items():
-            chosen = [(step, g * cfg.samples + j) for j in range(cfg.samples)]
-            blame.without(run, snapshots, chosen)
-            row["exact"][kind] = after - blame.logprobs(run, [answer])[0]
-        largest = max(found, key=lambda key: abs(found[key][number]))
+        exact = {}
+        first_of = first_of_each_kind(groups, own, run.llm.get_tokenizer())
+        for kind, first in first_of.items():
+            blame.without(run, snapshots, keys_of(step, first, run.cfg.samples))
+            [without] = blame.logprobs(run, [answer])
+            exact[kind] = after - without
+        largest = max(scores, key=lambda key: abs(scores[key][i]))
         blame.without(run, snapshots, [largest])
-        row["largest"] = [found[largest][number], after - blame.logprobs(run, [answer])[0],
-                          stats.is_right(greedy(run, answer.prompt, example))]
-        args.found.append(row)
+        [without] = blame.logprobs(run, [answer])
+        is_right = stats.is_right(greedy(run, answer.prompt, example))
+        args.rows.append({
+            "sums": sums,
+            "exact": exact,
+            "largest": [scores[largest][i], after - without, is_right],
+        })
 
 
 def one(seed):
@@ -107,35 +144,50 @@ def one(seed):
     if not (folder / "final").exists():
         command = [*common.SCRIPT, *FLAGS, "--seed", str(seed), "--name", folder.name, "--resume"]
         subprocess.run([*command, "--out", str(folder.parent)], check=True)
-    args = Namespace(run=folder, first=0, last=None, found=[])
+    args = Namespace(run=folder, first=0, last=None, rows=[])
     blame.start(args, credit)
-    return args.found
+    return args.rows
+
+
+def means_of(rows, kind):
+    """Of the groups of a kind, means over the questions: (first order, exact, share of all credit)
+    """
+    per_group = []
+    exact = []
+    shares = []
+    for row in rows:
+        sums = row["sums"]
+        total = sum(map(sum, sums.values()))
+        per_group.append(fmean(sums[kind]))
+        exact.append(row["exact"].get(kind, 0.0))
+        shares.append(sum(sums[kind]) / total)
+    return fmean(per_group), fmean(exact), fmean(shares)
 
 
 def report(runs):
     """Writes the page. runs: {seed: rows}."""
-    rows = []
+    lines = []
     per_group = {}
     for kind in KINDS:
-        per_group[kind] = [fmean(fmean(q["sums"][kind]) for q in of) for of in runs.values()]
-        exact = [fmean(q["exact"].get(kind, 0.0) for q in of) for of in runs.values()]
-        shares = []
-        for of in runs.values():
-            shares.append(fmean(sum(q["sums"][kind]) / sum(sum(q["sums"].values(), []))
-                                for q in of))
-        rows.append([kind, cell(per_group[kind]), cell(exact), cell(shares)])
-    text = ["# credit", __doc__.partition("\n\n")[0],
-            common.table(["groups", "nats per group, first order",
-                          "nats of one group of the step, exact", "share of all credit"], rows)]
+        of_runs = [means_of(rows, kind) for rows in runs.values()]
+        columns = list(zip(*of_runs))
+        per_group[kind] = columns[0]
+        lines.append([kind, *map(cell, columns)])
+    head = ["groups", "nats per group, first order", "nats of one group of the step, exact",
+            "share of all credit"]
+    text = ["# credit", __doc__.partition("\n\n")[0], common.table(head, lines)]
     for one, other in itertools.pairwise(KINDS):
         gaps = [x - y for x, y in zip(per_group[one], per_group[other])]
         text.append(f"- {one} − {other}, nats per group: {cell(gaps)}")
-    largest = [q["largest"] for of in runs.values() for q in of]
+    largest = []
+    for rows in runs.values():
+        largest += [row["largest"] for row in rows]
     wrong = sum(not right for *_, right in largest)
+    moved = max(abs(exact) for _, exact, _ in largest)
     low, high = stats.wilson_interval(wrong, len(largest))
     text.append(f"- without the rollout with the largest score {wrong} of {len(largest)} answers "
                 f"are wrong (95 % interval {low:.0%} to {high:.0%}); the log-prob moved by at most "
-                f"{max(abs(exact) for _, exact, _ in largest):.4f} nats")
+                f"{moved:.4f} nats")
     about = common.read_config(common.ROOT / f"runs/lab/credit-{SEEDS[0]}")
     text.append(f"In brackets: 95 % t interval over {len(runs)} runs. {common.describe([about])}.")
     (RESULTS / "credit.md").write_text("\n\n".join(text) + "\n")
@@ -163,7 +215,7 @@ def main():
 if __name__ == "__main__":
     os.chdir(common.ROOT)
     if sys.argv[1:]:
-        found = one(int(sys.argv[1]))
-        Path(f"runs/lab/credit-{sys.argv[1]}.json").write_text(json.dumps(found))
+        rows = one(int(sys.argv[1]))
+        Path(f"runs/lab/credit-{sys.argv[1]}.json").write_text(json.dumps(rows))
     else:
         main()

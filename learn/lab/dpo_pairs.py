@@ -8,8 +8,11 @@ FINDING = lab.Finding(
     checks=[lab.gap("GRPO", "DPO offline", low=0, named=0.224, sd=0.076),
             lab.gap("DPO online", "DPO offline", low=0, named=0.2, sd=0.072),
             lab.gap("GRPO", "DPO online", low=0, named=0.05, sd=0.019)],
-    arms={"GRPO": "nano_rlvr.py", "DPO online": "examples/dpo.py",
-          "DPO offline": "examples/dpo.py --offline"},
+    arms={
+        "GRPO": "nano_rlvr.py",
+        "DPO online": "examples/dpo.py",
+        "DPO offline": "examples/dpo.py --offline",
+    },
     measures=lab.MEAN | lab.GREEDY | lab.TOKENS,
     panels=lab.SAMPLES | {"mean@4": "eval/mean@4"})
 

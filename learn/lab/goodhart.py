@@ -10,7 +10,8 @@ NEAR = 5  # steps over which the accuracy of the samples is averaged
 def fall(rows):
     """The highest accuracy of NEAR steps in a row, minus that of the last ones."""
     values = list(lab.seeds.series(rows, "reward/gsm8k").values())
-    means = [fmean(values[i:i + NEAR]) for i in range(len(values) - NEAR + 1)]
+    starts = range(len(values) - NEAR + 1)
+    means = [fmean(values[start:start + NEAR]) for start in starts]
     return max(means) - means[-1]
 
 
@@ -30,8 +31,11 @@ FINDING = lab.Finding(
         "score": (lab.late("reward/mean", NEAR), "{:.2f}".format),
         "score before": (lab.at("reward/mean", 0), "{:.2f}".format),
         "fall from the peak": (fall, "{:.3f}".format)},
-    panels={"score or reward": "reward/mean", "true accuracy": "reward/gsm8k",
-            "tokens of a sample": "completion/length"},
+    panels={
+        "score or reward": "reward/mean",
+        "true accuracy": "reward/gsm8k",
+        "tokens of a sample": "completion/length",
+    },
     seeds=(3, 4, 5, 6, 7))
 
 if __name__ == "__main__":

@@ -75,9 +75,15 @@ def pretraining_text(example, rng):
         answer = example["answer"]
         return f"<think></think><answer>{answer}</answer>" if tagged else answer
     steps, total = worked(example["question"])
-    if rng.random() < 0.5:
-        steps, total = [], total + rng.randint(-5, 5)
-    text = "\n".join(step + rng.choice(FILLERS) * (rng.random() < 0.5) for step in steps)
+    if rng.random() < 0.5:  # a guess
+        steps = []
+        total += rng.randint(-5, 5)
+    lines = []
+    for step in steps:
+        filler = rng.choice(FILLERS)
+        is_filled = rng.random() < 0.5
+        lines.append(step + filler * is_filled)
+    text = "\n".join(lines)
     return f"<think>{text}</think><answer>{total}</answer>" if tagged else f"{text}\n{total}"
 
 
@@ -85,7 +91,8 @@ def make_base(folder, layers):
     """Trains these layers of the bundled model on pretraining_text, without held-out questions."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     model = AutoModelForCausalLM.from_pretrained(TINY)
-    model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in layers])
+    kept = [model.model.layers[i] for i in layers]
+    model.model.layers = torch.nn.ModuleList(kept)
     model.config.num_hidden_layers = len(layers)
     model.config.layer_types = model.config.layer_types[:len(layers)]
 
@@ -106,71 +113,113 @@ def write_data(out):
     rng = random.Random(0)
     sums = nr.data.load("arithmetic", "train", 3840, 0)
     strings = list(generate(reverse, "train", 1000, 0))
-    demos = [dict(e, completion="<think>{}</think><answer>{}</answer>".format(
-        "\n".join(worked(e["question"])[0]), e["answer"])) for e in sums[:256]]
+    demos = []
+    for example in sums[:256]:
+        steps, _ = worked(example["question"])
+        thinking = "\n".join(steps)
+        completion = f"<think>{thinking}</think><answer>{example['answer']}</answer>"
+        demos.append(example | {"completion": completion})
     mix = sums[:1000] + strings
     rng.shuffle(mix)
-    files = {"demos": demos, "mix": mix, "sums": sums,
-             "strings": list(generate(reverse, "test", 200, 0))}
+    files = {
+        "demos": demos,
+        "mix": mix,
+        "sums": sums,
+        "strings": list(generate(reverse, "test", 200, 0)),
+    }
+    paths = {}
     for name, rows in files.items():
-        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {name: out / f"{name}.jsonl" for name in files}
+        lines = [json.dumps(row) + "\n" for row in rows]
+        paths[name] = out / f"{name}.jsonl"
+        paths[name].write_text("".join(lines))
+    return paths
+
+
+def has_filler(text):
+    return any(filler in text for filler in FILLERS)
+
+
+def training_seconds(rows):
+    """Of all stages of these rows of metrics but the evaluations."""
+    total = 0.0
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("seconds/") and key != "seconds/evaluate":
+                total += value
+    return total
 
 
 def measure(folder, before=False):
     """{title: value} of a finished run, or before its first step. Sums, strings: greedy answers."""
-    config, rows = common.read_config(folder)["config"], common.read(folder)
-    row, steps = (rows[0], 0) if before else (rows[-1], config["steps"])
-    answers = [a for a in common.read(folder, "eval.jsonl") if a["step"] == steps]
-    texts = [answer["completion"] for answer in answers if answer["set"] == "arithmetic"]
+    config = common.read_config(folder)["config"]
+    rows = common.read(folder)
+    steps = 0 if before else config["steps"]
+    row = rows[0] if before else rows[-1]
+    texts = []
+    for answer in common.read(folder, "eval.jsonl"):
+        if answer["step"] == steps and answer["set"] == "arithmetic":
+            texts.append(answer["completion"])
     return {
         "sums": row["eval/arithmetic/accuracy"],
         "format": fmean(format_reward(texts)),
-        "with fillers": fmean(any(f in text for f in FILLERS) for text in texts),
+        "with fillers": fmean(map(has_filler, texts)),
         "strings": row["eval/strings/accuracy"],
         "tokens": row["eval/arithmetic/length"],
         "samples": steps * config["prompts"] * config["samples"],
-        "seconds": sum(value for row in rows[:steps] for key, value in row.items()
-                       if key.startswith("seconds/") and key != "seconds/evaluate")}
+        "seconds": training_seconds(rows[:steps])}
 
 
 def report(folders, path):
     """Writes the table (.md) and the picture (.png). folders: {arm: [folder of each seed]}."""
-    found = {name: [measure(folder, before=True) for folder in folders[arm]]
-             for name, arm in (("base", "Zero"), ("student", "small-RL"))}
-    found |= {arm: [measure(folder) for folder in folders[arm]] for arm in SHOWN}
-    titles = list(found["base"][0])
-    lines, fig = [], figure(figsize=(11, 3.4))
-    panels = fig.subplots(1, 4, sharey=True)
-    for row, (arm, runs) in enumerate(found.items()):
-        lines.append([arm])
+    measured = {  # {arm: [{title: value} of each seed]}
+        "base": [measure(folder, before=True) for folder in folders["Zero"]],
+        "student": [measure(folder, before=True) for folder in folders["small-RL"]],
+    }
+    for arm in SHOWN:
+        measured[arm] = [measure(folder) for folder in folders[arm]]
+    titles = list(measured["base"][0])
+    lines = []
+    for arm, runs in measured.items():
+        line = [arm]
         for title in titles:
             values = [run[title] for run in runs]
             form = over_seeds.share if title in SHARES else "{:,.0f}".format
-            lines[-1].append(over_seeds.cell(values, form, " to "))
-            if title in SHARES:
-                mean, low, high = over_seeds.mean_interval(values)
-                axis = panels[SHARES.index(title)]
-                axis.barh(row, mean, color="C0", xerr=[[mean - low], [high - mean]])
+            line.append(over_seeds.cell(values, form, " to "))
+        lines.append(line)
+    draw(measured, f"{path}.png")
+    everyone = [common.read_config(folder) for folder in sum(folders.values(), [])]
+    table = common.table(["arm", *titles], lines)
+    common.write(path, f"{table}\n\n{common.describe(everyone)}", measured)
+
+
+def draw(measured, path):
+    """A panel for each of SHARES, with a bar and its interval for each arm."""
+    fig = figure(figsize=(11, 3.4))
+    panels = fig.subplots(1, 4, sharey=True)
     for axis, title in zip(panels, SHARES):
-        axis.set(title=title, xlim=(0, 1), yticks=range(len(found)), yticklabels=found)
+        axis.set(title=title, xlim=(0, 1), yticks=range(len(measured)), yticklabels=measured)
+        for row, runs in enumerate(measured.values()):
+            values = [run[title] for run in runs]
+            mean, low, high = over_seeds.mean_interval(values)
+            axis.barh(row, mean, color="C0", xerr=[[mean - low], [high - mean]])
     panels[0].invert_yaxis()
-    fig.savefig(f"{path}.png", dpi=144)
-    about = common.describe([common.read_config(f) for of in folders.values() for f in of])
-    common.write(path, common.table(["arm", *titles], lines) + f"\n\n{about}", found)
+    fig.savefig(path, dpi=144)
 
 
 def commands(seed, out, files):
     """{arm: its command as a list} for a seed."""
-    places = files | {arm: out / f"{arm}-{seed}" for arm in ARMS}
-    places |= {model: out / model for model in ("base", "student")}
+    places = files | {"base": out / "base", "student": out / "student"}
+    for arm in ARMS:
+        places[arm] = out / f"{arm}-{seed}"
     quoted = {name: shlex.quote(str(path)) for name, path in places.items()}  # may have blanks
-    found = {}
+    command_of = {}
     for arm, (start, command) in ARMS.items():
-        words = f"{command} {SAME} --model {start}" + (f" {TEST}" if arm in SHOWN else "")
+        words = f"{command} {SAME} --model {start}"
+        if arm in SHOWN:
+            words += f" {TEST}"
         script, *flags = shlex.split(words.format(**quoted))
-        found[arm] = [sys.executable, "-m", common.module(script), *flags]
-    return found
+        command_of[arm] = [sys.executable, "-m", common.module(script), *flags]
+    return command_of
 
 
 def main(argv):
@@ -187,10 +236,12 @@ def main(argv):
     for name, layers in (("base", (0, 1, 2, 3)), ("student", (0, 3))):
         if not (out / name / "tokenizer.json").exists():
             make_base(out / name, layers)
-    files, folders = write_data(out), {}
+    files = write_data(out)
+    folders = {}  # {arm: [folder of each seed]}
     for seed in args.seeds:
-        for arm, own in over_seeds.run_all(commands(seed, out, files), [seed], out).items():
-            folders.setdefault(arm, []).extend(own)
+        of_seed = over_seeds.run_all(commands(seed, out, files), [seed], out)
+        for arm, paths in of_seed.items():
+            folders.setdefault(arm, []).extend(paths)
     if len(args.seeds) > 1:  # an interval needs two
         report(folders, out / "r1")
 

@@ -1,7 +1,11 @@
 """A real model: does RL teach, or bring out what many samples already hold?"""
 from learn.lab import lab
 
-KEYS = {"pass@1": "eval/mean@128"} | {f"pass@{k}": f"eval/pass@{k}" for k in (8, 32, 128)}
+MEASURES = {}
+for title, key in (("pass@1", "eval/mean@128"), ("pass@8", "eval/pass@8"),
+                   ("pass@32", "eval/pass@32"), ("pass@128", "eval/pass@128")):
+    MEASURES[f"{title} before"] = lab.at(key, 0), lab.share
+    MEASURES[title] = lab.at(key, -1), lab.share
 
 FINDING = lab.Finding(
     claim="After RL a model is better than before at small k of pass@k (k = 1), and worse at large "
@@ -13,8 +17,7 @@ FINDING = lab.Finding(
     arms={"RL, larger numbers": "nano_rlvr.py --rewards examples/products.py:right"},
     # on the task itself, 128 samples of the untrained model would hit nearly every answer
     flags="--eval_data examples/products.py:larger --eval_n 128 --eval_size 32",
-    measures={f"{title}{when}": (lab.at(key, step), lab.share) for title, key in KEYS.items()
-              for when, step in ((" before", 0), ("", -1))},
+    measures=MEASURES,
     panels=lab.SAMPLES | {"pass@128": "eval/pass@128"})
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def train(run, questions):
     cfg = run.cfg
     examples = run.train_set[:questions]
     prompts = [example["prompt_ids"] for example in examples]
-    seeds = [request_seed(cfg.seed, "rejection", i) for i in range(questions)]
+    seeds = [request_seed(cfg.seed, "rejection", number) for number in range(questions)]
     nr.sync_weights(run.policy, run.llm)  # wakes vLLM
     rollouts = run.sample(
         run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
@@ -30,7 +30,8 @@ def train(run, questions):
     run.llm.sleep()
     nr.score(rollouts, examples, run.verifier)
     lines = []
-    for example, group in zip(examples, nr.in_groups(rollouts, cfg.samples)):
+    groups = nr.in_groups(rollouts, cfg.samples)
+    for example, group in zip(examples, groups):
         texts = {r.text for r in group if is_good(r)}
         for text in sorted(texts):
             row = {"question": example["question"], "completion": text}
@@ -44,5 +45,5 @@ def train(run, questions):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--questions", type=int, default=256)
-    own, argv = parser.parse_known_args()
-    nr.main(argv, lambda run: train(run, own.questions))
+    args, argv = parser.parse_known_args()
+    nr.main(argv, lambda run: train(run, args.questions))

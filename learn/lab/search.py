@@ -17,17 +17,29 @@ def main(rows):
     """(greedy answers that are right, worked-out ones that are more probable, right answers if the
     more probable one of the two is taken)"""
     tokenizer = AutoTokenizer.from_pretrained(common.TINY)
-    model, found = AutoModelForCausalLM.from_pretrained(common.TINY, dtype=torch.float32), []
+    model = AutoModelForCausalLM.from_pretrained(common.TINY, dtype=torch.float32)
+    counts = [0, 0, 0]
     for row in rows:
-        prompt, answer = data.encode(row, tokenizer, "chat"), f"<answer>{row['answer']}</answer>"
-        best = "<think>" + "\n".join(worked(row["question"])[0]) + f"</think>{answer}"
-        best = [*prompt, *tokenizer.encode(best), tokenizer.eos_token_id]
-        [greedy] = model.generate(torch.tensor([prompt]), max_new_tokens=96, do_sample=False)
-        logp = [-model(x[None], labels=x[None]).loss * (len(x) - 1)  # of prompt and completion
-                for x in (greedy, torch.tensor(best))]
-        right = answer in tokenizer.decode(greedy)
-        found.append((right, more := bool(logp[1] > logp[0] + 1e-4), right or more))
-    return [sum(column) for column in zip(*found)]
+        prompt = data.encode(row, tokenizer, "chat")
+        answer = f"<answer>{row['answer']}</answer>"
+        steps, _ = worked(row["question"])
+        text = "<think>" + "\n".join(steps) + f"</think>{answer}"
+        ids = [*prompt, *tokenizer.encode(text), tokenizer.eos_token_id]
+        best = torch.tensor(ids)  # (T,)
+        prompts = torch.tensor([prompt])  # (1, T of the prompt)
+        [greedy] = model.generate(prompts, max_new_tokens=96, do_sample=False)
+        is_right = answer in tokenizer.decode(greedy)
+        is_beaten = bool(log_prob(model, best) > log_prob(model, greedy) + 1e-4)
+        counts[0] += is_right
+        counts[1] += is_beaten
+        counts[2] += is_right or is_beaten
+    return counts
+
+
+def log_prob(model, ids):
+    """() of all tokens (T,) but the first: the prompt is the same in both, and cancels."""
+    loss = model(ids[None], labels=ids[None]).loss  # ()
+    return -loss * (len(ids) - 1)
 
 
 if __name__ == "__main__":

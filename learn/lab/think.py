@@ -19,7 +19,8 @@ MODES = ("think", "no_think")
 
 def rows(split, size, seed, modes, **columns):
     """Yields sums with the modes in turn."""
-    for number, example in enumerate(generate(arithmetic, split, size, seed)):
+    examples = generate(arithmetic, split, size, seed)
+    for number, example in enumerate(examples):
         mode = modes[number % len(modes)]
         question = f"{example['question']} /{mode}"
         yield example | columns | {"question": question, "mode": mode}
@@ -50,12 +51,15 @@ def obeys(text, mode):
     thinking = re.match(r"<think>(.*?)</think>", text, re.DOTALL)
     if thinking is None:
         return False
-    return (thinking[1].strip() != "") == (mode == "think")
+    thinks = bool(thinking[1].strip())
+    return thinks == (mode == "think")
 
 
 @each
 def obeyed_and_right(text, answer, mode):
-    return float(obeys(text, mode) and is_right(text, answer))
+    if not obeys(text, mode):
+        return 0.0
+    return float(is_right(text, answer))
 
 
 @each
@@ -70,8 +74,10 @@ def with_budget(llm, prompts, n, temperature, max_tokens, seeds=None, examples=(
     groups = nr.in_groups(rollouts, n)
     budgets = [example.get("budget") for example in examples]
     for budget in {*budgets} - {None}:
-        places = [i for i, own in enumerate(budgets) if own == budget]
-        cut = force_answers(llm, nr.flatten(groups[i] for i in places), budget)
-        for i, group in zip(places, nr.in_groups(cut, n)):
-            groups[i] = group
+        places = [place for place, limit in enumerate(budgets) if limit == budget]
+        chosen = nr.flatten(groups[place] for place in places)
+        answered = force_answers(llm, chosen, budget)
+        new_groups = nr.in_groups(answered, n)
+        for place, group in zip(places, new_groups):
+            groups[place] = group
     return nr.flatten(groups)
