@@ -323,8 +323,6 @@ def load(source, split="train", size=0, seed=0, question_key="", answer_key=""):
             raise ValueError(f"{location}: {' '.join(str(e).split())}") from None
         if len(examples) == size:
             break
-    if not examples:
-        raise ValueError(f"{source}: no examples in it")
     return examples
 
 
@@ -396,20 +394,16 @@ def encode(example, tokenizer, template):
 def encode_chat(system, question, tokenizer):
     """Token ids of the tokenizer's own chat template. It sees one date on every day, because a
     resumed run must have the same prompts. Raises ValueError if there is no chat template, or if it
-    fails or leaves out a text."""
+    fails."""
     chat = [{"role": "user", "content": question}]
     if system:
         chat.insert(0, {"role": "system", "content": system})
-    advice = "use --template r1, qwen_math or none"
     try:
         text = tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime)
     except Exception as e:  # a template is a program: any type can come
-        raise ValueError(f"the chat template fails ({messages.first_line(e)}); {advice}") from e
-    for message in chat:
-        if message["content"].strip() not in text:
-            raise ValueError(f"the chat template omits the message of the {message['role']}; "
-                             f"{advice}")
+        raise ValueError(f"the chat template fails ({messages.first_line(e)}); use --template r1, "
+                         "qwen_math or none") from e
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the text has its BOS
 
 
@@ -557,13 +551,8 @@ def note_control_tokens(examples, tokenizer, notify):
 
 def fitting(kind, examples, cfg, tokenizer, at_least, notify):
     """The examples with `prompt_ids` of at most --max_prompt tokens. kind: for messages."""
-    from runtime.memory import empty_model  # late: it imports torch
-    vocabulary = empty_model(cfg.model, cfg.trust_remote_code).config.get_text_config().vocab_size
     for example in with_bar(examples, f"{kind} prompts"):
-        ids = example["prompt_ids"] = encode(example, tokenizer, cfg.template)
-        if max(ids, default=0) >= vocabulary:
-            raise ValueError(f"--model {cfg.model}: its vocabulary of {vocabulary} has no token "
-                             f"{max(ids)}: is this another model's tokenizer?")
+        example["prompt_ids"] = encode(example, tokenizer, cfg.template)
     kept = [example for example in examples if len(example["prompt_ids"]) <= cfg.max_prompt]
     limit = f"--max_prompt {cfg.max_prompt}"
     if len(kept) < at_least:

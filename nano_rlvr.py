@@ -47,10 +47,10 @@ from runtime.checkpoint import Checkpoints, claim_folder
 from runtime.engine import Sampler
 from runtime.head import HeadLogps
 from runtime.log import Log
-from runtime.model import (WithoutAdapters, choose_layout, load_model, load_tokenizer,
-                           logit_factor_and_cap, on_device)
+from runtime.model import choose_layout, load_model, load_tokenizer, logit_factor_and_cap
 from runtime.stats import timed
 from runtime.sync import SentWeights
+from runtime.trainer import WithoutAdapters, on_device
 
 # ------------------------------------------------------------------------------------------ config
 

@@ -7,8 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from runtime.records import read  # noqa: F401
-from runtime.report.curve import series  # noqa: F401
+from runtime.records import read, series  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench/results"

@@ -17,7 +17,7 @@ import nano_rlvr as nr
 from runtime import ranks, trainer
 from runtime.batch import flatten
 from runtime.messages import RunError
-from runtime.model import on_device
+from runtime.trainer import on_device
 
 
 def token_advantages(policy, teacher, rollouts, prefix, cfg):

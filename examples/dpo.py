@@ -22,7 +22,7 @@ import nano_rlvr as nr
 from runtime import ranks, stats, trainer
 from runtime.batch import flatten
 from runtime.messages import RunError
-from runtime.model import on_device
+from runtime.trainer import on_device
 
 # with other values the gradient is not that of DPO's loss
 FIXED = {

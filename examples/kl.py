@@ -26,7 +26,7 @@ import nano_rlvr as nr
 from runtime import ranks, trainer
 from runtime.batch import flatten
 from runtime.messages import RunError
-from runtime.model import on_device
+from runtime.trainer import on_device
 
 ESTIMATORS = {  # (logp, ref, ratio), each (R,), -> (R,)
     "k1": lambda logp, ref, ratio: logp - ref,

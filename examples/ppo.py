@@ -31,7 +31,7 @@ import torch
 import nano_rlvr as nr
 from runtime import ranks, trainer
 from runtime.messages import RunError
-from runtime.model import on_device
+from runtime.trainer import on_device
 
 
 def gae(rewards, values, gamma=1.0, lam=1.0):

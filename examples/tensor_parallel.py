@@ -33,13 +33,13 @@ class SharedEngine(nr.Sampler):
             disable_custom_all_reduce=True,
             max_num_seqs=sequences,
             process=self.gather(os.getpid())[0])
-        of_shard = sync.own_checksums
+        of_shard = sync.vllm_checksums
 
-        def own_checksums(model, sent):
+        def vllm_checksums(model, sent):
             shards = self.gather(of_shard(model, sent))
             return of_engine(shards, sent)
 
-        sync.own_checksums = own_checksums
+        sync.vllm_checksums = vllm_checksums
 
     def gather(self, item):
         """The items of the ranks that share this engine. Collective among them."""
@@ -69,7 +69,7 @@ class SharedEngine(nr.Sampler):
 
 
 def of_engine(shards, sent):
-    """sync.own_checksums of each shard -> of the whole engine, as if it were on one rank.
+    """sync.vllm_checksums of each shard -> of the whole engine, as if it were on one rank.
 
     The checksums of shards add up. Of what several ranks have a copy, all copies but one are
     subtracted: every rank has a whole norm. If there are few key heads, several ranks have the same

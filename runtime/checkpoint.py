@@ -23,9 +23,7 @@ from safetensors.torch import load_file, save_file
 from runtime import memory, ranks, trainer
 from runtime.memory import ModelShape
 from runtime.messages import RunError, first_line
-from runtime.model import is_finite
-from runtime.records import replaced, sha256, sync_file
-from runtime.report.curve import series
+from runtime.records import replaced, series, sha256, sync_file
 
 _held = []  # the open file whose lock this process holds
 
@@ -172,6 +170,11 @@ class Checkpoints:
 
 
 # ---- files
+
+def is_finite(weight):
+    """Whether all numbers are finite. The sum, which is tried first, needs no memory."""
+    return weight.sum().isfinite() or weight.isfinite().all()
+
 
 def on_disk(folder):
     """{step: folder} of the checkpoints of a run, oldest first. A folder step-007 is none."""

@@ -12,8 +12,7 @@ from runtime import memory, ranks, stop
 from runtime.batch import Rollout, collate, flatten
 from runtime.memory import ModelShape
 from runtime.messages import RunError
-from runtime.model import on_device
-from runtime.trainer import adamw_states
+from runtime.trainer import adamw_states, on_device
 from runtime.verify.user_code import load, user_error
 
 MOST_SKIPPED = 3  # steps in a row
@@ -231,17 +230,26 @@ def load_rollout(spec):
             if isinstance(e, RunError) or memory.is_out_of_memory(e) or stop.is_lost_rank(e):
                 raise
             raise RunError(f"--rollout {spec}: {user_error(e, spec)}") from e
-        if not isinstance(rollouts, list) or len(rollouts) != len(prompts) * n:
-            raise RunError(f"--rollout {spec}: it must return a list of {n} Rollouts for each of "
-                           f"{len(prompts)} prompts, not {rollouts!r:.60}")
         vocabulary = llm.llm_engine.model_config.get_vocab_size()
-        for i, r in enumerate(rollouts):
-            if problem := misfit(r, prompts[i // n], vocabulary, max_tokens):
-                raise RunError(f"--rollout {spec}: Rollout {i} does not fit: {problem}")
+        problem = first_misfit(rollouts, prompts, n, vocabulary, max_tokens)
+        if problem:
+            raise RunError(f"--rollout {spec}: {problem}")
+        for r in rollouts:
             r.advantages = [0.0] * len(r.completion)  # which may have grown since it was made
         return rollouts
 
     return sample
+
+
+def first_misfit(rollouts, prompts, n, vocabulary, max_tokens):
+    """What is wrong with the result of a user's function, in words; "" if nothing."""
+    if not isinstance(rollouts, list) or len(rollouts) != len(prompts) * n:
+        return (f"it must return a list of {n} Rollouts for each of {len(prompts)} prompts, not "
+                f"{rollouts!r:.60}")
+    for i, r in enumerate(rollouts):
+        if problem := misfit(r, prompts[i // n], vocabulary, max_tokens):
+            return f"Rollout {i} does not fit: {problem}"
+    return ""
 
 
 def misfit(r, prompt, vocabulary, max_tokens):

@@ -20,10 +20,10 @@ from runtime.batch import flatten
 from runtime.card import write_card
 from runtime.flags import ROUNDING
 from runtime.messages import RunError, first_line, plain
-from runtime.records import STAGES, stage_seconds, sync_file
+from runtime.records import STAGES, peak, stage_seconds, sync_file
 from runtime.report import curve, page, tokens
 from runtime.report.text import evaluation_text
-from runtime.stats import peak, timed
+from runtime.stats import timed
 from runtime.trainer import rollout_logps, token_logps
 
 LOGS = ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl")  # one JSON object per line
@@ -75,18 +75,16 @@ class Log:
         from tqdm import tqdm
         curve.figure()  # a broken matplotlib: now, and not at the end of the run
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.about = self._describe(plan or {})  # the content of config.json
+        self.start = self._describe(plan or {})  # the content of config.json
         self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
         if cfg.wandb != "off":
             import wandb
             try:
-                if cfg.wandb == "online" and not wandb.login(prompt=False):
-                    raise wandb.errors.UsageError("no API key: `wandb login` or WANDB_API_KEY")
                 os.environ.setdefault("WANDB_PROJECT", "nano_rlvr")  # wandb reads it
                 self.wandb = wandb
                 wandb.init(
-                    name=cfg.name, id=self.about["wandb_id"], resume="allow", dir=self.folder,
-                    mode=cfg.wandb, config=self.about["config"])
+                    name=cfg.name, id=self.start["wandb_id"], resume="allow", dir=self.folder,
+                    mode=cfg.wandb, config=self.start["config"])
             except wandb.errors.Error as e:  # no key, a wrong one, no network
                 raise ValueError(f"--wandb {cfg.wandb}: {first_line(e)}") from e
         self.say(f"{cfg.model}, task {cfg.data or cfg.task}: {cfg.steps} steps of {cfg.prompts} "
@@ -99,14 +97,14 @@ class Log:
         start = {"command": command, "world": ranks.world_size(), "memory plan": plan}
         start |= provenance()
         config = dataclasses.asdict(self.cfg)
-        about = {"config": config, **start, "wandb_id": os.urandom(4).hex()}
+        content = {"config": config, **start, "wandb_id": os.urandom(4).hex()}
         path = self.folder / "config.json"
         if self.cfg.resume and path.exists():
             before = json.loads(path.read_text())
-            about |= before
-            about["config"] = config
-            about["memory plan"] = plan
-            about["resumed"] = [*before.get("resumed", []), start]
+            content |= before
+            content["config"] = config
+            content["memory plan"] = plan
+            content["resumed"] = [*before.get("resumed", []), start]
             now = config | start
             then = before["config"] | before
             changed = [name for name in sorted(ROUNDING) if now[name] != then.get(name)]
@@ -114,8 +112,8 @@ class Log:
                 print(f"note: other {', '.join(changed)} than before: "
                       "from here the run is equal only up to rounding")
         with records.replaced(path) as part:
-            part.write_text(json.dumps(about, indent=1))
-        return about
+            part.write_text(json.dumps(content, indent=1))
+        return content
 
     def sizes(self):
         """{file: bytes} of the logs, which are then on the disk."""
@@ -237,11 +235,12 @@ class Log:
                            f"the update, peak memory {peak(self.rows):.2f} GiB")
         for name in "curve.png", "report.html":
             page.write([self.folder], self.folder / name)
-        final, about = self.folder / "final", "the numbers: docs/metrics.md"
+        final = self.folder / "final"
+        advice = "the numbers: docs/metrics.md"
         if final.exists():
-            write_card(final, self.cfg, self.tokenizer, self.about, self.rows)
-            about = f"python -m examples.chat {self.folder}; more: docs/after_the_run.md; {about}"
+            write_card(final, self.cfg, self.tokenizer, self.start, self.rows)
+            advice = f"python -m examples.chat {self.folder}; more: docs/after_the_run.md; {advice}"
         self.bar.close()
-        print(f"next: open {self.folder / 'report.html'}; {about}")
+        print(f"next: open {self.folder / 'report.html'}; {advice}")
         if self.wandb:
             self.wandb.finish()

@@ -1,4 +1,4 @@
-"""Tokenizer and model of the trainer, torch.compile, the reference's way to the GPU, LoRA."""
+"""What the trainer starts with: tokenizer, model, layout, torch.compile, LoRA's adapters."""
 import contextlib
 import dataclasses
 import os
@@ -9,7 +9,7 @@ import torch
 from runtime import ranks
 from runtime.batch import packed_attention
 from runtime.memory import ModelShape, empty_model
-from runtime.messages import RunError, first_line, hub_answers
+from runtime.messages import first_line, hub_answers
 
 CPU_HEADS = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512  # sizes that vLLM has kernels for
 CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma 2; RecurrentGemma
@@ -128,8 +128,7 @@ def choose_layout(cfg):
 
 def load_model(cfg):
     """The causal language model in cfg.dtype on the CPU, with packed attention or, in the layout
-    `rows`, with the library's own; with lora_rank its weights are frozen and adapters are added.
-    Raises RunError for NaN or infinite weights."""
+    `rows`, with the library's own; with lora_rank its weights are frozen and adapters are added."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     AttentionInterface.register("packed", packed_attention)
     attention = "packed"
@@ -140,10 +139,6 @@ def load_model(cfg):
     model = AutoModelForCausalLM.from_pretrained(
         cfg.model, dtype=getattr(torch, cfg.dtype), attn_implementation=attention,
         use_safetensors=True, trust_remote_code=cfg.trust_remote_code)
-    for name, weight in model.named_parameters():
-        if not is_finite(weight):
-            raise RunError(f"--model {cfg.model}: its weights have NaN or infinite values, first "
-                           f"in {name}: the file is damaged, or its training diverged")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):  # GPT-2: log-probs must not be random
             module.p = 0.0
@@ -178,26 +173,6 @@ def compile_layers(model, **options):
         "--compile off a run starts at once, and a step takes longer")
 
 
-def is_finite(weight):
-    """Whether all numbers are finite. The sum, which is tried first, needs no memory."""
-    return weight.sum().isfinite() or weight.isfinite().all()
-
-
-@contextlib.contextmanager
-def on_device(model):
-    """Moves a module to the GPU: for this block or, if it has stays_on_gpu, for good. In host
-    memory its weights are pinned: the GPU reads them several times as fast."""
-    returning = [] if getattr(model, "stays_on_gpu", False) else list(model.parameters())
-    for p in returning:
-        if torch.cuda.is_available() and not p.is_pinned():
-            p.data = p.data.pin_memory()
-    in_host_memory = [p.data for p in returning]
-    model.to(ranks.device())
-    yield
-    for p, data in zip(returning, in_host_memory):
-        p.data = data
-
-
 # ---- low-rank adapters (LoRA, arXiv:2106.09685) with peft: r * (a + b) numbers per matrix (a, b)
 
 def add_adapters(model, rank):
@@ -206,33 +181,3 @@ def add_adapters(model, rank):
     from peft import LoraConfig, inject_adapter_in_model
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"),
                             model.requires_grad_(False))
-
-
-class WithoutAdapters(torch.nn.Module):
-    """The reference of a LoRA run: the policy (a TokenLogps) with its adapters switched off."""
-
-    def __init__(self, policy):
-        from peft.tuners.tuners_utils import BaseTunerLayer
-        super().__init__()
-        self.policy = [policy]  # in a list: the policy's parameters are not those of this module
-        self.layers = [module for module in policy.modules() if isinstance(module, BaseTunerLayer)]
-
-    def forward(self, batch):
-        for layer in self.layers:
-            layer.enable_adapters(False)
-        logp, entropy = self.policy[0](batch)  # (R,), (R,)
-        for layer in self.layers:
-            layer.enable_adapters(True)
-        return logp, entropy
-
-
-def merge_adapter(model, name, tensor):
-    """Yields (name, tensor) of a state-dict entry under the checkpoint's name. With LoRA: a copy to
-    which the adapter is added, and nothing for the adapter's own tensors."""
-    layer, base_layer, suffix = name.partition(".base_layer")
-    if base_layer and suffix == ".weight":
-        delta = model.get_submodule(layer).get_delta_weight("default").detach()
-        # one fp32 copy, with the sum in place: a checkpoint is made beside vLLM's KV cache
-        tensor = tensor.to(delta.device).to(torch.float32, copy=True).add_(delta).to(tensor.dtype)
-    if ".lora_" not in name:
-        yield layer + suffix, tensor

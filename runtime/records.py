@@ -1,4 +1,5 @@
-"""The files of a run: writing them safely and reading them. Importing this is quick."""
+"""The files of a run: writing them safely, reading them, and numbers of their rows. Importing this
+is quick."""
 import contextlib
 import hashlib
 import json
@@ -74,3 +75,38 @@ def stage_seconds(rows, stages=STAGES):
         for stage in stages:
             seconds += row.get(f"seconds/{stage}", 0.0)
     return seconds
+
+
+def peak(rows):
+    """Highest peak memory of all stages in these rows of metrics, in GiB."""
+    sizes = [0.0]
+    for row in rows:
+        sizes += [x for name, x in row.items() if name.startswith("memory/")]
+    return max(sizes)
+
+
+def series(rows, key):
+    """{step: value} of a metric, or of a function of a row, in rows of metrics.jsonl; no None."""
+    values = {}
+    for row in rows:
+        value = key(row) if callable(key) else row.get(key)
+        if value is not None:
+            values[row["step"]] = value
+    return values
+
+
+def points(rows, metric):
+    """[step, value, low, high] for each number of a metric; only an accuracy has an interval."""
+    low, high = {}, {}
+    if metric.endswith("accuracy"):
+        prefix = metric.removesuffix("accuracy")
+        low = series(rows, f"{prefix}low")
+        high = series(rows, f"{prefix}high")
+    numbers = []
+    for step, value in series(rows, metric).items():
+        if isinstance(value, (int, float)):  # a metric of the user may be text
+            lowest = low.get(step, value)
+            highest = high.get(step, value)
+            rounded = [float(f"{x:.4g}") for x in (value, lowest, highest)]
+            numbers.append([step, *rounded])
+    return numbers

@@ -44,8 +44,8 @@ def majority_vote(answers):
     >>> majority_vote([None, "4", "5", "5", None, None])
     2
     """
-    given = [answer for answer in answers if answer is not None]
-    return answers.index(mode(given)) if given else None
+    votes = [answer for answer in answers if answer is not None]
+    return answers.index(mode(votes)) if votes else None
 
 
 def pack_sums(loss, terms, batch, cfg):
@@ -142,14 +142,6 @@ def first_part(rollout):
 def is_right(rollout):
     """Whether the first reward function gave 1."""
     return first_part(rollout) == 1
-
-
-def peak(rows):
-    """Highest peak memory of all stages in these rows of metrics, in GiB."""
-    sizes = [0.0]
-    for row in rows:
-        sizes += [x for name, x in row.items() if name.startswith("memory/")]
-    return max(sizes)
 
 
 @contextlib.contextmanager

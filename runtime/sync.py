@@ -37,7 +37,8 @@ class SentWeights:
     All in one pass: ZeRO-3 gathers a tensor only for the moment in which vLLM takes it."""
 
     def __init__(self, named_weights):
-        self.named_weights, self.sent = named_weights, {}  # name -> elements, dtype, checksum
+        self.named_weights = named_weights
+        self.sent = {}  # name -> elements, dtype, checksum
 
     def __iter__(self):
         for name, tensor in self.named_weights:
@@ -50,59 +51,67 @@ class SentWeights:
         """Raises RunError if vLLM's weights are not those handed out; prints what it cannot see."""
         if not vllm_patches.fits("SentWeights.check", "vLLM's weights have no checksums"):
             return
-        for own in llm.apply_model(lambda model: own_checksums(model, self.sent)):
-            if problem := compare(own, self.sent):
+        for held in llm.apply_model(lambda model: vllm_checksums(model, self.sent)):
+            if problem := compare(held, self.sent):
                 raise RunError(
                     f"after the sync vLLM on rank {ranks.rank()} does not have the trainer's "
                     f"weights: {problem}. Do not trust this engine or what it samples.")
 
 
-def own_checksums(model, sent):
+def vllm_checksums(model, sent):
     """What this rank's vLLM has: {parameter: (names of its parts in `sent`, elements, checksum)}.
 
     The parts are those of a fused parameter, or itself; none if one of them was not sent. If a
     kernel has repacked it: 0 elements."""
-    own, fused = {}, getattr(model, "packed_modules_mapping", {})
+    held = {}
+    fused = getattr(model, "packed_modules_mapping", {})  # "qkv_proj": ["q_proj", "k_proj", ...]
     for name, parameter in model.named_parameters():  # each storage once
         if EXPERTS in name:
             continue
         path, _, suffix = name.rpartition(".")
         parent, _, last = path.rpartition(".")
-        parts = [name] if name in sent else [  # "qkv_proj": ["q_proj", "k_proj", ...]
-            f"{parent}.{part}.{suffix}" for part in fused.get(last, ())]
+        parts = [name]
+        if name not in sent:
+            parts = [f"{parent}.{part}.{suffix}" for part in fused.get(last, ())]
         if not parts or not set(parts) <= sent.keys():
-            own[name] = [], 0, 0
+            held[name] = [], 0, 0
             continue
         if indices := getattr(model.get_submodule(path), "shard_indices", None):
             parameter = parameter[:indices.num_org_elements]  # the rows after it are padding
         # in the trainer's type: exact if vLLM's is the same or wider
         parameter = parameter.to(sent[parts[0]].dtype)
-        own[name] = parts, parameter.numel(), checksum(parameter).item()
-    return own
+        held[name] = parts, parameter.numel(), checksum(parameter).item()
+    return held
 
 
-def compare(own, sent):
+def compare(held, sent):
     """What is wrong with vLLM's weights, in one line, or "". A parameter must have its parts' sum.
-    own: see own_checksums. seen: parts in own; visible: compared"""
-    wrong, seen, visible = [], set(), set()
-    for name, (parts, elements, total) in own.items():
+    held: see vllm_checksums."""
+    wrong = []
+    seen = set()  # names of parts in `held`
+    visible = set()  # those that are compared
+    for name, (parts, elements, total) in held.items():
         seen |= set(parts)
         if parts and not elements:  # repacked
             continue
-        of_parts = [sent[part] for part in parts]
-        if (not parts or elements != sum(x.elements for x in of_parts)
-                or (total - sum(x.checksum for x in of_parts)) % 2**64):
+        elements_sent = sum(sent[part].elements for part in parts)
+        total_sent = sum(sent[part].checksum for part in parts)
+        if not parts or elements != elements_sent or (total - total_sent) % 2**64:
             wrong.append(name)  # also if it was not sent
         visible |= set(parts)
     known = {(sent[name].elements, sent[name].checksum) for name in visible}
-    wrong += [name for name, x in sent.items() if name not in seen and EXPERTS not in name
-              and (x.elements, x.checksum) not in known]  # a tied weight is sent twice
+    repacked = seen - visible
+    hidden = 0  # elements
+    for name, weight in sent.items():
+        if EXPERTS in name or name in repacked:
+            hidden += weight.elements
+        elif name not in seen and (weight.elements, weight.checksum) not in known:
+            wrong.append(name)  # a tied weight, which is sent twice, is known
     if wrong:
         return (f"{', '.join(wrong[:3])} differ or are missing ({len(wrong)} in all; "
                 f"{len(visible)} tensors were compared)")
     compared = sum(sent[name].elements for name in visible)
-    if hidden := sum(x.elements for name, x in sent.items()
-                     if name in seen - visible or EXPERTS in name):
+    if hidden:
         ranks.print_each_once(
             f"note: checksums see {compared:,} of {compared + hidden:,} weights of vLLM on this "
             "device, log-probs check the others (normal on a CPU)")

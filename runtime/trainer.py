@@ -1,9 +1,10 @@
-"""DeepSpeed's engine: weights, AdamW's state, log-probs of rollouts."""
+"""The models in a step: weights, AdamW's state, adapters, ways to the GPU, log-probs."""
+import contextlib
+
 import torch
 
 from runtime import ranks
 from runtime.batch import collate, pack_evenly
-from runtime.model import merge_adapter
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")  # per trained parameter: weights, first and second moment
 
@@ -25,6 +26,18 @@ def named_weights(engine):
         with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_id")):
             merged = dict(merge_adapter(model, name, tensor.detach()))
             yield from revert_weight_conversion(model, merged).items()
+
+
+def merge_adapter(model, name, tensor):
+    """Yields (name, tensor) of a state-dict entry under the checkpoint's name. With LoRA: a copy to
+    which the adapter is added, and nothing for the adapter's own tensors."""
+    layer, base_layer, suffix = name.partition(".base_layer")
+    if base_layer and suffix == ".weight":
+        delta = model.get_submodule(layer).get_delta_weight("default").detach()
+        # one fp32 copy, with the sum in place: a checkpoint is made beside vLLM's KV cache
+        tensor = tensor.to(delta.device).to(torch.float32, copy=True).add_(delta).to(tensor.dtype)
+    if ".lora_" not in name:
+        yield layer + suffix, tensor
 
 
 def trained_parameters(engine):
@@ -64,6 +77,41 @@ def set_tensor(p, kind, value):
         p.copy_(value)
 
 
+@contextlib.contextmanager
+def on_device(model):
+    """Moves a module to the GPU: for this block or, if it has stays_on_gpu, for good. In host
+    memory its weights are pinned: the GPU reads them several times as fast."""
+    returning = [] if getattr(model, "stays_on_gpu", False) else list(model.parameters())
+    for p in returning:
+        if torch.cuda.is_available() and not p.is_pinned():
+            p.data = p.data.pin_memory()
+    in_host_memory = [p.data for p in returning]
+    model.to(ranks.device())
+    yield
+    for p, data in zip(returning, in_host_memory):
+        p.data = data
+
+
+# ---- low-rank adapters: see add_adapters in runtime/model.py
+
+class WithoutAdapters(torch.nn.Module):
+    """The reference of a LoRA run: the policy (a TokenLogps) with its adapters switched off."""
+
+    def __init__(self, policy):
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        super().__init__()
+        self.policy = [policy]  # in a list: the policy's parameters are not those of this module
+        self.layers = [module for module in policy.modules() if isinstance(module, BaseTunerLayer)]
+
+    def forward(self, batch):
+        for layer in self.layers:
+            layer.enable_adapters(False)
+        logp, entropy = self.policy[0](batch)  # (R,), (R,)
+        for layer in self.layers:
+            layer.enable_adapters(True)
+        return logp, entropy
+
+
 def place_frozen_weights(engine, device=None):
     """With --lora_rank and --offload optimizer, moves the frozen weights: to the GPU, or `device`.
 
@@ -93,6 +141,8 @@ def wake(engine):
     """Once vLLM sleeps, the frozen weights come back."""
     place_frozen_weights(engine)
 
+
+# ---- log-probs of rollouts
 
 @torch.no_grad()
 def token_logps(model, rollouts, cfg):

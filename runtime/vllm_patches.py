@@ -114,8 +114,8 @@ SURFACE = {
 def find(place):
     """The module, class or object "module:name". Raises ImportError or AttributeError."""
     module, _, name = place.partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, name) if name else found
+    owner = importlib.import_module(module)
+    return getattr(owner, name) if name else owner
 
 
 def has(owner, entry):
@@ -124,8 +124,8 @@ def has(owner, entry):
     name, is_function, parameters = entry.rstrip(")").partition("(")
     if is_function:
         function = getattr(owner, name, None)
-        found = inspect.signature(function).parameters if function else [None]
-        return ", ".join(map(str, found)) == parameters
+        names = inspect.signature(function).parameters if function else [None]
+        return ", ".join(map(str, names)) == parameters
     for part in inspect.getmro(owner) if inspect.isclass(owner) else ():
         code = getattr(part.__init__, "__code__", None)
         if code and name in code.co_names or name in vars(part).get("__annotations__", ()):

@@ -57,9 +57,7 @@ def test_a_data_file_gives_examples_of_text_or_one_line_with_its_name(tmp_path, 
     path = tmp_path / f"a{kind}"
     path.write_bytes(content)
     with refusal(begins=str(path)):
-        examples = data.load(str(path), answer_key=key)
-        assert examples
-        for example in examples:
+        for example in data.load(str(path), answer_key=key):
             assert example["question"].strip() and example["question"].encode()
             if key != "none":
                 assert isinstance(example["answer"], str)

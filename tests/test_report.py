@@ -405,7 +405,7 @@ def test_wandb_online_with_a_wrong_key_is_refused_and_the_key_is_not_shown(
         group, monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    for key, says in (("", ".*no API key"), ("sentinel", "(?!.*sentinel).*must have 40")):
+    for key, says in (("", ".*No API key"), ("sentinel", "(?!.*sentinel).*must have 40")):
         monkeypatch.setenv("WANDB_API_KEY", key)
         with pytest.raises(ValueError, match=f"^--wandb online: {says}"):
             Log(make_config(out=str(tmp_path), name="run", wandb="online"), None)

@@ -210,7 +210,7 @@ def check_shards(models, weights):
     """What each rank says, once they have exchanged the checksums of their shards."""
     weights = SentWeights(weights.items())
     list(weights)
-    of_shards = [sync.own_checksums(part, weights.sent) for part in models]
+    of_shards = [sync.vllm_checksums(part, weights.sent) for part in models]
     return sync.compare(tensor_parallel.of_engine(of_shards, weights.sent), weights.sent)
 
 

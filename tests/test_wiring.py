@@ -294,7 +294,7 @@ def test_an_engine_has_the_sequences_and_the_cache_of_its_ranks(monkeypatch):
     assert (args["max_num_seqs"], args["kv_cache_memory_bytes"]) == (33, kv_cache)
     shared = tensor_parallel.SharedEngine
     with patched((torch.distributed, "new_subgroups", lambda n: (None, None)),
-                 (shared, "gather", lambda self, item: [item] * 2), (sync, "own_checksums", 0),
+                 (shared, "gather", lambda self, item: [item] * 2), (sync, "vllm_checksums", 0),
                  (nr, "Sampler", lambda cfg: shared(cfg, 2)),
                  (memory, "step_bytes", memory.step_bytes),  # to be restored
                  (memory, "kv_cache_bytes", memory.kv_cache_bytes)):

@@ -10,8 +10,8 @@ import re
 import time
 from pathlib import Path
 
-from runtime.records import STAGES, read, replaced, stage_seconds
-from runtime.report.curve import points, series, write_curve
+from runtime.records import STAGES, points, read, replaced, series, stage_seconds
+from runtime.report.curve import write_curve
 from runtime.report.tokens import shown
 
 TEMPLATE = Path(__file__).with_suffix(".html")

@@ -116,16 +116,16 @@ def option_of(tokens):
     """B, (B), (B) 42 or Option B as an option; None for others."""
     if typed(tokens[:1]).lower() in ("option", "choice"):
         tokens = tokens[1:]
-    found = re.match(r"\(([A-J])\)|([A-J])[).:]|([A-J])$", typed(tokens[:3]))
-    if not found:
+    letter = re.match(r"\(([A-J])\)|([A-J])[).:]|([A-J])$", typed(tokens[:3]))
+    if not letter:
         return None
-    text = tokens[len(found[0]):]
+    text = tokens[len(letter[0]):]
     has_others = re.search(r"[A-J][).:]", typed(text)) or text[1:] and text[-1] in LETTERS
     if has_others or {",", '"or', '"and'} & set(text):
         return None
     if re.match(r"[-+*/^_=<>,;!'(]", typed(text)):
         return None  # a formula with a letter
-    return Option(found[1] or found[2] or found[3], text)
+    return Option(letter[1] or letter[2] or letter[3], text)
 
 
 def is_product(answer):
@@ -254,13 +254,13 @@ def systems(values):
     if len(names) == 1:
         members = tuple(value.value for value in values)
         return values[0]._replace(value=Members(members))
-    found = [System((), ())]
+    members = [System((), ())]
     for name, value, _ in values:
-        if name in found[-1].names:
-            found.append(System((), ()))
-        names, others = found[-1]
-        found[-1] = System((*names, name), (*others, value))
-    return found[0] if len(found) == 1 else Members(tuple(found))
+        if name in members[-1].names:
+            members.append(System((), ()))
+        names, others = members[-1]
+        members[-1] = System((*names, name), (*others, value))
+    return members[0] if len(members) == 1 else Members(tuple(members))
 
 
 def read_item(tokens):

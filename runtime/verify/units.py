@@ -54,9 +54,9 @@ def read_unit(tokens):
     powers, last = {}, ""
     sign, power = 1, 1
     text = " ".join(tokens).replace('"mph', '"mi / "h')
-    for found in UNIT_WORD.finditer(text):
-        token, exponent = found.groups()
-        word = unit_of(token or found[0])
+    for match in UNIT_WORD.finditer(text):
+        token, exponent = match.groups()
+        word = unit_of(token or match[0])
         if word in ("/", "per"):
             sign = -1
         elif word in ("squared", "cubed") and last:
@@ -67,7 +67,7 @@ def read_unit(tokens):
             power *= int((exponent or "1").replace(" ", ""))
             powers[word] = powers.get(word, 0) + sign * power
             power, last = 1, word
-        elif token or found[0] not in "*().{}":
+        elif token or match[0] not in "*().{}":
             raise Unreadable(f"{word} is no unit")
     return factor, tuple(sorted(powers.items()))
 
