@@ -394,16 +394,20 @@ def encode(example, tokenizer, template):
 def encode_chat(system, question, tokenizer):
     """Token ids of the tokenizer's own chat template. It sees one date on every day, because a
     resumed run must have the same prompts. Raises ValueError if there is no chat template, or if it
-    fails."""
+    fails or leaves out a text."""
     chat = [{"role": "user", "content": question}]
     if system:
         chat.insert(0, {"role": "system", "content": system})
+    advice = "use --template r1, qwen_math or none"
     try:
         text = tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=True, strftime_now=TODAY.strftime)
     except Exception as e:  # a template is a program: any type can come
-        raise ValueError(f"the chat template fails ({messages.first_line(e)}); use --template r1, "
-                         "qwen_math or none") from e
+        raise ValueError(f"the chat template fails ({messages.first_line(e)}); {advice}") from e
+    for message in chat:  # some published templates have no place for a system message
+        if message["content"].strip() not in text:
+            raise ValueError(f"the chat template omits the message of the {message['role']}; "
+                             f"{advice}")
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the text has its BOS
 
 

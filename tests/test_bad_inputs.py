@@ -115,6 +115,7 @@ MODELS = [  # id, fault of a copy of the bundled model, a part of the line
     ("no tokenizer.json", lambda f: (f / "tokenizer.json").unlink(), "(ValueError: it has no"),
     ("a failing template", content(CHAT, "{{ messages[1] + 1 }}"), "template fails (Undefined"),
     ("no chat template", lambda f: (f / CHAT).unlink(), "chat_template is not set"),
+    ("no question", content(CHAT, "Hello"), "omits the message of the user; use --template"),
 ]
 
 

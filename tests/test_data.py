@@ -229,6 +229,10 @@ def test_a_system_prompt_is_a_message_of_a_chat_and_a_text_before_the_question_e
     for gap in None, float("nan"), "":  # a row without one, of a set with some
         gap = example | {"system_prompt": gap}
         assert tokenizer.decode(data.encode(gap, tokenizer, "none")) == "1+1"
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(ValueError, match="chat template omits the message of the system; use"):
+        data.encode(example, other, "chat")
 
 
 def test_questions_with_the_text_of_a_control_token_are_in_a_note(tmp_path, tokenizer):
