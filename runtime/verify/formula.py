@@ -102,6 +102,8 @@ GREEK = set(r"\alpha \beta \gamma \delta \epsilon \zeta \eta \theta \kappa \lamb
             r" \rho \sigma \tau \phi \chi \psi \omega \Gamma \Delta \Theta \Lambda \Xi \Pi \Sigma"
             r" \Phi \Psi \Omega \ell \hbar \partial".split())
 ACCENTS = set(r"\vec \hat \bar \overline \widehat \dot \ddot \tilde".split())
+ORDER = re.compile(r"\^\{\((\d|[kn])\)\}")  # of a derivative of one of these letters
+OFTEN_DERIVED = set("fghuyFGH")
 FIGURES = set(r"\angle \triangle \odot".split())  # ABC after them is one name, in this order
 CALLS = {
     "abs": abs, "floor": mp.floor, "ceil": mp.ceil, "exp": mp.exp, "ln": mp.ln,
@@ -144,6 +146,7 @@ CLEAN = (  # (pattern, replacement)
     (r"\^\s?\{?\s?((?:\\prime\s?)+)\}?", lambda m: "'" * m[1].count("p")),
     (r"\\(?:mathbb|Bbb)\s?\{?\s?([A-Z])\s?\}?", r"\\\1 "),
     (r"\*\*", "^"),
+    (r"(?<=[\d{])-to-(?=[\d}])", " to "),
     # as JSON, Python and calculators write numbers; 2e-5 may be Euler's number, 2e-05 is not
     (r"(?<![\w.)}])(\d+(?:\.\d+)?)[eE]\+?(-?\d{2,3}|\d)(?![\w.])", r"\1*10^{\2}"),
     (r"(?<![\w.)}])(1|\d+\.\d+)[eE](-\d)(?![\w.])", r"\1*10^{\2}"),
@@ -325,8 +328,9 @@ class Reader:
             return ("-", ZERO, self.factors())
         if self.accept("+"):
             return self.factors()
-        is_integer = self.next.isdigit()
+        first = self.next
         tree = self.power()
+        is_integer = first.isdigit() and tree[0] == "number"
         if is_integer and self.next.isdigit():
             top = self.number()
             self.expect("/")
@@ -340,11 +344,11 @@ class Reader:
 
     def is_factor(self):
         """Whether the next token may begin a factor. A number may not, as x2 is no product, but
-        (n-2) 2^n is one."""
+        (n-2) 2^n and 2!3! are."""
         if self.next == "|":
             return self.bars == 0
         if self.next[:1].isdigit():
-            return self.tokens[self.at - 1] == ")" or self.tokens[self.at + 1] == "^"
+            return self.tokens[self.at - 1] in (")", "!") or self.tokens[self.at + 1] == "^"
         return self.next in ATOMS or self.next.isalpha()
 
     def power(self):
@@ -483,7 +487,7 @@ class Reader:
         return [tree]
 
     def name(self, token):
-        r"""A letter with its index and dashes, \vec{a}, \angle ABC, f(x)."""
+        r"""A letter with its index and dashes, \vec{a}, \angle ABC, f(x), f^{(4)}."""
         name = token
         if token in ACCENTS:
             name += " " + self.raw_argument()
@@ -493,6 +497,10 @@ class Reader:
             name += self.take()
             if name[-1] == "_":
                 name += self.raw_argument()
+        order = ORDER.match(typed(self.tokens[self.at:self.at + 6]))
+        if order and token in OFTEN_DERIVED:
+            self.at += 6
+            name += "'" * int(order[1]) if order[1].isdigit() else f"'{order[1]}"
         if re.fullmatch(r"C_\d+", name) and self.next == "^":  # as in books of other countries
             self.take()
             return ("call", "binomial", ("number", Fraction(name[2:])), self.exponent())

@@ -11,7 +11,7 @@ the right column says.
     tuple     (1,2), a matrix            the same members in this order; (1,2) also as 1,2
     system    x=1,y=2                    the same value of each name; (1,2) has them in order
     range     [1,2), 1 \le x<2, x \ne 3  the same ends; (1,2) may be a range, too
-    ratio     3:4:5                      the same proportions
+    ratio     3:4:5                      the same proportions; beside it also 3 to 4 to 5
     text      n \text{ is even}, 25_8    the same words, and between them equal formulas
     option    (B) 42                     the same letter, with or without its text
 
@@ -21,6 +21,7 @@ cannot be read. A sentence can be said in other words, so it cannot be read as a
 "no solution" is the empty set, and "all real numbers" is a range.
 """
 import functools
+import itertools
 import re
 from collections import namedtuple
 from fractions import Fraction
@@ -46,7 +47,7 @@ LETTERS = "ABCDEFGHIJ"  # of options
 # golds of data sets that have none
 PLACEHOLDERS = set("proof proofs proven proved seeproof seesolution seeexplanation notfound n/a nan"
                    " noanswer notprovided notgiven notavailable null unknown tbd todo omitted"
-                   " missing".split())
+                   " missing noneprovided notspecified seebelow".split())
 
 
 @functools.lru_cache(1 << 14)  # the completions of a group often agree
@@ -332,7 +333,7 @@ def read_equation(sides):
         return Named(name, value, None)
 
 
-LETTER = r"(?:\\[a-z]+|[A-Za-z])(?:_\{?\w+\}?|'|\^\{-1\})*"
+LETTER = r"(?:\\[a-z]+|[A-Za-z])(?:_\{?\w+\}?|'|\^\{(?:-1|\([\dkn]\))\})*"
 NAME = re.compile(rf"[A-Z]{{2,4}}|\|[A-Za-z]{{1,2}}\||m?\\angle\{{?[A-Z\d]+\}}?"
                   rf"|{LETTER}\([A-Za-z\d,\\]*\)|\(({LETTER},)+{LETTER}\)")
 
@@ -696,10 +697,12 @@ def same_systems(gold, said):
     system, other = gold, said
     if isinstance(said, System):
         system, other = said, gold
+    letters = {name.partition("_")[0] for name in system.names}
+    if isinstance(other, Named) and {other.name} == letters:  # x=1,2 and x_1=1, x_2=2
+        other = other.value
     if not isinstance(other, (Tuple, Members)):
         return False
-    letters = {name.partition("_")[0] for name in system.names}
-    if isinstance(other, Members) and (other is gold or len(letters) == 1):  # x_1, x_2: the roots
+    if isinstance(other, Members) and (system is said or len(letters) == 1):  # x_1, x_2: the roots
         return same_members(Members(system.values), other)
     values = system.values
     if letters <= {"x", "y", "z"}:
@@ -771,8 +774,8 @@ def same_curves(gold, said):
         return formula.proportional(difference, other, positive=True)
     if formula.proportional(formula.numerator(difference), formula.numerator(other)):
         return True
-    if gold.left.plain:
-        return False
+    if gold.left.plain or said.left.plain:
+        return False  # 1=1 says nothing
     # (x+1)^2 = x^2+2x+1 holds always: side by side
     return same(gold.left, said.left) and same(gold.right, said.right)
 
@@ -850,17 +853,34 @@ def same_ratios(gold, said):
         return False
     if gold.is_time or said.is_time:
         return all(map(formula.equal, gold.parts, said.parts))
-    first, other_first = gold.parts[0], said.parts[0]
-    for part, other in zip(gold.parts, said.parts):
-        left, right = ("*", part, other_first), ("*", other, first)
+    columns = zip(gold.parts, said.parts)
+    for column, other in itertools.combinations(columns, 2):
+        a, b = column
+        c, d = other
+        left = ("*", a, d)
+        right = ("*", b, c)
         if not formula.equal(left, right):
             return False
-    return True
+    return not has_zeros_only(gold) and not has_zeros_only(said)
+
+
+def has_zeros_only(ratio):
+    """0:0 would be proportional to every ratio."""
+    return all(formula.equal(part, ZERO) for part in ratio.parts)
 
 
 def as_ratio(value):
+    """A number, or 3 to 2 in words, as a ratio. Two texts in words are never compared as ratios,
+    because 3 to 8 may be a range; 6 to 16 is another one."""
     if isinstance(value, Formula):
         return Ratio((value.tree, ONE), value.unit, False)
+    if isinstance(value, Text):
+        parts = value.parts[::2]
+        words = value.parts[1::2]
+        has_numbers = set(map(type, parts)) == {Formula}
+        if has_numbers and set(words) == {"to"} and len(parts) > len(words):
+            trees = [part.tree for part in parts]
+            return Ratio(tuple(trees), (), False)
     return value if isinstance(value, Ratio) else None
 
 
