@@ -85,10 +85,10 @@ def run_asserts(program, tests, seconds=4.0):
     >>> run_asserts("def f(a): return a + 1", ["assert f(2) == 3", "assert f(1) == 3"])
     [True, False]
     """
-    text = json.dumps(tests)
-    leetcode = re.search(r"\bSolution\b", text) is not None
+    leetcode = any(re.search(r"\bSolution\b", test) for test in tests)
     harness = Path(__file__).with_name("asserts.py").read_text() + f"main({leetcode})"
-    job = {"program": program, "harness": harness, "output": 0, "runs": [["", text]]}
+    job = {"program": program, "harness": harness, "output": 0,
+           "runs": [["", json.dumps(tests)]]}
     [[_, _, report]] = _run(job, seconds, check())
     return json.loads(report or "null") or [False] * len(tests)
 

@@ -240,6 +240,12 @@ def test_a_solution_has_the_names_that_leetcode_imports():
     assert jail.run_asserts(SOLUTION, right + wrong, 20) == [True] * 5 + [False] * 3
 
 
+def test_a_test_may_name_the_solution_at_the_beginning_of_a_line():
+    program = "class Solution:\n    def turn(self, nums: List[int]) -> None: nums.reverse()"
+    test = "nums = [1, 2]\nSolution().turn(nums)\nassert nums == [2, 1]"
+    assert jail.run_asserts(program, [test]) == [True]
+
+
 def test_a_name_of_the_program_goes_before_leetcodes_and_without_a_solution_there_are_none():
     program = "inf = 3\nclass Solution: f = inf\ndef root(x): return math.sqrt(x)"
     assert jail.run_asserts(program, ["assert Solution.f == 3"]) == [True]
