@@ -34,7 +34,7 @@ FAULTS = {  # what is replaced -> by what; the check that notices, its status, i
         lambda: [], "versions", "note", "torch is missing, pinned 2.*pip install --group cpu"),
     "runtime.memory.free_host_bytes": (
         lambda: 2 * GIB, "host", "note", "2.0 GiB of memory are free.*libraries take 3 GiB"),
-    "shutil.disk_usage": (lambda path: SimpleNamespace(free=2**20, total=2**26), "disk", "FAIL",
+    "shutil.disk_usage": (lambda path: SimpleNamespace(free=2**24, total=2**26), "disk", "FAIL",
                           "a checkpoint takes 0.01, and 4 must fit")}
 
 

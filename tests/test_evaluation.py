@@ -271,18 +271,20 @@ def test_the_first_evaluation_shows_prompts_and_answers_and_why_none_may_be_righ
         cfg=cfg, log=SimpleNamespace(say=said.append),
         llm=SimpleNamespace(get_tokenizer=lambda: tokenizer),
         eval_set=[{"prompt_ids": ids} for ids in prompts])
-    answer = {"completion": "I think " * 99, "parts": {"gsm8k": 0.0}, "right": False}
+    answer = {"completion": "I think " * 99 + "so.", "parts": {"gsm8k": 0.0}, "right": False}
     answers = [answer | {"finish": "length"}, answer | {"finish": "stop"},
                answer | {"finish": "stop", "completion": "<answer>3</answer>"},
                answer | {"finish": "stop", "parts": {"gsm8k": None}}]
     evaluation.first_look(run, answers)
     assert said[:2] == ["a prompt: '<|user|>1+1<|assistant|>'"] * 2
-    assert said[2].startswith("a completion (gsm8k 0.0): 'I think ") and "[...]" in said[2]
+    assert said[2].startswith("a completion (gsm8k 0.0): 'I think ")
+    assert " [...] " in said[2] and said[2].endswith("I think so.'")
     assert said[5:] == [f"no answer is right: {reason}" for reason in (
         f"25% were cut off at --max_tokens {cfg.max_tokens}",
         "75% mark no final answer: see --template",
         "25% have no reward: see --answer_key and --rewards",
         "--template none is not this model's chat format: try chat")]
     said.clear()
-    evaluation.first_look(run, [answer | {"finish": "length", "right": True}])
-    assert len(said) == 3  # two prompts and one completion
+    cut_off = answer | {"finish": "length"}
+    evaluation.first_look(run, [cut_off, cut_off | {"right": True}])
+    assert len(said) == 4  # two prompts and two completions, because one is right

@@ -261,7 +261,8 @@ class Device:
         sampled = [self.compute(self.requests[name], scheduled.num_scheduled_tokens[name])
                    for name in names]
         column = np.array([tokens or [0] for tokens in sampled]).reshape(-1, 1)  # (names, 1)
-        logps = (-1 / (1 + column)).astype(np.float32)
+        # far apart: their sum depends on the order, as it rounds
+        logps = -np.float32(1 + column) ** -7  # (names, 1)
         self.output = ModelRunnerOutput(
             names, {name: i for i, name in enumerate(names)}, sampled,
             LogprobsLists(column, logps, column[:, 0]))

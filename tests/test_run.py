@@ -32,6 +32,7 @@ def start(*argv, launcher=(sys.executable,), script=("nano_rlvr.py",)):
 def finish(process):
     output = process.communicate()[0]
     assert process.returncode == 0, output[-3000:]
+    return output
 
 
 def left_by(run):
@@ -45,9 +46,10 @@ def left_by(run):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run of two steps, without a break."""
+    """The folder of a run of two steps, without a break, and what the run has printed in it."""
     out = tmp_path_factory.mktemp("whole")
-    finish(start(*FLAGS, "--out", out))
+    printed = finish(start(*FLAGS, "--out", out))
+    (out / "run/printed").write_text(printed)
     return out / "run"
 
 
@@ -94,7 +96,7 @@ def test_an_asynchronous_step_asks_for_rollouts_of_the_weights_before_the_step_l
         monkeypatch, tmp_path, lag):
     """Asks the sampler's process, in whose place is `submit`."""
     cfg = make_config(steps=6, out=str(tmp_path), name="run")
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run/step-2").mkdir(parents=True)  # a checkpoint
     asked, answer = [], Future()
     answer.set_result(([], [], {}))
 
@@ -111,6 +113,9 @@ def test_an_asynchronous_step_asks_for_rollouts_of_the_weights_before_the_step_l
         remote.reload_weights([("step", torch.tensor(step))])
         remote.collect(SimpleNamespace(cfg=cfg, metrics={}), step)
     assert asked == [(step, max(0, step - lag)) for step in range(6)]
+    # of the last step, and of a run that goes on from the checkpoint: each with the lag before it
+    kept = {int(path.name) for path in remote.folder.glob("[0-9]*")}
+    assert kept == {*range(5 - lag, 6), *range(2 - lag, 3)}
 
 
 @pytest.mark.numeric
@@ -130,6 +135,12 @@ def test_metrics_hold_every_diagnostic(run):
     assert {f"eval/{name}" for name in ("accuracy", "low", "high", "length", "truncated", "mean@4",
                                         "pass@2", "pass@4", "maj@4")} <= last.keys()
     assert "eval/accuracy" in first and "eval/accuracy" not in second and last["step"] == 2
+
+
+def test_the_first_of_two_evaluations_shows_prompts_and_completions(run):
+    printed = (run / "printed").read_text()
+    assert printed.count("evaluation of 9 examples") == 2
+    assert printed.count("a prompt: ") == 2 and printed.count("a completion (") == 3
 
 
 @pytest.mark.numeric
