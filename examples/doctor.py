@@ -3,6 +3,9 @@
     python -m examples.doctor [flags of nano_rlvr.py]
     python -m examples.doctor --model Qwen2.5-Math-1.5B --memory_gb 24    the plan for another GPU
 
+Without --memory_gb it also samples some answers and shows them as a run does after its first
+evaluation: two prompts, three completions with their rewards, and why none is rewarded.
+
 A check returns what it found and a text about what limits a run, which is empty or None if nothing
 does. It raises an error if the run would fail.
 """
@@ -22,10 +25,12 @@ import torch
 import nano_rlvr as nr
 from bench import roofline
 from runtime import memory
+from runtime.evaluation import FIRST_LOOK
 from runtime.memory import GIB
 from runtime.model import loading
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+LOOK = "--steps 0 --eval_size 16 --eval_n 0 --wandb off --out"
 STEP = ("--steps 1 --prompts 2 --samples 2 --max_prompt 256 --max_tokens 16 --pack_tokens 512 "
         "--eval_size 2 --out")
 
@@ -63,15 +68,39 @@ def host(cfg):
         "libraries take 3 GiB; ranks need 1 GiB of /dev/shm (--shm-size 8g)")
 
 
-def step(cfg):
-    """vLLM, DeepSpeed, the sync and a checkpoint, in a process that may crash."""
-    with tempfile.TemporaryDirectory() as out:
-        child = subprocess.run([sys.executable, "nano_rlvr.py", *STEP.split(), out], timeout=900,
-                               cwd=REPOSITORY, capture_output=True, text=True, errors="replace")
+def child(flags, seconds):
+    """What nano_rlvr.py prints with these flags, in a process that may crash. RuntimeError with the
+    last line if it fails."""
+    child = subprocess.run([sys.executable, "nano_rlvr.py", *flags], timeout=seconds,
+                           cwd=REPOSITORY, capture_output=True, text=True, errors="replace")
     if child.returncode:
         last = (child.stderr.splitlines() or [""])[-1]
-        raise RuntimeError(f"the bundled model cannot be trained: {last} ({child.returncode})")
+        raise RuntimeError(f"{last} ({child.returncode})")
+    return child.stdout
+
+
+def step(cfg):
+    """vLLM, DeepSpeed, the sync and a checkpoint."""
+    with tempfile.TemporaryDirectory() as out:
+        try:
+            child([*STEP.split(), out], 900)
+        except RuntimeError as e:
+            raise RuntimeError(f"the bundled model cannot be trained: {e}") from e
     return "the bundled model takes a step, with vLLM and DeepSpeed", ""
+
+
+def look(cfg):
+    """The first look of a run with these flags, at 16 answers. Its reasons are what limits it."""
+    if cfg.memory_gb:
+        return "no answers are sampled, because --memory_gb asks for a plan", ""
+    with tempfile.TemporaryDirectory() as out:
+        printed = child([*sys.argv[1:], *LOOK.split(), out], 3600)
+    lines = []
+    for line in printed.splitlines():
+        _, mark, text = line.partition(FIRST_LOOK)
+        lines += [text] * bool(mark)
+    found = "\n".join([*lines, "these are answers to 16 held-out questions"])
+    return found, "no answer is rewarded: " in found and "none is rewarded"
 
 
 def plan(cfg):
@@ -118,7 +147,7 @@ def disk(cfg):
     return found, ""
 
 
-def main(argv, checks=(versions, device, host, step, plan, hours, disk)):
+def main(argv, checks=(versions, device, host, step, plan, hours, disk, look)):
     """Prints all checks. Returns 1 if one failed, else 0. Raises ValueError for bad flags."""
     cfg = nr.parse_config(argv)
     if cfg.memory_gb and not torch.cuda.is_available():  # a plan for a GPU, whose default is bf16

@@ -36,18 +36,33 @@ def evaluate(run, score):
     return metrics | results, answers
 
 
+FIRST_LOOK = "first look: "  # how its lines begin
+
+
 def first_look(run, answers):
     """Says, once, what the first evaluation of a run looks like: two prompts as the model sees
-    them, three completions with their rewards and, if none was right, the usual reasons."""
+    them, three completions with their rewards, the shares that are rewarded and cut off and, if no
+    first reward is above 0, which of the usual reasons are present. answers: of `evaluate`,
+    which has sampled them."""
     tokenizer = run.llm.get_tokenizer()
-    for example in run.eval_set[:2]:
-        run.log.say(f"a prompt: {excerpt(tokenizer.decode(example['prompt_ids']))}")
+    prompts = [tokenizer.decode(example["prompt_ids"]) for example in run.eval_set[:2]]
+    lines = [f"a prompt: {excerpt(prompt)}" for prompt in prompts]
     for answer in answers[:3]:
         parts = ", ".join(f"{name} {value}" for name, value in answer["parts"].items())
-        run.log.say(f"a completion ({parts}): {excerpt(answer['completion'])}")
-    if not any(answer["right"] for answer in answers):
-        for reason in usual_reasons(answers, run.cfg, tokenizer):
-            run.log.say(f"no answer is right: {reason}")
+        gold = excerpt(str(answer["answer"]))
+        lines.append(f"a completion ({parts}; gold answer {gold}): "
+                     f"{excerpt(answer['completion'])}")
+    n = len(answers)
+    first_rewards = [next(iter(answer["parts"].values())) for answer in answers]
+    rewarded = sum((value or 0) > 0 for value in first_rewards)
+    cut_off = sum(answer["finish"] == "length" for answer in answers)
+    lines.append(f"of {n} answers {rewarded / n:.0%} are rewarded, and {cut_off / n:.0%} were cut "
+                 f"off at --max_tokens {run.cfg.max_tokens}")
+    if not rewarded:
+        for reason in usual_reasons(answers, prompts, run.cfg, tokenizer):
+            lines.append(f"no answer is rewarded: {reason}")
+    for line in lines:
+        run.log.say(FIRST_LOOK + line)
 
 
 def excerpt(text, most=240):
@@ -57,23 +72,37 @@ def excerpt(text, most=240):
     return repr(text)
 
 
-def usual_reasons(answers, cfg, tokenizer):
-    """Why all answers of an evaluation may be wrong, in words."""
-    n = max(1, len(answers))
+def usual_reasons(answers, prompts, cfg, tokenizer):
+    """Why an evaluation may have rewarded no answer, in words. prompts: some texts."""
+    n = len(answers)
     cut_off = sum(answer["finish"] == "length" for answer in answers)
     unmarked = sum(not final_answer(answer["completion"]) for answer in answers)
-    unscored = sum(None in answer["parts"].values() for answer in answers)
+    unscored = [answer for answer in answers if None in answer["parts"].values()]
     reasons = []
     if cut_off:
-        reasons.append(f"{cut_off / n:.0%} were cut off at --max_tokens {cfg.max_tokens}")
+        reasons.append(f"{cut_off / n:.0%} were cut off: see --max_tokens")
     if unmarked:
         reasons.append(f"{unmarked / n:.0%} mark no final answer: see --template")
     if unscored:
-        reasons.append(f"{unscored / n:.0%} have no reward: see --answer_key and --rewards")
-    is_instruct = re.search(r"instruct|chat|-it\b", cfg.model, re.I)
-    if is_instruct and cfg.template != "chat" and tokenizer.chat_template:
+        gold = excerpt(str(unscored[0]["answer"]))
+        reasons.append(f"{len(unscored) / n:.0%} have no reward. The reward failed or cannot read "
+                       f"the gold answer, one is {gold}: see --answer_key and --rewards")
+    if lacks_chat_format(prompts, cfg, tokenizer):
         reasons.append(f"--template {cfg.template} is not this model's chat format: try chat")
-    return reasons
+    return reasons or ["no usual reason is present: compare completions and gold answers"]
+
+
+def lacks_chat_format(prompts, cfg, tokenizer):
+    """Whether the model's name says that it was trained to chat, and its prompts have none of the
+    control tokens of its chat template."""
+    is_instruct = re.search(r"instruct|chat|-it\b", cfg.model, re.I)
+    template = tokenizer.chat_template
+    if not is_instruct or not template or cfg.template == "chat":
+        return False
+    tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tokens -= {tokenizer.bos_token, tokenizer.eos_token}  # other templates have them, too
+    text = "".join(prompts)
+    return not any(token in template and token in text for token in tokens)
 
 
 def vote_of(rollout):

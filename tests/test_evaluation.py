@@ -263,28 +263,57 @@ def test_a_tree_search_keeps_a_complete_beam_beside_one_that_goes_on():
     assert [r.text for r in found] == ["done"]
 
 
-def test_the_first_evaluation_shows_prompts_and_answers_and_why_none_may_be_right(tokenizer):
+CHAT = "<|user|>1+1<|assistant|>"
+WRONG = {"completion": "<answer>3</answer>", "parts": {"gsm8k": 0.0, "format": 1.0}, "right": False,
+         "finish": "stop", "answer": "2"}
+
+
+def looked(tokenizer, answers, prompt=CHAT, **changes):
+    """What first_look says."""
     said = []
-    cfg = dataclasses.replace(make_config(), model="x/y-Instruct", template="none")
-    prompts = [tokenizer("<|user|>1+1<|assistant|>")["input_ids"] for _ in range(3)]
     run = SimpleNamespace(
-        cfg=cfg, log=SimpleNamespace(say=said.append),
+        cfg=dataclasses.replace(make_config(), **changes), log=SimpleNamespace(say=said.append),
         llm=SimpleNamespace(get_tokenizer=lambda: tokenizer),
-        eval_set=[{"prompt_ids": ids} for ids in prompts])
-    answer = {"completion": "I think " * 99 + "so.", "parts": {"gsm8k": 0.0}, "right": False}
-    answers = [answer | {"finish": "length"}, answer | {"finish": "stop"},
-               answer | {"finish": "stop", "completion": "<answer>3</answer>"},
-               answer | {"finish": "stop", "parts": {"gsm8k": None}}]
+        eval_set=[{"prompt_ids": tokenizer(prompt)["input_ids"]}] * 3)
     evaluation.first_look(run, answers)
-    assert said[:2] == ["a prompt: '<|user|>1+1<|assistant|>'"] * 2
-    assert said[2].startswith("a completion (gsm8k 0.0): 'I think ")
-    assert " [...] " in said[2] and said[2].endswith("I think so.'")
-    assert said[5:] == [f"no answer is right: {reason}" for reason in (
-        f"25% were cut off at --max_tokens {cfg.max_tokens}",
-        "75% mark no final answer: see --template",
-        "25% have no reward: see --answer_key and --rewards",
-        "--template none is not this model's chat format: try chat")]
-    said.clear()
-    cut_off = answer | {"finish": "length"}
-    evaluation.first_look(run, [cut_off, cut_off | {"right": True}])
-    assert len(said) == 4  # two prompts and two completions, because one is right
+    assert all(line.startswith(evaluation.FIRST_LOOK) for line in said)
+    return [line.removeprefix(evaluation.FIRST_LOOK) for line in said]
+
+
+def test_the_first_look_shows_two_prompts_and_three_completions_with_their_rewards(tokenizer):
+    said = looked(tokenizer, [WRONG | {"completion": "I think " * 99 + "so.", "right": True,
+                                       "parts": {"graded": 0.5}}, *[WRONG] * 9])
+    assert said[:2] == [f"a prompt: '{CHAT}'"] * 2
+    long, *short, shares = said[2:]
+    assert long.startswith("a completion (graded 0.5; gold answer '2'): 'I think ")
+    assert " [...] " in long and long.endswith("I think so.'") and len(long) < 320
+    assert short == ["a completion (gsm8k 0.0, format 1.0; gold answer '2'): "
+                     "'<answer>3</answer>'"] * 2
+    assert shares == "of 10 answers 10% are rewarded, and 0% were cut off at --max_tokens 96"
+
+
+REASONS = {  # answers, other arguments -> the only reason
+    "cut": ([WRONG | {"finish": "length"}, WRONG], {}, "50% were cut off: see --max_tokens"),
+    "no final answer": ([WRONG, WRONG, WRONG, WRONG | {"completion": "7?"}], {},
+                        "25% mark no final answer: see --template"),
+    "gold": ([WRONG, WRONG | {"parts": {"math": None}, "answer": "{x"}], {},
+             "50% have no reward. The reward failed or cannot read the gold answer, one is '{x'"),
+    "template": ([WRONG], dict(model="x/y-Instruct", template="none", prompt="1+1"),
+                 "--template none is not this model's chat format: try chat"),
+    "none of them": ([WRONG, WRONG | {"parts": {"signed": -1.0}}], {},
+                     "no usual reason is present: compare completions and gold")}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_where_no_answer_is_rewarded_the_first_look_names_the_reason(tokenizer, kind):
+    answers, changes, reason = REASONS[kind]
+    (said,) = looked(tokenizer, answers, **changes)[3 + min(3, len(answers)):]
+    assert said.startswith(f"no answer is rewarded: {reason}")
+
+
+@pytest.mark.parametrize("changes", [
+    dict(model="x/y"), dict(template="chat"),
+    dict(template="r1", prompt="<|user|>{question}<|assistant|>")])  # the format, by a file
+def test_a_base_model_and_a_prompt_in_the_chat_format_are_no_reason(tokenizer, changes):
+    changes = dict(model="x/y-Instruct", template="none", prompt="1+1") | changes
+    assert "no usual reason" in looked(tokenizer, [WRONG], **changes)[-1]
