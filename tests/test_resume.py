@@ -286,7 +286,6 @@ def test_passwords_in_urls_are_not_written_and_a_template_is_as_it_was(saving, m
 
 
 def test_a_resumed_run_is_the_same_run_for_wandb(saving, monkeypatch):
-    monkeypatch.setattr("wandb.login", lambda prompt: True)
     monkeypatch.setattr("wandb.init", init := mock.Mock())
     for mode, resume in (("offline", ""), ("online", str(saving.folder))):
         Log(dataclasses.replace(saving.cfg, wandb=mode, resume=resume), None)
