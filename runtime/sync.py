@@ -38,9 +38,12 @@ class SentWeights:
 
     def __init__(self, named_weights):
         self.named_weights, self.sent = named_weights, {}  # name -> elements, dtype, checksum
+        self.left_out = ()  # names
 
     def __iter__(self):
         for name, tensor in self.named_weights:
+            if name in self.left_out:
+                continue
             tensor = tensor.to(ranks.device())  # LoRA with offload: frozen weights are on the host
             self.sent[name] = SimpleNamespace(
                 elements=tensor.numel(), dtype=tensor.dtype, checksum=checksum(tensor).item())
