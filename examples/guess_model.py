@@ -12,6 +12,7 @@ answers allow, each of them equally likely. With a share of CARELESS it is any n
 Binary search needs 5.1 guesses on average. A player who takes any number that is allowed needs 6.6.
 """
 import argparse
+import functools
 
 import data
 import nano_rlvr as nr
@@ -64,8 +65,8 @@ def guesses(text, outcome=None):
     return None if outcome is None or outcome <= 0 else round(11 - 10 * outcome)
 
 
-def demonstration(row, rng, ids):
-    """A game that is played at random: a Rollout. ids: {guess or answer: its token ids}."""
+def demonstration(row, rng, turn, reply):
+    """A game that is played at random: a Rollout. turn and reply: texts -> token ids."""
     r = nr.Rollout(row["prompt_ids"], [], "", False, [])
     env = Guess()
     env.reset(row)
@@ -73,8 +74,9 @@ def demonstration(row, rng, ids):
     for _ in range(TURNS):
         allowed = (1, MOST) if rng.random() < CARELESS else (low, high)
         guess = rng.randint(*allowed)
-        r.completion += ids[guess]
-        r.loss_mask += [True] * len(ids[guess])
+        played = turn(f"{guess:02}")
+        r.completion += played
+        r.loss_mask += [True] * len(played)
         answer, _, done = env.step(str(guess))
         if done:
             break
@@ -82,41 +84,54 @@ def demonstration(row, rng, ids):
             low = max(low, guess + 1)
         else:
             high = min(high, guess - 1)
-        r.completion += ids[answer]
-        r.loss_mask += [False] * len(ids[answer])
+        message = reply(answer)
+        r.completion += message
+        r.loss_mask += [False] * len(message)
     r.vllm_logps = [0.0] * len(r.completion)
     r.advantages = [0.0] * len(r.completion)
     return r
 
 
-def main(argv=None):
+def make_model(argv, description, out, rows, demonstration, words=(), steps=700):
+    """Makes a model that has seen games and saves it: a command, whose flags are argv.
+
+    out, steps: defaults of flags. rows(split, size, seed): as for --data. demonstration(row, rng,
+    turn, reply): a game as a Rollout; turn(text) gives the token ids of a turn of the model, and
+    reply(text) those of a reply. words: texts that become one token each."""
     raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--out", default="runs/guess")
-    parser.add_argument("--steps", type=int, default=700)
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+    parser.add_argument("--out", default=out)
+    parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     tokenizer = make_tokenizer()
-    tokenizer.add_tokens(WORDS)
-    ids = {}
-    for guess in range(1, MOST + 1):
-        ids[guess] = tokenizer(f"{guess:02}<|endoftext|>")["input_ids"]
-    for word in WORDS:
-        ids[word] = message_ids(tokenizer, word, tokenizer.eos_token_id)
-    rows = list(games("train", 8192, args.seed))
-    for row in rows:
+    tokenizer.add_tokens(list(words))
+    examples = list(rows("train", 8192, args.seed))
+    for row in examples:
         row["prompt_ids"] = data.encode(row, tokenizer, "chat")
 
+    @functools.cache
+    def turn(text):
+        return tokenizer(f"{text}<|endoftext|>")["input_ids"]
+
+    @functools.cache
+    def reply(text):
+        return message_ids(tokenizer, text, tokenizer.eos_token_id)
+
     def sample(rng):
-        return demonstration(rng.choice(rows), rng, ids)
+        return demonstration(rng.choice(examples), rng, turn, reply)
 
     model = new_model(tokenizer, args.seed, args.layers)
     cold_start(model, sample, args.steps, args.batch, args.lr, args.seed)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
+
+
+def main(argv=None):
+    make_model(argv, __doc__, "runs/guess", games, demonstration, WORDS)
 
 
 if __name__ == "__main__":

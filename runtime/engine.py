@@ -16,6 +16,8 @@ logging.getLogger("vllm").setLevel("ERROR")  # vLLM warns before it reads VLLM_L
 class Sampler:
     """vLLM's LLM in this process, with what a trainer needs. Its other methods work as well."""
 
+    left_out = ()  # names of weights that vLLM does not take
+
     def __init__(self, cfg, **args):
         """args: other or more arguments of start_vllm."""
         settings = dict(
@@ -28,13 +30,16 @@ class Sampler:
             logprobs_mode="processed_logprobs" if cfg.top_p == 1.0 else "raw_logprobs",
             max_model_len=cfg.max_prompt + cfg.max_tokens,
             max_num_seqs=memory.most_sequences(cfg),
-            enable_prefix_caching=True,
+            # of a recurrent layer vLLM would have to keep a state per block of the prompt
+            enable_prefix_caching=not memory.ModelShape.of(cfg.model).recurrent,
             cuda_args=dict(
                 gpu_memory_utilization=cfg.gpu_memory_utilization,
                 kv_cache_memory_bytes=memory.kv_cache_bytes(cfg),
                 enable_sleep_mode=True))
         self._llm = start_vllm(**settings | args)
         self.lean = lean_engine(self._llm)
+        if not all(self._llm.apply_model(lambda model: hasattr(model, "lm_head"))):
+            self.left_out = ("lm_head.weight",)  # Gemma 2's head is the embedding, which is sent
 
     def __getattr__(self, name):
         return getattr(self._llm, name)
@@ -83,6 +88,7 @@ class Sampler:
     def reload_weights(self, weights):
         """vLLM copies the tensors of SentWeights into its own, in place. Raises RunError with the
         rank and the tensor that it refuses."""
+        weights.left_out = self.left_out
         try:
             # Without an iterator, reload_weights silently reads the checkpoint from disk again.
             self.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})

@@ -50,6 +50,16 @@ def empty_model(model, trust_remote_code=False):
     return _empty_models[model]
 
 
+# kinds of layers that carry no state along the sequence, but keys and values of its tokens
+ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+
+
+def layer_kinds(config):
+    """The kinds of the layers that a config.json names."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return kinds | set(getattr(config, "layers_block_type", None) or ())
+
+
 @dataclass
 class ModelShape:
     """Sizes of a causal language model."""
@@ -62,6 +72,7 @@ class ModelShape:
     vocab: int
     kv_cache: int  # numbers in the keys and values of one token, over all layers
     qk_norms: bool  # whether queries and keys are normalized
+    recurrent: bool = False  # whether a layer carries a state along the sequence
 
     @classmethod
     @functools.cache
@@ -75,6 +86,7 @@ class ModelShape:
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_size = getattr(config, "head_dim", None) or hidden // max(heads, 1)
         names = [name for name, _ in empty.named_parameters()]
+        has_convolutions = any(isinstance(module, torch.nn.Conv1d) for module in empty.modules())
         return cls(
             parameters=sum(p.numel() for p in empty.parameters()),
             hidden=hidden,
@@ -84,7 +96,8 @@ class ModelShape:
             mlp=getattr(config, "intermediate_size", None) or 4 * hidden,  # GPT-2 has none
             vocab=config.vocab_size,
             kv_cache=2 * layers * kv_heads * head_size,
-            qk_norms=any("q_norm" in name for name in names))
+            qk_norms=any("q_norm" in name for name in names),
+            recurrent=has_convolutions or not heads or bool(layer_kinds(config) - ATTENTION))
 
     def forward_flops(self, rollouts):
         """FLOPs of one forward pass over the completions and, once each, their prompts. A query has

@@ -8,7 +8,7 @@ import torch
 
 from runtime import ranks
 from runtime.batch import packed_attention
-from runtime.memory import ModelShape, empty_model
+from runtime.memory import ModelShape, empty_model, layer_kinds
 from runtime.messages import first_line, hub_answers
 
 CPU_HEADS = 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512  # sizes that vLLM has kernels for
@@ -95,8 +95,7 @@ def why_not_packed(cfg):
     config = model.config.get_text_config()
     if not ModelShape.of(cfg.model).attention:
         return "it has no attention"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    kinds |= set(getattr(config, "layers_block_type", None) or ())
+    kinds = layer_kinds(config)
     others = kinds - {"full_attention", "sliding_attention", "attention"}
     if others:
         return f"it has layers of {', '.join(sorted(others))}"

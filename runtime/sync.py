@@ -39,9 +39,12 @@ class SentWeights:
     def __init__(self, named_weights):
         self.named_weights = named_weights
         self.sent = {}  # name -> elements, dtype, checksum
+        self.left_out = ()  # names
 
     def __iter__(self):
         for name, tensor in self.named_weights:
+            if name in self.left_out:
+                continue
             tensor = tensor.to(ranks.device())  # LoRA with offload: frozen weights are on the host
             self.sent[name] = SimpleNamespace(
                 elements=tensor.numel(), dtype=tensor.dtype, checksum=checksum(tensor).item())

@@ -3,6 +3,9 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from types import SimpleNamespace
@@ -11,7 +14,9 @@ import pytest
 import torch
 import vllm._custom_ops
 
+import conftest
 import nano_rlvr as nr
+import runtime.engine
 import runtime.guard
 import runtime.model
 from conftest import EXACT, close, fixed_rollouts, float64, make_config, naive_logps, within
@@ -53,11 +58,12 @@ IN_ROWS = dict(
     gpt_oss=(EXPERTS | dict(sliding_window=8), "window of 8"),  # attention sinks
     lfm2=(dict(layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False), "conv"),
     falcon_h1=(MAMBA, "hybrid"),  # a factor of the logits
+    cohere2=(dict(sliding_window=8), "window of 8"), olmo3=(dict(sliding_window=8), "window of 8"),
     qwen3_5_text=(LINEAR, "linear_attention"),
     mamba2=(dict(num_heads=8, head_dim=32, state_size=16, n_groups=1), ""),
     granite=(dict(logits_scaling=8.0), None),  # None: packs are possible, too
     qwen2=({}, None))
-LONG_IN_ROWS = {"gemma3_text", "gpt_oss", "qwen3_5_text", "mamba2", "falcon_h1"}
+LONG_IN_ROWS = {"gemma3_text", "cohere2", "olmo3", "gpt_oss", "qwen3_5_text", "mamba2", "falcon_h1"}
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +138,12 @@ def largest_differences(configs):
         for p in policy.parameters():
             p += 0.05 * torch.randn_like(p)
         llm.load(trainer.named_weights(SimpleNamespace(module=policy)))
-        batch = nr.collate(nr.rollout(llm, [[5, 6, 7], [70, 71]], 2, 1.0, 24, seeds=[1, 2]))
-        found.append((policy(batch)[0] - batch.vllm_logps).abs().max().item())
+        rollouts = nr.rollout(llm, [[5, 6, 7] * 9, [70, 71]], 2, 1.0, 24, seeds=[1, 2])
+        found.append(0.0)
+        for members in nr.pack_evenly(rollouts, 512, cfg.layout):
+            batch = nr.collate(members, layout=cfg.layout)
+            gap = (policy(batch)[0] - batch.vllm_logps).abs().max().item()
+            found[-1] = max(found[-1], gap)
     return found
 
 
@@ -200,6 +210,49 @@ def test_vllm_has_the_weights_of_each_family_after_a_sync(config_of, families):
     within(max(found), 1e-4)
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     assert [*runtime.model.CPU_HEADS] == CPUAttentionBackend.get_supported_head_sizes()
+
+
+RECURRENT = {"lfm2", "falcon_h1", "qwen3_5_text", "mamba2"}
+
+
+@pytest.mark.parametrize("family", IN_ROWS)
+def test_prefix_caching_is_off_where_a_layer_is_recurrent(config_of, monkeypatch, family):
+    def start(**args):
+        raise KeyError(args["enable_prefix_caching"])
+    monkeypatch.setattr(runtime.engine, "start_vllm", start)
+    with pytest.raises(KeyError, match=str(family not in RECURRENT)):
+        nr.Sampler(config_of(family, IN_ROWS[family][0]))
+
+
+END_TO_END = [
+    "gemma3_text", *[pytest.param(family, marks=pytest.mark.long) for family in
+                     ("gemma2", "olmo3")]]
+
+
+@pytest.mark.parametrize("family", END_TO_END)
+def test_a_family_in_rows_takes_two_steps_of_the_script_and_resumes_bit_for_bit(
+        config_of, tmp_path, family):
+    """In windows of 8 tokens. vLLM computes what the trainer computes, also after a sync."""
+    model = config_of(family, IN_ROWS[family][0]).model
+
+    def run(name, *more):
+        flags = (f"--model {model} --template chat --task arithmetic --rewards random --steps 2 "
+                 f"--prompts 2 --samples 4 --max_prompt 48 --max_tokens 24 --eval_size 2 --lr 1e-3 "
+                 f"--pack_tokens 512 --save_every 1 --out {tmp_path} --name {name}")
+        command = [sys.executable, "nano_rlvr.py", *flags.split(), *more]
+        done = subprocess.run(command, cwd=conftest.ROOT, capture_output=True, text=True,
+                              env=conftest.ENV | {"VLLM_CPU_KVCACHE_SPACE": "1"})
+        assert done.returncode == 0, done.stderr[-2000:]
+        rows = conftest.read_rows(tmp_path / name / "metrics.jsonl")
+        names = ("loss", "kl", "entropy", "grad_norm", "mismatch/mean_abs", "reward/mean")
+        return [[row[name] for name in names] for row in rows[:2]]
+
+    whole = run("whole")
+    assert all(0 < row[4] < 1e-5 and row[3] > 0 for row in whole) and whole[0] != whole[1]
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    for folder in ("step-2", "final"):
+        shutil.rmtree(tmp_path / "again" / folder)
+    assert run("again", "--resume") == whole
 
 
 @pytest.mark.parametrize("family", REFUSED)
