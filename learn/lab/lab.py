@@ -25,6 +25,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Callable
 
+import numpy as np
 from scipy import integrate, optimize, stats
 from statsmodels.stats.weightstats import DescrStatsW
 
@@ -118,15 +119,11 @@ def t_power(effect, n, alpha):
     critical = stats.t.ppf(1 - alpha / 2, degrees)
     shift = effect * math.sqrt(n)
 
-    def beyond(s):
-        """s: deviation of the sample / true deviation. Density of s times the chance to find it."""
-        density = 2 * degrees * s * stats.chi2.pdf(degrees * s * s, degrees)
-        upper = stats.norm.sf(critical * s - shift)
-        lower = stats.norm.cdf(-critical * s - shift)
-        return density * (upper + lower)
-
-    found, _ = integrate.quad(beyond, 0, 10, points=[0.5, 1, 2], limit=200)
-    return found
+    s = np.linspace(0, 10, 8001)  # deviation of the sample / true deviation
+    density = 2 * degrees * s * stats.chi2.pdf(degrees * s * s, degrees)
+    upper = stats.norm.sf(critical * s - shift)  # the chance to find it, for each s
+    lower = stats.norm.cdf(-critical * s - shift)
+    return integrate.simpson(density * (upper + lower), x=s)
 
 
 def seeds_needed(check, alpha):
