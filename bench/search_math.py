@@ -271,6 +271,8 @@ def without_text(gold, rng):
 
 
 def with_dots(gold, rng):
+    if re.search(r"\\(?:sin|cos)\^", gold):  # "\cos^2 x" has no product
+        return None
     return replaced_one(gold, re.compile(r"(?<=\d)\s?(?=[a-z]\b|\\pi|\\sqrt)"), rng,
                         lambda m: r" \cdot ")
 

@@ -16,8 +16,6 @@ logging.getLogger("vllm").setLevel("ERROR")  # vLLM warns before it reads VLLM_L
 class Sampler:
     """vLLM's LLM in this process, with what a trainer needs. Its other methods work as well."""
 
-    left_out = ()  # names of weights that vLLM does not take
-
     def __init__(self, cfg, **args):
         """args: other or more arguments of start_vllm."""
         settings = dict(
@@ -38,8 +36,6 @@ class Sampler:
                 enable_sleep_mode=True))
         self._llm = start_vllm(**settings | args)
         self.lean = lean_engine(self._llm)
-        if not all(self._llm.apply_model(lambda model: hasattr(model, "lm_head"))):
-            self.left_out = ("lm_head.weight",)  # Gemma 2's head is the embedding, which is sent
 
     def __getattr__(self, name):
         return getattr(self._llm, name)
@@ -88,7 +84,8 @@ class Sampler:
     def reload_weights(self, weights):
         """vLLM copies the tensors of SentWeights into its own, in place. Raises RunError with the
         rank and the tensor that it refuses."""
-        weights.left_out = self.left_out
+        if not all(self.apply_model(lambda model: hasattr(model, "lm_head"))):
+            weights.left_out = ("lm_head.weight",)  # Gemma 2's head is the embedding, which is sent
         try:
             # Without an iterator, reload_weights silently reads the checkpoint from disk again.
             self.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})

@@ -39,15 +39,16 @@ class SentWeights:
     def __init__(self, named_weights):
         self.named_weights = named_weights
         self.sent = {}  # name -> elements, dtype, checksum
-        self.left_out = ()  # names
+        self.left_out = ()  # names that vLLM does not have if they are tied
 
     def __iter__(self):
         for name, tensor in self.named_weights:
-            if name in self.left_out:
-                continue
             tensor = tensor.to(ranks.device())  # LoRA with offload: frozen weights are on the host
-            self.sent[name] = SimpleNamespace(
+            weight = SimpleNamespace(
                 elements=tensor.numel(), dtype=tensor.dtype, checksum=checksum(tensor).item())
+            if name in self.left_out and weight in self.sent.values():
+                continue  # a tied head: the embedding, which has been sent, is the same
+            self.sent[name] = weight
             yield name, tensor
 
     def check(self, llm):

@@ -104,6 +104,7 @@ class Fused:
         layers = {"model.embed_tokens": SimpleNamespace(shard_indices=own_rows)}
         self.weights, self.get_submodule, self.modules = weights, layers.get, layers.values
         self.named_parameters = weights.items
+        self.lm_head = None  # vLLM's Qwen2 has this module
 
 
 @pytest.fixture
@@ -158,6 +159,17 @@ def test_fused_padded_and_tied_weights_are_compared_under_the_checkpoint_s_names
     ranks.print_each_once.cache_clear()
     assert check(fused, weights) == check(fused, weights) == ""
     assert capsys.readouterr().out.count("checksums see 35,840 of 822,272 weights of vLLM") == 1
+
+
+def test_a_tied_head_is_not_sent_to_a_model_without_one_and_an_untied_head_is(weights):
+    """Gemma 2 in vLLM refuses a tied head."""
+    fused = Fused(weights)
+    del fused.lm_head
+    names = []
+    assert check(fused, weights, lambda sent: names.extend(name for name, _ in sent)) == ""
+    assert names == [name for name in weights if name != "lm_head.weight"]
+    other = weights["lm_head.weight"] + 1
+    assert "lm_head.weight differ" in check(fused, weights | {"lm_head.weight": other})
 
 
 @pytest.mark.exercise_16

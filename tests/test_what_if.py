@@ -58,7 +58,7 @@ def test_a_changed_reward_is_the_first_difference_and_the_unchanged_branch_is_th
                    "--reward", f"{other:g}", "--watch", 0, 3).splitlines()
     assert "the replay is the run: " in lines[1] and "weights of 2 checkpoints" in lines[1]
     assert lines[4].startswith(f"first difference: step 2, rewards: reward of rollout {i}: ")
-    table = [line.split(" | ") for line in lines if line.startswith("| ")][2:]
+    table = [line.split(" | ") for line in lines if line.startswith("| ")][1:]
     assert [float(row[1]) > 0 for row in table] == [False, True, True]  # before the steps 2, 3, 4
     page = (finished.with_name("a-what-if") / f"step-2-rollout-{i}-reward-{other:g}.html")
     assert lines[4].replace("'", "&#x27;") in page.read_text()
