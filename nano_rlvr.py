@@ -5,6 +5,8 @@
     torchrun --nproc_per_node 2 nano_rlvr.py         two processes, each with vLLM and a ZeRO shard
     python nano_rlvr.py --algo dr_grpo --help        all flags, with the defaults of that preset
 
+On a first reading, begin with learn/ladder/5_vllm.py: this loop in half the lines, without options.
+
 One step of the loop, in the order of this file; `train`, near the end, has it in one column:
 
     1. rollout     vLLM samples G completions for each of P prompts, with log-probs (log pi_vllm)
@@ -13,9 +15,11 @@ One step of the loop, in the order of this file; `train`, near the end, has it i
     4. pack        a weight per token; a pack stores a prompt once for its completions
     5. log-probs   log pi of each token, by the trainer; pi_old is pi before the first update
     6. loss        clipped policy gradient * min(pi_old / pi_vllm, 2) + kl_coef * KL to first model
-                   Default: one update per step. Then pi_old = pi, the ratio is 1, no clip acts
+                   Default: one update per step. Then pi_old = pi, and the ratio is 1: its gradient
+                   is that of log pi, and no clip acts
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
-    8. sync        the new weights go into vLLM in place; checksums of both copies must agree
+    8. sync        the new weights go into vLLM in place; checksums of all weights that can be
+                   read there must agree
 
 A textbook PPO has a critic, GAE, padding and means per micro-batch. Here the loss is a sum over
 tokens, each with a weight: for GRPO 1 / (S * tokens of its completion), where S counts the
@@ -41,8 +45,8 @@ import torch
 import data
 import rewards
 from runtime import evaluation, flags, guard, memory, ranks, stats, stop, trainer
-from runtime.batch import (Rollout, collate, deal, first_groups, flatten, in_groups, pack_evenly,
-                           reward_table, sequence_mean, sequence_sum, with_gradient)
+from runtime.batch import (Rollout, collate, deal, drop_without_gradient, first_groups, flatten,
+                           in_groups, pack_evenly, reward_table, sequence_mean, sequence_sum)
 from runtime.checkpoint import Checkpoints, claim_folder
 from runtime.engine import Sampler
 from runtime.head import HeadLogps
@@ -58,7 +62,7 @@ from runtime.trainer import WithoutAdapters, on_device
 class Config(flags.RunFlags):
     """The flags that a student turns; runtime/flags.py has those of model, data, memory and files.
     Defaults are for 1.5B parameters on one GPU; nano_rlvr.json of models/tiny has other ones.
-    On a first reading, go on to stage 1, and skip every branch for a value that is no default."""
+    On a first reading, go on to stage 1, and skip each branch that the defaults switch off."""
 
     # rollout
     rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
@@ -100,7 +104,8 @@ class Config(flags.RunFlags):
 
 
 # Differences from Config's defaults, which are GRPO's with R1's weight of the KL. With one update
-# per step the surrogate makes no difference: preset cispo is then bnpo, sapo is grpo without KL.
+# per step the ratio is 1, so some presets are others: cispo is bnpo, and sapo and gspo are grpo
+# without KL, gspo up to the correction. Such a preset acts with --minibatches 4.
 ALGOS = {
     "grpo": {},  # arXiv:2402.03300
     "dr_grpo": dict(scale="none", aggregate="constant", kl_coef=0.0),  # 2503.20783
@@ -138,7 +143,7 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, examples=None,
     SamplingParams. Rollout: see runtime/batch.py. r.length counts sampled tokens, not those of a
     tool; len(r) counts all tokens, with the prompt.
     """
-    from vllm import SamplingParams
+    from vllm import SamplingParams  # not at the top: Sampler must set vLLM up first
     tokenizer = llm.get_tokenizer()
     turn_end = tokenizer.get_vocab().get("<|im_end|>")  # ends a ChatML turn; EOS may differ
     settings = dict(
@@ -169,6 +174,7 @@ def score(rollouts, examples, verifier, step=0):
     """Fills each rollout's reward and parts (the value of each reward function). Returns counts of
     failures. examples: one per group. What a reward function gets: see rewards.columns_of."""
     columns = rewards.columns_of(rollouts, examples, step)
+    # parts: {name of a reward function: its values}; counts: of texts that ended without a verdict
     values, parts, counts = verifier([r.text for r in rollouts], **columns)
     for i, r in enumerate(rollouts):
         r.reward = values[i]
@@ -190,8 +196,9 @@ def sample_groups(run, step, draw=0):
     first = ranks.rank() * len(prompts)  # index of this rank's first prompt among the P
     seeds = [data.request_seed(cfg.seed, step, draw, first + i) for i in range(len(prompts))]
     with timed(run.metrics, "rollout"):
-        rollouts = run.sample(run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
-                              examples=examples, top_p=cfg.top_p)
+        rollouts = run.rollout(  # the function above, or that of --rollout
+            run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
+            examples=examples, top_p=cfg.top_p)
     with timed(run.metrics, "reward"):
         counts = score(rollouts, examples, run.verifier, step)
     stats.add_counts(run.metrics, counts, "reward")
@@ -205,13 +212,13 @@ def collect_rollouts(run, step):
     deal puts the group at position i into minibatch i % minibatches: by default all into one."""
     cfg = run.cfg
     if cfg.filter_groups:
-        groups, sampled = sample_until_enough(run, step)
+        placed, sampled = sample_until_enough(run, step)
     else:
         sampled = sample_groups(run, step)
-        groups = dict(enumerate(sampled))  # {position: group}
+        placed = dict(enumerate(sampled))  # {position: group}; with filter_groups it can have gaps
     rewards_of_all = [r.reward for r in flatten(sampled)]
     guard.check_scored("reward", rewards_of_all, run.metrics, run.verifier)
-    return deal(groups, cfg.minibatches), sampled
+    return deal(placed, cfg.minibatches), sampled
 
 
 def sample_until_enough(run, step):
@@ -290,11 +297,11 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
 def assign_advantages(groups, cfg, running_mean):
     """Fills the advantages of each rollout. Returns the new running mean, which only --baseline
     running uses: a moving average of the reward, NaN before the first step."""
-    reward, rows = reward_table(groups, cfg.samples)  # (P, G); rows: those of `groups` in it
+    reward, own_rows = reward_table(groups, cfg.samples)  # (P, G) of all ranks; a slice of it
     batch_mean = reward.nanmean().item()  # NaN if no group is left
     before = batch_mean if math.isnan(running_mean) else running_mean  # NaN: the first step
     advantages = group_advantages(reward, cfg.baseline, cfg.scale, running=before)  # (P, G)
-    for group, row in zip(groups, advantages[rows].tolist()):
+    for group, row in zip(groups, advantages[own_rows].tolist()):
         for r, advantage in zip(group, row):
             r.advantages = [advantage] * len(r.completion)  # the same for each of its tokens
     return stats.moving_mean(before, batch_mean)
@@ -344,11 +351,12 @@ def assign_token_weights(rollouts, cfg):
 
 
 def make_batches(groups, cfg, skip_zero_advantages=True):
-    """A batch per pack of the groups of one optimizer step. skip_zero_advantages: see train."""
-    trained = assign_token_weights(flatten(groups), cfg)
+    """The groups of one optimizer step -> their packs, as tensors. For skip_zero_advantages see
+    train."""
+    kept = assign_token_weights(flatten(groups), cfg)
     if skip_zero_advantages:
-        trained = with_gradient(trained, cfg)
-    packs = pack_evenly(trained, cfg.pack_tokens, cfg.layout)
+        kept = drop_without_gradient(kept, cfg)  # with a KL term, the default, it keeps all
+    packs = pack_evenly(kept, cfg.pack_tokens, cfg.layout)
     return [collate(pack, layout=cfg.layout) for pack in packs]
 
 
@@ -371,12 +379,13 @@ class TokenLogps(torch.nn.Module):
         inputs = {"input_ids": batch.input_ids}  # (1, T), in the layout `rows` (B, L)
         if batch.layout != "rows":
             inputs["position_ids"] = batch.position_ids  # (1, T)
-            inputs["batch"] = batch  # reaches packed_attention in runtime/batch.py
+            inputs["batch"] = batch  # transformers hands it on to packed_attention of load_model
         output = decoder(**inputs, use_cache=False)  # a cache would hold all keys and values
         hidden = output.last_hidden_state.flatten(0, 1)  # (T, H) or (B * L, H)
         hidden = hidden[batch.predictors]  # (R, H) one position before targets
         head = self.model.get_output_embeddings().weight  # (V, H)
-        # log_softmax(hidden @ head.T / temperature) at the targets, entropy per row; by chunks of V
+        # log_softmax(hidden @ head.T / temperature) at the targets, and the entropy of each row.
+        # HeadLogps computes both in chunks of V, so that (R, V) is never stored
         return HeadLogps.apply(
             hidden, head, batch.targets, self.temperature, self.chunk,
             getattr(self.model, "is_compiled", False), self.cap)  # -> (R,), (R,)
@@ -404,8 +413,8 @@ def k3(logp, ref):
     """Schulman's third estimator of KL(pi || ref): exp(d) - d - 1 with d = log ref - log pi.
 
     (R,), (R,) -> (R,). Never negative. Its mean over tokens that pi samples is KL(pi || ref).
-    backward() takes the sampled tokens as fixed. So the mean gradient is not that of KL(pi || ref)
-    but that of KL(ref || pi): training lowers this other KL."""
+    Its mean gradient is that of KL(ref || pi), because backward() does not differentiate the choice
+    of the tokens. So training lowers KL(ref || pi)."""
     d = ref - logp  # (R,)
     return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away
 
@@ -448,12 +457,13 @@ def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
 
 def is_clipped(ratio, advantage, cfg):
     """(R,) whether PPO's clip made a token's gradient 0. The other surrogates have no clip."""
-    too_high = ratio > 1 + cfg.clip_high  # (R,)
-    too_low = ratio < 1 - cfg.clip_low  # (R,)
+    if cfg.surrogate != "ppo":
+        return torch.zeros_like(ratio, dtype=torch.bool)  # (R,)
+    stops_rise = ratio > 1 + cfg.clip_high  # (R,) of tokens with a positive advantage
+    stops_fall = ratio < 1 - cfg.clip_low  # (R,) of tokens with a negative advantage
     if cfg.delta:
-        too_low |= ratio > cfg.delta  # (R,)
-    beyond = torch.where(advantage > 0, too_high, too_low & (advantage < 0))  # (R,)
-    return beyond & (cfg.surrogate == "ppo")  # (R,)
+        stops_fall |= ratio > cfg.delta  # (R,)
+    return (advantage > 0) & stops_rise | (advantage < 0) & stops_fall  # (R,)
 
 
 def policy_loss(logp, old, ref, batch, cfg):
@@ -574,9 +584,10 @@ def sync_weights(policy, llm):
 
     Every step needs it: on a GPU llm.sleep() drops vLLM's weights. On a CPU vLLM would sample from
     older weights, and update() stops the run once the mismatch is above its bound."""
-    trainer.sleep(policy)  # only LoRA with offload: moves frozen weights to the host
+    trainer.offload_frozen(policy)  # only LoRA with offload: frozen weights go to the host
     llm.wake_for_weights()
-    weights = SentWeights(trainer.named_weights(policy))  # keeps a checksum of each tensor it sends
+    # an iterator over (name, tensor) that keeps the checksum of each tensor that vLLM takes
+    weights = SentWeights(trainer.named_weights(policy))
     llm.reload_weights(weights)
     weights.check(llm)  # compares the checksums with those of vLLM's own tensors
     llm.wake_kv_cache()  # empty, because the old entries belong to old weights
@@ -596,7 +607,7 @@ class Run:
     llm: Sampler
     policy: Any  # DeepSpeed's engine around TokenLogps
     ref: Any  # the frozen model of the KL, or None
-    sample: Any = rollout  # or the function of --rollout
+    rollout: Any = rollout  # or the function of --rollout
     metrics: Any = None  # {name: number} of the current step
 
 
@@ -619,6 +630,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         metrics = run.metrics = {}
         answers = []
         is_last = step == cfg.steps
+        # before the step: a signal, an evaluation, a checkpoint
         stop.check(checkpoints)  # after a signal: saves and ends the run
         if step % cfg.eval_every == 0 or is_last:
             log.say(f"step {step}: evaluation of {len(run.eval_set)} examples ...")
@@ -633,14 +645,16 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
             break
 
         minibatches, sampled = collect_rollouts(run, step)  # 1. 2.
-        groups = flatten(minibatches)
+        groups = flatten(minibatches)  # minibatches: a list of groups per optimizer step
         with timed(metrics, "sync"):
             llm.sleep()  # frees GPU memory for the trainer; sync_weights wakes vLLM
-            trainer.wake(policy)  # only LoRA with offload: the frozen weights come back
+            trainer.load_frozen(policy)  # only LoRA with offload: the frozen weights come back
         with timed(metrics, "update"):
-            progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)  # 3.
+            # 3. fills r.advantages; only --baseline running uses the mean that it returns
+            progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)
             packed = [make_batches(part, cfg, skip_zero_advantages) for part in minibatches]  # 4.
-            store_fixed_logps(policy, run.ref, flatten(packed), cfg)  # 5. under ref, and pi_old
+            # 5. of ref and, with several updates, of pi_old
+            store_fixed_logps(policy, run.ref, flatten(packed), cfg)
             metrics["lr"] = set_lr(policy, step, cfg)
             history = []
             for _ in range(cfg.epochs):

@@ -41,13 +41,14 @@ def each(score_one):
     @functools.wraps(score_one)
     def reward(completions, *args, **columns):
         names = [p.name for p in parameters]
-        columns |= zip(names, args)
+        columns |= zip(names, args)  # positional arguments are columns, too
         columns = {name: columns[name] for name in names if columns.get(name) is not None}
-        for name, column in columns.items():
+        for name, column in columns.items():  # one value for all completions
             if isinstance(column, (str, int, float)):
                 columns[name] = [column] * len(completions)
         values = []
         for completion, *row in zip(completions, *columns.values(), strict=True):
+            # a gap in a column: score_one takes its default
             row = {name: value for name, value in zip(columns, row)
                    if value is not None or name not in with_default}
             values.append(score_one(verifier.text_of(completion), **row))

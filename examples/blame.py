@@ -232,7 +232,7 @@ def without(run, snapshots, chosen, is_sampled=True, share=1.0):
 def is_right(run, example):
     """Whether the greedy completion of a question is right."""
     prompts = [example["prompt_ids"]]
-    [greedy] = run.sample(run.llm, prompts, 1, 0.0, run.cfg.max_tokens, examples=[example])
+    [greedy] = run.rollout(run.llm, prompts, 1, 0.0, run.cfg.max_tokens, examples=[example])
     nr.score([greedy], [example], run.verifier)
     return nr.stats.is_right(greedy)
 

@@ -63,7 +63,7 @@ def train(run, low, high, pool, probe, fixed):
         seeds = []
         for i in range(len(prompts)):
             seeds.append(nr.data.request_seed(cfg.seed, "probe", i))
-        samples = run.sample(
+        samples = run.rollout(
             run.llm, prompts, probe, cfg.temperature, cfg.max_tokens, seeds,
             examples=everything, top_p=cfg.top_p)
         nr.score(samples, everything, run.verifier)

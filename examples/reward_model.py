@@ -39,7 +39,7 @@ def sample_pairs(run, questions, noise):
     prompts = [example["prompt_ids"] for example in examples]
     seeds = [nr.data.request_seed(cfg.seed, "pairs", i) for i in range(len(prompts))]
     nr.sync_weights(run.policy, run.llm)  # wakes vLLM
-    rollouts = run.sample(run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
+    rollouts = run.rollout(run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
                           examples=examples)
     run.llm.sleep()
     nr.score(rollouts, examples, run.verifier)

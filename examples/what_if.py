@@ -55,7 +55,7 @@ def redraw(run, step, group, args):
     example = data.batch_at(run.train_set, number, cfg.prompts, cfg.seed)[i]
     seed = data.request_seed(args.redraw, step, draw, i)
     prompts = [example["prompt_ids"]]
-    group[:] = run.sample(
+    group[:] = run.rollout(
         run.llm,
         prompts,
         cfg.samples,

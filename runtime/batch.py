@@ -118,7 +118,7 @@ def reward_table(groups, samples):
 
 # ---- packs
 
-def with_gradient(rollouts, cfg):
+def drop_without_gradient(rollouts, cfg):
     """The rollouts that need a pass: without a KL term, not those whose advantages are all 0.
 
     Sets the weight of those left out to 0. The weights of the others stay, because they come from

@@ -20,13 +20,13 @@ def evaluate(run, score):
     indices = range(ranks.rank(), len(run.eval_set), ranks.world_size())  # of this rank
     examples = [run.eval_set[i] for i in indices]
     prompts = [example["prompt_ids"] for example in examples]
-    greedy = run.sample(llm, prompts, 1, 0.0, cfg.max_tokens, examples=examples)
+    greedy = run.rollout(llm, prompts, 1, 0.0, cfg.max_tokens, examples=examples)
     counts = score(greedy, examples, verifier)
     stats.add_counts(metrics, counts, "eval")
     samples = []
     if cfg.eval_n:
         seeds = [data.request_seed(cfg.seed, "eval", i) for i in indices]
-        samples = run.sample(llm, prompts, cfg.eval_n, cfg.eval_temperature, cfg.max_tokens, seeds,
+        samples = run.rollout(llm, prompts, cfg.eval_n, cfg.eval_temperature, cfg.max_tokens, seeds,
                              examples=examples, top_p=cfg.eval_top_p)
         counts = score(samples, examples, verifier)
         stats.add_counts(metrics, counts, "eval")

@@ -132,12 +132,12 @@ def place_frozen_weights(engine, device=None):
         p.data = in_host_memory.to(device or ranks.device())  # itself, if it is there already
 
 
-def sleep(engine):
+def offload_frozen(engine):
     """Before vLLM wakes up, the frozen weights make room for vLLM's own."""
     place_frozen_weights(engine, "cpu")
 
 
-def wake(engine):
+def load_frozen(engine):
     """Once vLLM sleeps, the frozen weights come back."""
     place_frozen_weights(engine)
 

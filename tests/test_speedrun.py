@@ -191,7 +191,7 @@ def test_the_judge_takes_the_reward_of_the_track_and_not_that_of_the_recipe(llm,
     reward = tmp_path / "reward.py"
     reward.write_text("def always(completions, **_):\n    return [1.0] * len(completions)\n")
     run = SimpleNamespace(cfg=make_config(rewards=f"{reward}:always"), llm=llm,
-                          sample=speedrun.nr.rollout, verifier=None)
+                          rollout=speedrun.nr.rollout, verifier=None)
     track = SUMS._replace(size=64)
     result = speedrun.judge(run, track, 0)
     assert result["n"] == 64 and 0 < result["right"] < 64

@@ -54,7 +54,7 @@ def kind_of(group, own, tokenizer):
 
 def greedy(run, prompt, example):
     """The scored greedy completion of a prompt."""
-    [r] = run.sample(run.llm, [prompt], 1, 0.0, run.cfg.max_tokens, examples=[example])
+    [r] = run.rollout(run.llm, [prompt], 1, 0.0, run.cfg.max_tokens, examples=[example])
     blame.nr.score([r], [example], run.verifier)
     return r
 

@@ -24,7 +24,7 @@ def train(run, questions):
     prompts = [example["prompt_ids"] for example in examples]
     seeds = [request_seed(cfg.seed, "rejection", number) for number in range(questions)]
     nr.sync_weights(run.policy, run.llm)  # wakes vLLM
-    rollouts = run.sample(
+    rollouts = run.rollout(
         run.llm, prompts, cfg.samples, cfg.temperature, cfg.max_tokens, seeds,
         examples=examples)
     run.llm.sleep()

@@ -21,16 +21,18 @@ its own completions. Each of 20 steps does this:
 5. `sync`         vLLM has its own copy of the weights, and now gets the new ones.
 
 The functions stand in this order, and `train` at the end calls them, all on one CPU core. To step 4
-of the ladder this file adds vLLM and the sync. It also makes its own questions, in plain lines.
+of the ladder this file adds vLLM and the sync. It also makes its own questions, so that no other
+file needs reading.
 
 If a sync failed, vLLM would go on sampling from old weights, without any error. So two checks can
 stop the run. `sync` compares checksums of the weights. `update` compares the log-probs that vLLM
 and the trainer compute for the same tokens.
 
-nano_rlvr.py has the same stages, and four differences. By default it takes one update per step, so
-nothing is clipped. A token weighs 1 / (sequences * tokens of its sequence) there; here all tokens
-weigh the same, as with --aggregate token. It multiplies the loss by min(pi_old / pi_vllm, 2). And a
-completion that could not be judged has no reward, instead of 0.
+nano_rlvr.py has the same stages: its stages 4 to 7 are stage 4 here. It has four differences. By
+default it takes one update per step, so nothing is clipped. A token weighs 1 / (sequences * tokens
+of its sequence) there; here all tokens weigh the same, as with --aggregate token. It multiplies the
+loss by min(pi_old / pi_vllm, 2). And a completion that could not be judged has no reward, instead
+of 0.
 
 Shapes: N completions. A pack has T tokens, R of them in completions. V vocabulary.
 """
@@ -54,7 +56,7 @@ STEPS = 20
 PROMPTS = 16  # per step
 SAMPLES = 8  # completions of each prompt: a group
 MAX_TOKENS = 96  # of a completion
-MINIBATCHES = 4  # optimizer steps per step, each on a quarter of the completions
+MINIBATCHES = 4  # optimizer steps per round of the loop, each on a quarter of its completions
 PACK = 8  # sequences in a row of the trainer
 LR = 1e-4
 CLIP = 0.2  # a token whose probability has moved by 20 % is not pushed further in this step
@@ -181,7 +183,7 @@ def collate(sequences, weight):
         predictors += range(first - 1, len(ids) - 1)
         vllm_logps += sequence.vllm_logps
         advantage += [sequence.advantage] * len(sequence.completion)
-    ids = torch.tensor(ids)  # (T,)
+    ids = torch.tensor(ids)  # (T,) the list becomes a tensor
     positions = torch.tensor(positions)  # (T,)
     owner = torch.tensor(owner)  # (T,)
     predictors = torch.tensor(predictors)  # (R,)
@@ -195,8 +197,8 @@ def collate(sequences, weight):
         targets=ids[predictors + 1],  # (R,)
         vllm_logps=torch.tensor(vllm_logps),  # (R,)
         advantage=torch.tensor(advantage),  # (R,)
-        weight=weight,
-    )
+        weight=weight,  # a number
+    )  # update() adds old and ref
 
 
 def make_packs(sequences):
