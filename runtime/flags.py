@@ -87,6 +87,7 @@ RANGES = (
     ("overlong_buffer gpu_memory_utilization", 0, 0.99),
 )
 
+FAR_RATIOS = "surrogate clip_low clip_high delta tau tau_neg"  # what happens to ratios far from 1
 # (flags, whether they have an effect in a run, what they need): a note names those without effect.
 NEEDS = (
     ("question_key answer_key", lambda cfg: cfg.data or cfg.eval_data, "--data or --eval_data"),
@@ -96,7 +97,7 @@ NEEDS = (
     ("warmup", lambda cfg: not cfg.warmup > cfg.steps > 0, "more --steps: --lr is not reached"),
     # On-policy, no bound is reached, and all surrogates have one slope. --ratio is not listed: it
     # still sums or averages the correction.
-    ("surrogate clip_low clip_high delta tau tau_neg", lambda cfg: cfg.epochs * cfg.minibatches > 1,
+    (FAR_RATIOS, lambda cfg: cfg.epochs * cfg.minibatches > 1,
      "--epochs or --minibatches above 1: on-policy, pi/pi_old is 1"),
 )
 
@@ -265,6 +266,11 @@ def note_no_effect(cfg, defaults):
         if changed and not has_effect(cfg):
             shown = ", ".join(f"--{name} {getattr(cfg, name)}" for name in changed)
             ranks.note(f"{shown}: no effect without {requirement}")
+    of_the_preset = [name for name in FAR_RATIOS.split()
+                     if getattr(defaults, name) != getattr(type(cfg), name)]
+    if of_the_preset and cfg.epochs * cfg.minibatches == 1:
+        ranks.note(f"--algo {cfg.algo}: its {', '.join(of_the_preset)} can act from the second "
+                   "update of a step on; add --minibatches 4")
     if cfg.scale == "group" and cfg.baseline not in ("group", "leave_one_out"):
         ranks.note(f"--baseline {cfg.baseline} --scale group: in a group with equal rewards, what "
                   "is left is divided by 1e-4; see --scale")

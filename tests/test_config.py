@@ -88,6 +88,20 @@ def test_flags_without_an_effect_are_in_a_note_and_change_no_gradient(
     assert gradients[0].any()
 
 
+@pytest.mark.parametrize("argv, named", [
+    ("--algo dapo", "clip_high"), ("--algo gspo", "clip_low, clip_high"), ("--algo grpo", ""),
+    ("--algo kimi", "surrogate, tau"), ("--algo dapo --minibatches 4", ""), ("--algo rloo", "")])
+def test_a_preset_whose_clip_cannot_act_says_so(argv, named, capsys, monkeypatch):
+    monkeypatch.setattr(runtime.flags, "check_machine", lambda dtype: None)  # may print a note
+    nr.parse_config(argv.split())
+    algo = argv.split()[1]
+    err = capsys.readouterr().err
+    if named:
+        assert f"--algo {algo}: its {named} can act from the second update" in err
+    else:
+        assert "second update" not in err
+
+
 def test_a_trained_model_continues_with_the_settings_of_its_run(tmp_path):
     (trained := tmp_path / "final").mkdir()
     config = dict(task="countdown", template="r1", lr=3e-5, kl_coef=0.25, epochs=7, old_flag=1)
