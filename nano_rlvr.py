@@ -45,8 +45,8 @@ import torch
 import data
 import rewards
 from runtime import evaluation, flags, guard, memory, ranks, stats, stop, trainer
-from runtime.batch import (Rollout, collate, deal, drop_without_gradient, first_groups, flatten,
-                           in_groups, pack_evenly, reward_table, sequence_mean, sequence_sum)
+from runtime.batch import (Rollout, collate, deal, first_groups, flatten, in_groups, pack_evenly,
+                           reward_table, sequence_mean, sequence_sum)
 from runtime.checkpoint import Checkpoints, claim_folder
 from runtime.engine import Sampler
 from runtime.head import HeadLogps
@@ -304,7 +304,7 @@ def assign_advantages(groups, cfg, running_mean):
     for group, row in zip(groups, advantages[own_rows].tolist()):
         for r, advantage in zip(group, row):
             r.advantages = [advantage] * len(r.completion)  # the same for each of its tokens
-    return stats.moving_mean(before, batch_mean)
+    return before if math.isnan(batch_mean) else 0.9 * before + 0.1 * batch_mean
 
 
 # ----------------------------------------------------------------------------------------- 4. pack
@@ -348,6 +348,24 @@ def assign_token_weights(rollouts, cfg):
     for r, weight in zip(judged, weights):
         r.weight = weight
     return [r for r in judged if r.weight]
+
+
+def drop_without_gradient(rollouts, cfg):
+    """The rollouts that need a pass: without a KL term, not those whose advantages are all 0.
+
+    Sets the weight of those left out to 0. The weights of the others stay, because they come from
+    the counts of all sequences. If none is left, the shortest stays, because AdamW must step: it
+    moves weights at gradient 0 too.
+    """
+    if cfg.kl_coef or cfg.surrogate == "kimi":  # its penalty has a gradient without an advantage
+        return rollouts
+    kept = [r for r in rollouts if any(r.advantages)]
+    if not kept:
+        kept = sorted(rollouts, key=len)[:1]
+    for r in rollouts:
+        if not any(r.advantages) and r is not kept[0]:
+            r.weight = 0.0
+    return kept
 
 
 def make_batches(groups, cfg, skip_zero_advantages=True):

@@ -118,24 +118,6 @@ def reward_table(groups, samples):
 
 # ---- packs
 
-def drop_without_gradient(rollouts, cfg):
-    """The rollouts that need a pass: without a KL term, not those whose advantages are all 0.
-
-    Sets the weight of those left out to 0. The weights of the others stay, because they come from
-    the counts of all sequences. If none is left, the shortest stays, because AdamW must step: it
-    moves weights at gradient 0 too.
-    """
-    if cfg.kl_coef or cfg.surrogate == "kimi":  # its penalty has a gradient without an advantage
-        return rollouts
-    kept = [r for r in rollouts if any(r.advantages)]
-    if not kept:
-        kept = sorted(rollouts, key=len)[:1]
-    for r in rollouts:
-        if not any(r.advantages) and r is not kept[0]:
-            r.weight = 0.0
-    return kept
-
-
 def by_prompt(rollouts):
     """Splits the list into runs of rollouts that share a prompt."""
     runs = itertools.groupby(rollouts, key=lambda r: r.prompt)

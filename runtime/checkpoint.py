@@ -250,7 +250,10 @@ def _check_inputs(folder, cfg, examples):
     """Keeps a checksum of data and starting weights, which a resumed run must have, too."""
     from transformers.utils import cached_file
     path = folder / "inputs.sha256"
-    checksum = hashlib.sha256(repr([sorted(e.items(), key=str) for e in examples]).encode())
+    rows = [sorted(example.items(), key=str) for example in examples]
+    # of an image only its type: its text would name an address, another one in the next process
+    text = json.dumps(rows, default=lambda value: type(value).__name__)
+    checksum = hashlib.sha256(text.encode())
     model = Path(cached_file(cfg.model, "config.json")).parent  # of a hub id: in the local cache
     for file in [model / "config.json", *sorted(model.glob("*.safetensors"))]:
         checksum.update(bytes.fromhex(sha256(file)))

@@ -286,7 +286,8 @@ def check_machine(dtype):
     if gpu and dtype == "bfloat16" and torch.cuda.get_device_capability(ranks.device()) < (8, 0):
         raise ValueError("--dtype bfloat16 needs compute capability 8.0: use --dtype float32")
     tools = os.environ.get("CC", "gcc"), os.environ.get("CXX", "g++"), "ninja"
-    missing = [tool for tool in tools if not shutil.which(tool)]
+    programs = [tool.split()[0] for tool in tools]  # CC may be "ccache gcc" or "gcc -pthread"
+    missing = [program for program in programs if not shutil.which(program)]
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if missing or not header.exists():
         raise ValueError(f"kernels cannot be compiled without {', '.join(missing) or header} "

@@ -148,25 +148,31 @@ def keep_freed_memory():
         libc.mallopt(M_ARENA_MAX, 1)
 
 
+CGROUP = Path("/sys/fs/cgroup")  # the limits of a container
+
+
 def free_host_bytes():
     """Free bytes of host memory, also in a container with a limit, which psutil does not know."""
     free = psutil.virtual_memory().available
-    limit = Path("/sys/fs/cgroup/memory.max")
+    limit = CGROUP / "memory.max"
     most = limit.read_text().strip() if limit.exists() else "max"
     if most == "max":
         return free
-    used = limit.with_name("memory.current").read_text()
-    return min(free, int(most) - int(used))
+    used = int(limit.with_name("memory.current").read_text())
+    # `used` counts the cache of files; the kernel drops what no process has read for a while
+    [cache] = re.findall(r"^inactive_file (\d+)", limit.with_name("memory.stat").read_text(), re.M)
+    return min(free, int(most) - used + int(cache))
 
 
 def this_device():
-    """The Device of this process; its free memory is that of the rank with the least. Collective"""
+    """The Device of this process; its free memory is that of the rank with the least, so that all
+    ranks make the same plan. Collective"""
     gpu = torch.cuda.is_available()
-    host = free_host_bytes()
+    host = min(ranks.all_gather([free_host_bytes()]))
     if gpu:
         free, total = torch.cuda.mem_get_info()
     else:
-        free = total = host // ranks.world_size()
+        free = total = host // ranks.local_world_size()
     return Device(gpu, min(ranks.all_gather([free])), total, host)
 
 

@@ -19,11 +19,6 @@ def has_zero_std(group):
     return len(rewards) <= 1
 
 
-def moving_mean(mean, new):
-    """A moving average that takes a tenth of `new`, or nothing of NaN."""
-    return mean if math.isnan(new) else 0.9 * mean + 0.1 * new
-
-
 def wilson_interval(hits, n):
     """(low, high): 95 % interval of the proportion hits / n (Wilson 1927; also for small n)."""
     z = 1.959964

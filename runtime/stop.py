@@ -63,7 +63,10 @@ def check(checkpoints):
             f"{checkpoints.progress.step}")
     if checkpoints.cfg.save_every >= 0:
         again = [] if "--resume" in sys.argv else ["--resume", str(checkpoints.folder)]
-        line += f"; continue with: python {shlex.join([*sys.orig_argv[1:], *again])}"
+        command = f"python {shlex.join([*sys.orig_argv[1:], *again])}"
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own arguments are not known here
+            command = shlex.join(["the", "same", "torchrun", "command", *again])
+        line += f"; continue with: {command}"
     ranks.print_once(line, file=sys.stderr)
     raise SystemExit(128 + number)
 

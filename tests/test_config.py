@@ -247,6 +247,8 @@ def test_a_machine_that_cannot_compile_is_refused_and_one_that_will_says_so(
         nr.parse_config([])
         assert ("the first start compiles" in capsys.readouterr().out) == says
     assert os.environ["PATH"].startswith(f"{os.path.dirname(sys.executable)}:")  # not another ninja
+    monkeypatch.setenv("CC", "gcc -pthread")
+    nr.parse_config([])
     monkeypatch.setenv("CC", "missing-cc")
     with pytest.raises(ValueError, match="without missing-cc .*apt-get install"):
         nr.parse_config([])

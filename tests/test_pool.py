@@ -214,6 +214,7 @@ def test_a_column_that_no_row_has_is_named_in_one_line():
     rows = [{"question": "q", "answer": "7", "prompt_ids": [1]}, {"question": "q", "answer": None}]
     says = "^reward gsm8k: it reads the column 'answer', which x.jsonl does not have"
     with rewards.Verifier("gsm8k") as verify:
+        assert verify(["7"], answer=["7"], self=["a column may have any name"])[0] == [1.0]
         verify.check_columns(rows, "x.jsonl")
         with pytest.raises(ValueError, match=says):
             verify.check_columns(rows[1:], "x.jsonl")

@@ -277,6 +277,14 @@ def test_a_run_does_not_continue_with_other_inputs(group, tmp_path):
         checkpoint.claim_folder(dataclasses.replace(cfg, resume_force=True), examples)
 
 
+def test_an_image_in_a_row_does_not_keep_a_run_from_continuing(group, tmp_path):
+    cfg = make_config(out=str(tmp_path), name="run")
+    row = {"question": "what is this?", "prompt_ids": [1]}
+    checkpoint.claim_folder(cfg, [row | {"image": object()}])
+    cfg = dataclasses.replace(cfg, resume=str(tmp_path / "run"))
+    checkpoint.claim_folder(cfg, [row | {"image": object()}])
+
+
 def test_passwords_in_urls_are_not_written_and_a_template_is_as_it_was(saving, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x", "--data", "http://me:a@secret@host/v1"])
     Log(dataclasses.replace(saving.cfg, template="https://me@host"), saving.log.tokenizer)
@@ -321,7 +329,12 @@ def test_a_signal_ends_the_run_before_its_next_step_and_the_second_one_the_proce
     assert e.value.code == 128 + number and codes == [128 + number] and saved == [7]
     assert signal.signal(number, outer) == signal.SIG_DFL
     signal.signal(signal.SIGHUP, ignored)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(stop, "received", number)
+    with pytest.raises(SystemExit):
+        stop.check(loop)
     screen = capfd.readouterr().err
+    assert "continue with: the same torchrun command --resume x" in screen
     assert screen.count(f"{number.name}: the run stops before its next step") == 1
     assert f"stopped by {number.name} at step 7; continue with: python" in screen
 

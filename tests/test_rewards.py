@@ -179,6 +179,16 @@ def test_a_bad_spec_raises_a_one_line_error(spec, says):
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_the_functions_of_a_file_share_its_variables_and_an_edited_file_is_read_again(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("seen = []\ndef add(x): seen.append(x)\ndef show(): return seen\n")
+    user_code.load(f"{file}:add")(1)
+    assert user_code.load(f"{file}:show")() == [1]
+    file.write_text("def show(): return 'new'\n")
+    os.utime(file, ns=(0, 0))  # another time of change than before
+    assert user_code.load(f"{file}:show")() == "new"
+
+
 PIECES = st.sampled_from([  # of what a model writes
     "<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}", "{", "####", "72", "-", "/",
     "1,000", "1/2", "^", "**", "answer is", "A:", "\u202e", "½", "```python\n", "```", "SCORE: 10",

@@ -31,6 +31,7 @@ START_SECONDS = 120.0  # limit of make_handler: importing torch from a network d
 FORK_SECONDS = 10.0  # limit of a fork: a fork server that was stopped, or hangs, is replaced
 MAX_SLOW = 32  # slow calls that may run beside the others at one time (see Pool._slow_at)
 WAITING = 64  # calls that wait for a network, at one time
+PROCESSES = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks that share the cores
 CPUS = getattr(os, "sched_getaffinity", lambda _: [0])(0)  # read before vLLM pins its threads
 
 
@@ -71,7 +72,7 @@ class Pool:
     def __init__(self, make_handler, args=(), workers=None, timeout=5.0, memory=512 << 20):
         self.setup = pickle.dumps((list(sys.path), CPUS, memory, make_handler, args))
         self.timeout = timeout
-        self.size = workers or len(CPUS)
+        self.size = workers or max(1, len(CPUS) // PROCESSES)
         self.workers = []
         self.mean_seconds = 0.0  # running mean of the time of a task that computes
         self.lock = threading.Lock()  # one `run` at a time

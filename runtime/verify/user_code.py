@@ -16,20 +16,26 @@ def user_error(e, spec):
 
 
 @functools.cache
+def run_file(path, version):
+    """The module of a user's file, which is executed once per version: its time of change."""
+    sys.path.append(str(path.parent))  # the file may import its neighbours
+    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def load(spec, kind="reward"):
     """The function of "my_file.py:function" or "installed.module:function"; a one-line ValueError
-    if there is none."""
+    if there is none. The functions of one file share its variables."""
     module, _, name = spec.rpartition(":")
     path = Path(module).resolve() if module.endswith(".py") else None
     if not module or path and not path.is_file():
         raise ValueError(f"{kind} file {module!r} does not exist (it is named my_file.py:{name})")
     try:
         if path:
-            sys.path.append(str(path.parent))  # the file may import its neighbours
-            file_spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-            imported = importlib.util.module_from_spec(file_spec)
-            sys.modules[file_spec.name] = imported
-            file_spec.loader.exec_module(imported)
+            imported = run_file(path, path.stat().st_mtime_ns)
         else:
             imported = importlib.import_module(module)
     except (Exception, SystemExit) as e:  # a user's file: any type

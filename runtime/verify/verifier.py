@@ -59,7 +59,7 @@ class Verifier(contextlib.AbstractContextManager):
         self.weights, self.traits = self.pool.facts  # {name: [weight, value]}, {...}
         self.crashes = {}  # name of a function -> last line of its first crash
 
-    def __call__(self, completions, **columns):
+    def __call__(self, completions, /, **columns):
         """Judge a batch: returns (rewards, parts, metrics), see the class. Raises ValueError if a
         column has another number of values than there are completions."""
         n = len(completions)
