@@ -6,7 +6,10 @@ says whether the replay is the run. Equal bits need one thread: OMP_NUM_THREADS=
 import html
 import os
 import shutil
+import tempfile
 from types import SimpleNamespace
+
+import torch
 
 from bench import common, diff
 from examples.sft import as_rollout
@@ -50,16 +53,23 @@ def fork(run, step, folder):
         shutil.copy(run / name, folder)
 
 
+def on_disk(tensors, folder):
+    """A dict or list of tensors, read from a file without a name. The system may take the memory of
+    such tensors for other things, because it can read the file again."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        torch.save(tensors, file.name)
+        return torch.load(file.name, mmap=True)
+
+
 def take(run):
     """A snapshot of the trainer before the update of a step: weights, moments, progress."""
-    tensors = {}
+    snapshot = {}
     for name, p in trainer.trained_parameters(run.policy).items():
-        tensors[name] = {}
-        for kind in trainer.KINDS:
-            tensors[name][kind] = trainer.get_tensor(p, kind).clone()
+        tensors = {kind: trainer.get_tensor(p, kind) for kind in trainer.KINDS}
+        snapshot[name] = on_disk(tensors, run.log.folder)
     counts = [int(state["step"]) for state in trainer.adamw_states(run.policy)]
     return SimpleNamespace(
-        tensors=tensors,
+        tensors=snapshot,
         adamw_step=max(counts),
         progress=dict(vars(run.checkpoints.progress)),
         groups=[])

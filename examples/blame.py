@@ -32,6 +32,7 @@ from runtime.batch import collate, flatten
 from runtime.messages import RunError
 
 BETA1, EPS = 0.9, 1e-8  # of AdamW in nano_rlvr.start_deepspeed
+PART = 2**22  # values of a vector that are in float64 at a time
 NAMES = ("end", "fixed", "path")  # the scores
 TITLE = "Scores of the rollouts of a step"
 UNIT = "nats of the answer's log-prob, to first order"
@@ -88,19 +89,30 @@ def check_weights(source, snapshots):
 
 # ---- first order
 
-def flat(snapshot, kind):
-    """All values of a kind in one vector: (N,)."""
+# A vector of all weights is a list of parts, (n,) each. So only parts are made in float64. All
+# vectors but a rollout's gradient lie on disk, because their memory is many times the model's.
+
+def split(tensors):
+    """The values of some tensors as a vector: parts of at most PART values."""
     parts = []
-    for tensors in snapshot.tensors.values():
-        parts.append(tensors[kind].flatten())
-    return torch.cat(parts).double()  # (N,)
+    for tensor in tensors:
+        parts += tensor.flatten().split(PART)
+    return parts
+
+
+def moments_of(snapshot):
+    """AdamW's first and second moment of a snapshot, two vectors."""
+    moments = []
+    for kind in ("exp_avg", "exp_avg_sq"):
+        tensors = [of[kind] for of in snapshot.tensors.values()]
+        moments.append(split(tensors))
+    return moments
 
 
 def gradient(run, loss):
-    """The gradient of a loss, apart from that of the optimizer: (N,)."""
+    """The gradient of a loss, apart from that of the optimizer: a vector."""
     parameters = trainer.trained_parameters(run.policy).values()
-    parts = torch.autograd.grad(loss, list(parameters))
-    return torch.cat([part.flatten() for part in parts])  # (N,)
+    return split(torch.autograd.grad(loss, list(parameters)))
 
 
 def logprobs(run, answers):
@@ -110,48 +122,84 @@ def logprobs(run, answers):
 
 
 def answer_gradient(run, answer):
-    """The gradient of the log-prob of an answer: (N,)."""
+    """The gradient of the log-prob of an answer: a vector."""
     batch = collate([answer], layout=run.cfg.layout)
     logp, _ = run.policy.module(batch)  # (R,)
-    return gradient(run, logp.sum()).double()  # (N,)
+    return replay.on_disk(gradient(run, logp.sum()), run.log.folder)
 
 
-def sensitivities(slopes, moments, steps, beta2, is_fixed=False):
-    """The derivative of sum_k slopes_k . (AdamW's step k) by the gradient of each step: (N,) each.
+def gradient_of_step(moments, k, i):
+    """Part i of the gradient that AdamW has got in step k: (n,)."""
+    befores, _ = moments[k]
+    firsts, _ = moments[k + 1]
+    before = befores[i].double()  # (n,)
+    first = firsts[i].double()  # (n,)
+    return (first - BETA1 * before) / (1 - BETA1)  # (n,)
 
-    slopes: (N,) per step. moments: (first, second), (N,) each, before the first step and after each
-    step. steps: per step its learning rate, AdamW's count (from 1) and the factor of the clipping.
-    is_fixed: AdamW's divisor and this factor count as constants."""
-    by_first = torch.zeros_like(slopes[0])  # (N,) derivative by the first moment
-    by_second = torch.zeros_like(slopes[0])  # (N,) and by the second
-    found = []
+
+def part_sensitivities(i, slopes, moments, steps, beta2, is_fixed):
+    """Yields (k, part i of the derivative by the gradient of step k, without the clipping), from
+    the last step to the first. The arguments: see sensitivities."""
+    by_first = 0.0  # the derivative by the first moment, then (n,)
+    by_second = 0.0  # and by the second
     for k in reversed(range(len(steps))):
-        lr, count, clip = steps[k]
-        first, second = moments[k + 1]  # (N,), (N,)
+        lr, count, _ = steps[k]
+        firsts, seconds = moments[k + 1]
+        first = firsts[i].double()  # (n,)
+        second = seconds[i].double()  # (n,)
+        slope = slopes[k][i].double()  # (n,)
         # the bias of both moments, as AdamW corrects it
         unbias_first = 1 - BETA1**count
         unbias_second = 1 - beta2**count
-        root = (second / unbias_second).sqrt()  # (N,)
-        divisor = root + EPS  # (N,)
-        rate = -lr / unbias_first / divisor  # (N,) d step / d first moment
-        bend = -rate * first / divisor / (2 * root * unbias_second)  # (N,) d step / d second
-        bend = bend.nan_to_num(0, 0, 0)  # (N,) where the gradient was always 0
-        by_first = slopes[k] * rate + BETA1 * by_first  # (N,)
-        by_second = slopes[k] * bend + beta2 * by_second  # (N,)
-        before, _ = moments[k]  # (N,)
-        whole = (first - BETA1 * before) / (1 - BETA1)  # (N,) the step's gradient
-        by_gradient = (1 - BETA1) * by_first  # (N,)
+        root = (second / unbias_second).sqrt()  # (n,)
+        divisor = root + EPS  # (n,)
+        rate = -lr / unbias_first / divisor  # (n,) d step / d first moment
+        bend = -rate * first / divisor / (2 * root * unbias_second)  # (n,) d step / d second
+        bend = bend.nan_to_num(0, 0, 0)  # (n,) where the gradient was always 0
+        by_first = slope * rate + BETA1 * by_first  # (n,)
+        by_second = slope * bend + beta2 * by_second  # (n,)
+        by_gradient = (1 - BETA1) * by_first  # (n,)
         if not is_fixed:
-            by_gradient += 2 * (1 - beta2) * whole * by_second  # (N,)
-        if clip < 1 and not is_fixed:  # a clipped gradient keeps its length
-            unit = whole / whole.norm()  # (N,)
-            by_gradient -= unit * (unit @ by_gradient)  # (N,)
-        found.append((clip * by_gradient).float())  # (N,)
-    return found[::-1]
+            whole = gradient_of_step(moments, k, i)  # (n,)
+            by_gradient += 2 * (1 - beta2) * whole * by_second  # (n,)
+        yield k, by_gradient
+
+
+def sensitivities(slopes, moments, steps, beta2, is_fixed=False):
+    """The derivative of sum_k slopes_k . (AdamW's step k) by the gradient of each step: a vector
+    per step, in float32.
+
+    slopes: a vector per step. moments: first and second, before the first step and after each step.
+    steps: per step its learning rate, AdamW's count (from 1) and the factor of the clipping.
+    is_fixed: AdamW's divisor and this factor count as constants."""
+    count = len(slopes[0])
+    found = [[None] * count for _ in steps]
+    for i in range(count):
+        for k, part in part_sensitivities(i, slopes, moments, steps, beta2, is_fixed):
+            found[k][i] = part.float()  # (n,)
+    for k, (_, _, clip) in enumerate(steps):
+        if clip < 1 and not is_fixed:
+            keep_length(found[k], moments, k)
+        for part in found[k]:
+            part *= clip  # (n,)
+    return found
+
+
+def keep_length(vector, moments, k):
+    """Takes away, in place, what lies along the gradient of step k: clipped, it keeps its length.
+    """
+    along = 0.0
+    square = 0.0
+    for i, part in enumerate(vector):
+        whole = gradient_of_step(moments, k, i)  # (n,)
+        along += whole @ part.double()
+        square += whole @ whole
+    for i, part in enumerate(vector):
+        part -= gradient_of_step(moments, k, i) * (along / square)  # (n,)
 
 
 def rollout_gradients(run, snapshot):
-    """Yields (number, gradient (N,)) of each rollout that the step trained: its part of the loss.
+    """Yields (number, gradient) of each rollout that the step trained: its part of the loss.
     The trainer must be at the snapshot."""
     for i, r in enumerate(flatten(snapshot.groups)):
         if r.weight:
@@ -159,17 +207,13 @@ def rollout_gradients(run, snapshot):
             nr.store_fixed_logps(run.policy, run.ref, [batch], run.cfg)
             logp, batch.entropy = run.policy.module(batch)  # (R,), (R,)
             loss, _ = nr.policy_loss(logp, batch.old, batch.ref, batch, run.cfg)  # ()
-            yield i, gradient(run, loss)  # (N,)
+            yield i, gradient(run, loss)
 
 
 def vectors(run, snapshots, answer, names=NAMES):
-    """{name of a score: (N,) per step}: times a rollout's gradient they are its score."""
+    """{name of a score: a vector per step}: times a rollout's gradient they are its score."""
     *steps, end = snapshots.values()
-    moments = []
-    for snapshot in snapshots.values():
-        first = flat(snapshot, "exp_avg")  # (N,)
-        second = flat(snapshot, "exp_avg_sq")  # (N,)
-        moments.append((first, second))
+    moments = list(map(moments_of, snapshots.values()))
     settings = [(s.lr, s.adamw_step + 1, s.clip) for s in steps]
     path = []
     if "path" in names:
@@ -182,18 +226,26 @@ def vectors(run, snapshots, answer, names=NAMES):
     found = {}
     for name in names:
         is_fixed = name != "end"
-        found[name] = sensitivities(slopes[name], moments, settings, run.cfg.beta2, is_fixed)
+        found[name] = []
+        for vector in sensitivities(slopes[name], moments, settings, run.cfg.beta2, is_fixed):
+            found[name].append(replay.on_disk(vector, run.log.folder))
     return found
 
 
+def dot(vector, other):
+    total = 0.0
+    for a, b in zip(vector, other):
+        total += (a @ b).item()
+    return total
+
+
 def scores(run, snapshots, wanted):
-    """{(step, rollout): (a score for each of `wanted`,)}; wanted: lists with (N,) per step."""
+    """{(step, rollout): (a score for each of `wanted`,)}; wanted: lists with a vector per step."""
     found = {}
     for k, step in enumerate(list(snapshots)[:-1]):
         replay.put(run, snapshots[step])
-        matrix = torch.stack([of[k] for of in wanted])  # (wanted, N)
         for i, g in rollout_gradients(run, snapshots[step]):
-            found[step, i] = (matrix @ g).tolist()
+            found[step, i] = [dot(vectors[k], g) for vectors in wanted]
     return found
 
 

@@ -19,11 +19,13 @@ def inspect(run, args):
     snapshots = blame.record(run, args.last + 1)
     [after] = blame.logprobs(run, [answer])
     last = snapshots[args.last]
-    moments = [blame.flat(s, "exp_avg") for s in (last, snapshots[args.last + 1])]  # (N,) each
-    whole = (moments[1] - 0.9 * moments[0]) / 0.1  # (N,)
+    moments = [blame.moments_of(s)[0] for s in (last, snapshots[args.last + 1])]
+    before, first = (torch.cat(parts).double() for parts in moments)  # (N,), (N,)
+    whole = (first - 0.9 * before) / 0.1  # (N,)
     replay.put(run, last)
-    parts = [g.double() for _, g in blame.rollout_gradients(run, last)]  # (N,) each
-    summed = last.clip * torch.stack(parts).sum(0)  # (N,)
+    summed = torch.zeros_like(whole)  # (N,)
+    for _, parts in blame.rollout_gradients(run, last):
+        summed += last.clip * torch.cat(parts)  # (N,)
     wanted = blame.vectors(run, snapshots, answer, ["end"])["end"]
     found = blame.scores(run, snapshots, [wanted])
     key = max((k for k in found if k[0] == args.last), key=lambda k: abs(found[k][0]))

@@ -119,7 +119,7 @@ def credit(run, args):
         groups = snapshots[step].groups
         own = groups[number]
         sums = sums_of(run, snapshots, scores, len(questions) + i, own)
-        blame.put(run, snapshots[args.last + 1])
+        replay.put(run, snapshots[args.last + 1])
         [after] = blame.logprobs(run, [answer])
         exact = {}
         first_of = first_of_each_kind(groups, own, run.llm.get_tokenizer())
