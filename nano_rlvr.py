@@ -66,26 +66,27 @@ class Config(flags.RunFlags):
 
     # rollout
     rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
-    steps: int = 200  # each samples anew, then makes epochs * minibatches updates
+    steps: int = 200  # each samples and judges, then makes epochs * minibatches updates
     prompts: int = 64  # P: prompts per step, over all ranks
     samples: int = 8  # G: completions per prompt, the group size
     temperature: float = 1.0  # of sampling; the trainer's log-probs use the same temperature
-    top_p: float = 1.0  # below 1 needs --correction none, --temperature 1: see flags.check
+    top_p: float = 1.0  # nucleus sampling; below 1 needs --correction none --temperature 1
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm: advantage = (reward - baseline) / scale
+    algo: str = "grpo"  # a row of ALGOS; any other flag overrides a value of the row
     baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = "group"  # subtracted
     scale: Literal["group", "batch", "centred", "group_mean", "none"] = "group"  # the divisor
-    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old; see policy_loss
-    surrogate: Literal["ppo", "cispo", "sapo", "kimi"] = "ppo"  # see surrogate_objective
-    aggregate: Literal["sequence", "token", "constant"] = "sequence"  # see token_weights
+    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old of one token or of all
+    surrogate: Literal["ppo", "cispo", "sapo", "kimi"] = "ppo"  # how pi/pi_old is bounded
+    aggregate: Literal["sequence", "token", "constant"] = "sequence"  # how tokens are averaged
     clip_low: float = 0.2  # pi/pi_old is clipped to 1 - clip_low at least ...
     clip_high: float = 0.2  # ... and to 1 + clip_high at most; acts from the second update on
     delta: float = 0.0  # largest ratio for negative advantages (two-sided clip); 0 = off
     tau: float = 1.0  # sapo: temperature for positive advantages; kimi: weight of the penalty
     tau_neg: float = 1.05  # sapo: temperature for negative advantages
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference
-    # vLLM's log-probs differ from the trainer's: see importance
+    # a weight per token, because vLLM's log-probs differ from the trainer's
     correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     correction_cap: float = 2.0  # largest importance weight pi_old / pi_vllm
     filter_groups: bool = False  # no update from groups in which all rewards are the same
