@@ -296,8 +296,7 @@ def write_page(finding, name, results=RESULTS):
         for label, of in result["values"].items():
             cells = [cell(of[title], finding.measures[title][1], " to ") for title in titles]
             rows.append([label, *cells])
-        versions = r", python [^;]*"  # those of the pinned packages: the .json file has them
-        conditions = re.sub(versions, "", result["conditions"].partition("; ")[2])
+        conditions = common.without_versions(result["conditions"].partition("; ")[2])
         page += ["" if current(finding, result) else EARLIER,
                  common.table(["arm", *titles], rows),
                  f"![curves]({name}.png)",
