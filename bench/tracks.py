@@ -4,7 +4,9 @@ A track is frozen: a change makes its records void.
 """
 import ast
 import hashlib
+import itertools
 import platform
+import random
 import re
 import zlib
 from collections import namedtuple
@@ -53,31 +55,39 @@ def second_longer(size, seed):
     return list(sums.longer("test", size, seed))
 
 
-def numbers(question):
-    """The two numbers of a product, the smaller one first."""
-    return tuple(sorted(map(int, re.findall(r"\d+", question))))
+def product_pairs():
+    """{set: its pairs of two numbers from 2 to 12}; half of the pairs decide."""
+    pairs = list(itertools.combinations_with_replacement(range(2, 13), 2))
+    random.Random(0).shuffle(pairs)  # the same sets in all runs
+    return {"train": pairs[:16], "test": pairs[16:33], "second": pairs[33:]}
 
 
-def held_out_products(half=None):
-    """The held-out questions of data.products, or those of every second pair of numbers."""
-    rows = data.products("test", 10_000, 0)
-    pairs = sorted({numbers(row["question"]) for row in rows})
-    chosen = pairs if half is None else pairs[half::2]
-    return [row for row in rows if numbers(row["question"]) in chosen]
+def one_question_each(pairs, seed):
+    """A question about each pair, in an order and a wording that are drawn. The other wordings of a
+    pair would say nearly the same again, and an interval counts what is independent."""
+    rng = random.Random(seed)
+    return [rng.choice(data.ask_products([pair], rng)) for pair in pairs]
 
 
-def first_products(split, size, seed):
-    """The set that a recipe may look at."""
-    return held_out_products(half=0)[:size]
+def products(split, size, seed):
+    """The training questions of a recipe, and the set that it may look at."""
+    pairs = product_pairs()[split]
+    if split == "train":
+        return data.ask_products(pairs, random.Random(seed))
+    return one_question_each(pairs, 0)[:size]
 
 
 def second_products(size, seed):
-    return held_out_products(half=1)[:size]
+    """`seed` is made of the final weights, as that of the sums."""
+    return one_question_each(product_pairs()["second"], seed)
 
 
 def is_test_product(question):
-    """Whether a question is about a held-out pair of numbers, in whatever words."""
-    return numbers(question) in {numbers(row["question"]) for row in held_out_products()}
+    """Whether both numbers of a held-out pair are in a question, in whatever words."""
+    pairs = product_pairs()
+    numbers = sorted(map(int, re.findall(r"\d+", question)))
+    held_out = {*pairs["test"], *pairs["second"]}
+    return any(pair in held_out for pair in itertools.combinations(numbers, 2))
 
 
 def track_of_sums(function, second, bound):
@@ -88,14 +98,16 @@ def track_of_sums(function, second, bound):
 
 
 TINY = "3c26e42b4fbd28d8"  # see speedrun.digest
-SMOLLM2 = ""  # of the folder that models/smollm2.py makes
+SMOLLM2 = "1c8751ff99ee896a"  # of the folder that models/smollm2.py makes
 TRACKS = {
     "sums": track_of_sums("six", second_six, bound=0.9),
     "long_sums": track_of_sums("longer", second_longer, bound=0.5),
     "products": Track(
         134_515_008, SMOLLM2, 0.5,
-        "--model models/smollm2 --eval_data bench/tracks.py:first_products --eval_size 64",
-        second_products, 126, 48, "right", is_test_product),
+        "--model models/smollm2 --data bench/tracks.py:products "
+        "--eval_data bench/tracks.py:products --eval_size 17 --rewards right --max_prompt 64 "
+        "--max_tokens 48 --pack_tokens 1024",
+        second_products, 33, 48, "right", is_test_product),
 }
 
 
