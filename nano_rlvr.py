@@ -697,7 +697,8 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
 def main(argv=None, train=train, sampler=Sampler):
     """Runs the command line. train: your loop, which gets a Run. sampler: your Sampler class."""
     with stop.on_signals():
-        with stop.with_one_line(ValueError, OSError, RuntimeError):  # and RunError: no traceback
+        # and RunError: no traceback
+        with stop.with_one_line(ValueError, OSError, RuntimeError), memory.collection_put_off():
             cfg = parse_config(argv)
             sample = guard.load_rollout(cfg.rollout) if cfg.rollout else rollout
             ranks.init_process_group(cfg.timeout)
@@ -715,10 +716,11 @@ def main(argv=None, train=train, sampler=Sampler):
 
         with stop.with_one_line(OSError, cfg=cfg, folder=log.folder):
             log.say("loading the model into vLLM, then into the trainer ...")
-            llm = sampler(cfg)  # before the trainer: vLLM measures how much GPU memory is free
-            llm.sleep()
-            policy = make_policy(cfg)
-            ref = make_reference(cfg, policy, plan["reference_stays"])
+            with memory.collection_put_off():
+                llm = sampler(cfg)  # before the trainer: vLLM measures the free memory of a GPU
+                llm.sleep()
+                policy = make_policy(cfg)
+                ref = make_reference(cfg, policy, plan["reference_stays"])
             if cfg.steps:  # --steps 0 only evaluates; the rehearsal leaves no trace in AdamW
                 log.say("rehearsal: an update on the largest pack, at learning rate 0 ...")
                 guard.rehearse(policy, ref, cfg)
