@@ -1,4 +1,5 @@
 """The files of examples/ and bench/ that course texts ask for and that are short."""
+import dataclasses
 import itertools
 import json
 import random
@@ -168,6 +169,31 @@ def test_a_value_is_the_heads_product_with_the_policys_hidden_state(group, token
     close(found, head.linear(hidden[0, len(first.prompt) - 1:-1])[:, 0], 1e-4)
 
 
+def test_the_value_loss_trains_the_head_and_the_layers_that_it_shares(
+        group, tokenizer, monkeypatch):
+    """With advantages of 0 nothing but the value loss has a gradient."""
+    stages = {}
+    monkeypatch.setattr(nr, "train", lambda run, **given: stages.update(given))
+    cfg = make_config(kl_coef=0.0, correction="none", mismatch_bound=1e9)
+    changes = []
+    for vf_coef in (0.0, 0.1):
+        policy = nr.make_policy(cfg)
+        run = SimpleNamespace(cfg=cfg, policy=policy)
+        shared_critic.train(run, SimpleNamespace(lam=1.0, vf_coef=vf_coef))
+        rollouts = fixed_rollouts(tokenizer)
+        stages["assign_advantages"](nr.in_groups(rollouts, 4), cfg, 0.0)
+        for r in rollouts:
+            r.advantages = [0.0] * r.length
+        before = dict(policy.module.model.named_parameters())
+        before = {name: p.detach().clone() for name, p in before.items()}
+        for _ in range(2):  # the head begins at 0: the layers get a gradient after its first step
+            metrics = nr.update(policy, [nr.collate(rollouts)], cfg, stages["policy_loss"])
+        assert metrics["value_loss"] > 0
+        changes.append(max((p - before[name]).abs().max().item()
+                           for name, p in policy.module.model.named_parameters()))
+    assert changes[0] == 0 < changes[1]
+
+
 def test_four_models_need_a_weight_for_the_kl(monkeypatch):
     monkeypatch.setattr(nr, "Sampler", lambda cfg: "made")
     assert four_models.make_sampler(make_config(kl_coef=0.05)) == "made"
@@ -273,6 +299,21 @@ def test_vllm_gets_the_rounded_weights_with_the_adapters_on_top(group):
         close(layer(x), x @ rounded[f"{name}.weight"].T + bias, 1e-4)
     others = rounded.keys() - {f"{name}.weight" for name in layers}
     assert others and all(torch.equal(rounded[key], plain[key]) for key in others)
+
+
+def test_an_update_moves_the_adapters_and_not_the_codes(group, tokenizer):
+    cfg = make_config(lora_rank=8, kl_coef=0.0)
+    policy = nr.make_policy(cfg)
+    quantised.quantise_model(policy.module.model, quantised.LEVELS["int4"])
+    before = dict(trainer.named_weights(policy))
+    layer = next(x for x in policy.modules() if isinstance(x, quantised.Quantised))
+    codes = layer.codes.clone()
+    metrics = nr.update(policy, [nr.collate(fixed_rollouts(tokenizer))], dataclasses.replace(
+        cfg, correction="none", mismatch_bound=1e9))
+    after = dict(trainer.named_weights(policy))
+    assert metrics["grad_norm"] > 0 and torch.equal(layer.codes, codes)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert len(moved) == 28
 
 
 # ---- learn/dpo.py
