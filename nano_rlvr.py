@@ -74,7 +74,7 @@ class Config(flags.RunFlags):
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm: advantage = (reward - baseline) / scale
-    algo: str = "grpo"  # a row of ALGOS; any other flag overrides a value of the row
+    algo: str = "grpo"  # dr_grpo, dapo, rloo, gspo, ...: a row of ALGOS, which other flags override
     baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = "group"  # subtracted
     scale: Literal["group", "batch", "centred", "group_mean", "none"] = "group"  # the divisor
     ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old of one token or of all

@@ -43,7 +43,7 @@ class RunFlags:
     memory_gb: float = 0.0  # GiB of device memory to plan for, 0 = all; sets what is auto below
     pack_tokens: int = 0  # most tokens per forward pass (a longer sequence goes alone), 0 = auto
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # recompute activations
-    compile: Literal["auto", "on", "off"] = "auto"  # by torch.compile; auto: on a GPU
+    compile: Literal["auto", "on", "off"] = "auto"  # layers and head; auto: on a GPU
     offload: Literal["auto", "none", "optimizer"] = "auto"  # optimizer, fp32 weights in host memory
     gpu_memory_utilization: float = 0.0  # vLLM's share of the GPU while it generates; 0 = the rest
     zero_stage: Literal[1, 2, 3] = 2  # ZeRO shards: 1 optimizer, 2 + gradients, 3 + weights
