@@ -344,7 +344,8 @@ TEMPLATES = {  # "{question}" is replaced by the question
         "{question}<|im_end|>\n"
         "<|im_start|>assistant\n"),
 }
-TODAY = datetime.datetime(2024, 7, 26)  # Llama 3.1's; see encode_chat
+AT_ONCE = 256  # texts that the tokenizer gets in one call, which is faster than one by one
+TODAY = datetime.datetime(2024, 7, 26)  # Llama 3.1's; see chat_text
 
 
 def read_template(template):
@@ -373,26 +374,39 @@ def added_prefix(tokenizer):
 
 
 def encode(example, tokenizer, template):
-    """Token ids (list[int]) of an example's prompt. template: what read_template returns. The
+    """Token ids (list[int]) of an example's prompt: see encode_all."""
+    [ids] = encode_all([example], tokenizer, template)
+    return ids
+
+
+def encode_all(examples, tokenizer, template):
+    """Token ids (list[int]) of each example's prompt. template: what read_template returns. The
     system_prompt of an example, if it has one, is a text before the question. Raises ValueError
-    for the template `chat`, see encode_chat."""
+    for the template `chat`, see chat_text."""
+    texts = [prompt_text(example, tokenizer, template) for example in examples]
+    prefix = [] if template == "chat" else added_prefix(tokenizer)  # a chat's text has its BOS
+    prompts = []
+    for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+        # the template of a file may begin with the BOS
+        prompts.append(ids if ids[:len(prefix)] == prefix else prefix + ids)
+    return prompts
+
+
+def prompt_text(example, tokenizer, template):
+    """The text of an example's prompt: see encode_all."""
     system = example.get("system_prompt")
     if not isinstance(system, str):  # a gap
         system = ""
     question = example["question"]
     if template == "chat":
-        return encode_chat(system, question, tokenizer)
+        return chat_text(system, question, tokenizer)
     if system:
         question = f"{system}\n\n{question}"
-    prompt = TEMPLATES.get(template, template).replace("{question}", question)
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    prefix = added_prefix(tokenizer)
-    # the template of a file may begin with the BOS
-    return ids if ids[:len(prefix)] == prefix else prefix + ids
+    return TEMPLATES.get(template, template).replace("{question}", question)
 
 
-def encode_chat(system, question, tokenizer):
-    """Token ids of the tokenizer's own chat template. It sees one date on every day, because a
+def chat_text(system, question, tokenizer):
+    """A prompt by the tokenizer's own chat template. It sees one date on every day, because a
     resumed run must have the same prompts. Raises ValueError if there is no chat template, or if it
     fails or leaves out a text."""
     chat = [{"role": "user", "content": question}]
@@ -408,7 +422,7 @@ def encode_chat(system, question, tokenizer):
         if message["content"].strip() not in text:
             raise ValueError(f"the chat template omits the message of the {message['role']}; "
                              f"{advice}")
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the text has its BOS
+    return text
 
 
 def opened_thinking(prompt, tokenizer):
@@ -555,8 +569,10 @@ def note_control_tokens(examples, tokenizer, notify):
 
 def fitting(kind, examples, cfg, tokenizer, at_least, notify):
     """The examples with `prompt_ids` of at most --max_prompt tokens. kind: for messages."""
-    for example in with_bar(examples, f"{kind} prompts"):
-        example["prompt_ids"] = encode(example, tokenizer, cfg.template)
+    for first in with_bar(range(0, len(examples), AT_ONCE), f"{kind} prompts"):
+        part = examples[first:first + AT_ONCE]
+        for example, ids in zip(part, encode_all(part, tokenizer, cfg.template)):
+            example["prompt_ids"] = ids
     kept = [example for example in examples if len(example["prompt_ids"]) <= cfg.max_prompt]
     limit = f"--max_prompt {cfg.max_prompt}"
     if len(kept) < at_least:

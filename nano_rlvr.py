@@ -66,26 +66,27 @@ class Config(flags.RunFlags):
 
     # rollout
     rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
-    steps: int = 200  # each samples anew, then makes epochs * minibatches updates
+    steps: int = 200  # each samples and judges, then makes epochs * minibatches updates
     prompts: int = 64  # P: prompts per step, over all ranks
     samples: int = 8  # G: completions per prompt, the group size
     temperature: float = 1.0  # of sampling; the trainer's log-probs use the same temperature
-    top_p: float = 1.0  # below 1 needs --correction none, --temperature 1: see flags.check
+    top_p: float = 1.0  # nucleus sampling; below 1 needs --correction none --temperature 1
     max_prompt: int = 1024  # tokens; longer prompts are left out, and their number is printed
     max_tokens: int = 3000  # tokens per completion; one that reaches this limit is "truncated"
     # algorithm: advantage = (reward - baseline) / scale
+    algo: str = "grpo"  # dr_grpo, dapo, rloo, gspo, ...: a row of ALGOS, which other flags override
     baseline: Literal["group", "leave_one_out", "batch", "running", "none"] = "group"  # subtracted
     scale: Literal["group", "batch", "centred", "group_mean", "none"] = "group"  # the divisor
-    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old; see policy_loss
-    surrogate: Literal["ppo", "cispo", "sapo", "kimi"] = "ppo"  # see surrogate_objective
-    aggregate: Literal["sequence", "token", "constant"] = "sequence"  # see token_weights
+    ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old of one token or of all
+    surrogate: Literal["ppo", "cispo", "sapo", "kimi"] = "ppo"  # how pi/pi_old is bounded
+    aggregate: Literal["sequence", "token", "constant"] = "sequence"  # how tokens are averaged
     clip_low: float = 0.2  # pi/pi_old is clipped to 1 - clip_low at least ...
     clip_high: float = 0.2  # ... and to 1 + clip_high at most; acts from the second update on
     delta: float = 0.0  # largest ratio for negative advantages (two-sided clip); 0 = off
     tau: float = 1.0  # sapo: temperature for positive advantages; kimi: weight of the penalty
     tau_neg: float = 1.05  # sapo: temperature for negative advantages
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference
-    # vLLM's log-probs differ from the trainer's: see importance
+    # a weight per token, because vLLM's log-probs differ from the trainer's
     correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     correction_cap: float = 2.0  # largest importance weight pi_old / pi_vllm
     filter_groups: bool = False  # no update from groups in which all rewards are the same
@@ -696,7 +697,8 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
 def main(argv=None, train=train, sampler=Sampler):
     """Runs the command line. train: your loop, which gets a Run. sampler: your Sampler class."""
     with stop.on_signals():
-        with stop.with_one_line(ValueError, OSError, RuntimeError):  # and RunError: no traceback
+        # and RunError: no traceback
+        with stop.with_one_line(ValueError, OSError, RuntimeError), memory.collection_put_off():
             cfg = parse_config(argv)
             sample = guard.load_rollout(cfg.rollout) if cfg.rollout else rollout
             ranks.init_process_group(cfg.timeout)
@@ -714,10 +716,11 @@ def main(argv=None, train=train, sampler=Sampler):
 
         with stop.with_one_line(OSError, cfg=cfg, folder=log.folder):
             log.say("loading the model into vLLM, then into the trainer ...")
-            llm = sampler(cfg)  # before the trainer: vLLM measures how much GPU memory is free
-            llm.sleep()
-            policy = make_policy(cfg)
-            ref = make_reference(cfg, policy, plan["reference_stays"])
+            with memory.collection_put_off():
+                llm = sampler(cfg)  # before the trainer: vLLM measures the free memory of a GPU
+                llm.sleep()
+                policy = make_policy(cfg)
+                ref = make_reference(cfg, policy, plan["reference_stays"])
             if cfg.steps:  # --steps 0 only evaluates; the rehearsal leaves no trace in AdamW
                 log.say("rehearsal: an update on the largest pack, at learning rate 0 ...")
                 guard.rehearse(policy, ref, cfg)

@@ -2,6 +2,7 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -71,6 +72,11 @@ def conditions(*packages):
     return describe([provenance(*packages)], f"load {load:.1f} before, ")
 
 
+def without_versions(text):
+    """Text with conditions, for a page. The file of numbers beside the page has the versions."""
+    return re.sub(r", python [^;\n]*", "", text)
+
+
 def read_config(folder):
     """config.json of a run: its flags and the conditions of its start."""
     return json.loads((Path(folder) / "config.json").read_text())
@@ -82,6 +88,8 @@ def write(name, text, numbers):
     name: of the two files, without suffix; an absolute path is another folder."""
     path = RESULTS / name
     path.parent.mkdir(parents=True, exist_ok=True)
+    if "conditions" in numbers:
+        text = without_versions(text)
     Path(f"{path}.md").write_text(text + "\n")
     Path(f"{path}.json").write_text(json.dumps(numbers, indent=1))
     print(text)

@@ -52,7 +52,7 @@ def judge(text, question, rubric=None, answer=None, timeout=5.0):
     with _open_cache() as db:
         if row := db.execute("select score from verdicts where key = ?", (key,)).fetchone():
             return row[0]
-        score = _score(_chat(prompt, 0.9 * timeout))
+        score = _score(chat(prompt, 0.9 * timeout))
         if score is not None:
             with contextlib.suppress(sqlite3.OperationalError):  # locked, or a full disk
                 db.execute("insert or replace into verdicts values (?, ?)", (key, score))
@@ -80,7 +80,7 @@ def check(timeout=5.0, **_):
     except (sqlite3.Error, OSError) as e:
         raise ValueError(f"the judge's cache {_cache()} cannot be read: {e}") from None
     try:
-        reply = _chat(_prompt("4", "2 + 2 = ?"), 0.9 * timeout, retries=0)
+        reply = chat(_prompt("4", "2 + 2 = ?"), 0.9 * timeout, retries=0)
     except (RuntimeError, TimeoutError) as e:
         raise ValueError(f"the judge at {url}: {e}") from None
     if _score(reply) is None:
@@ -125,15 +125,20 @@ def _reason(e):
     return f"not the reply of an OpenAI-compatible endpoint ({said}); its address ends with /v1?"
 
 
+def fence_of(text):
+    """A line around a text. It has a hash of the text, so the text cannot contain it."""
+    return "=" * 20 + _digest(text, 8)
+
+
 def _prompt(text, question, rubric=None, answer=None):
-    fence = "=" * 20 + _digest(text, 8)  # a hash of the text, so the text cannot contain it
+    fence = fence_of(text)
     prompt = PROMPT.format(fence=fence, question=question, text=text,
                            rubric=rubric or "A correct, complete, clear answer.",
                            reference=f"Reference answer:\n{answer}\n\n" if answer else "")
     return prompt.encode("utf-8", "replace").decode()  # a model may write half a surrogate pair
 
 
-def _chat(prompt, seconds, retries=4):
+def chat(prompt, seconds, retries=4):
     """The reply (str) of a model to one message. openai retries 429, 5xx and lost connections.
 
     Raises TimeoutError after `seconds`: httpx limits each read, but a reply may come in drops.

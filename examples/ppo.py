@@ -205,9 +205,9 @@ def shape_rewards(run, ref, rollouts, controller):
     return shaped
 
 
-def train(run, critic, controller=None):
+def train(run, critic, controller=None, collect_rollouts=nr.collect_rollouts):
     """nano_rlvr's loop, with GAE in place of the group's mean. controller: AdaptiveKL, which puts
-    the KL into the rewards of the tokens."""
+    the KL into the rewards of the tokens. collect_rollouts: perhaps one of yours."""
     ref = run.ref
     if controller:
         run.ref = None  # no KL in the loss
@@ -227,7 +227,7 @@ def train(run, critic, controller=None):
             critic.update(batches)
         return running_mean
 
-    nr.train(run, assign_advantages=assign_advantages, policy_loss=policy_loss)
+    nr.train(run, collect_rollouts, assign_advantages, policy_loss)
 
 
 def make_sampler(cfg, own):

@@ -74,8 +74,8 @@ def fit(model, pairs):
         return agrees.float().mean().item()
 
 
-def train(run, questions, noise):
-    """nano_rlvr's loop with the score of a reward model as the reward."""
+def scored_rollouts(run, questions, noise):
+    """Trains a reward model. Returns nano_rlvr.collect_rollouts with its score as the reward."""
     model = Critic(run.cfg, lr=3e-4)
     pairs = sample_pairs(run, questions, noise)
     agreement = fit(model, pairs)
@@ -91,7 +91,12 @@ def train(run, questions, noise):
         run.metrics["reward_model/agreement"] = agreement
         return minibatches, sampled
 
-    nr.train(run, collect_rollouts=collect_rollouts)
+    return collect_rollouts
+
+
+def train(run, questions, noise):
+    """nano_rlvr's loop with the score of a reward model as the reward."""
+    nr.train(run, collect_rollouts=scored_rollouts(run, questions, noise))
 
 
 if __name__ == "__main__":

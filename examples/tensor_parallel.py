@@ -115,10 +115,10 @@ def plan_shards(tp):
 
     def cache(cfg):
         found = kv_cache_bytes(cfg)
-        parameters = memory.ModelShape.of(cfg.model).parameters
-        if found is None:
-            return None
-        return int(found + elsewhere(cfg, parameters))
+        if torch.cuda.is_available():
+            parameters = memory.ModelShape.of(cfg.model).parameters
+            found += int(elsewhere(cfg, parameters))
+        return found
 
     memory.step_bytes = step
     memory.kv_cache_bytes = cache

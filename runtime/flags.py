@@ -27,7 +27,6 @@ class RunFlags:
     # model and data
     model: str = "models/tiny"  # folder or hub id, whose organisation may be left out
     trust_remote_code: bool = False  # run Python code that comes with the model
-    algo: str = "grpo"  # a row of ALGOS; any other flag overrides a value of the row
     config: str = ""  # flags of a file, like the config.json of a run to repeat; others override it
     task: str = "gsm8k"  # arithmetic, countdown, products, gsm8k, math, math500, aime24, amc23
     data: str = ""  # train on this file (jsonl, json, csv, parquet), my_file.py:make or hub set
@@ -40,11 +39,11 @@ class RunFlags:
     # engine and memory
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # bfloat16 has fp32 master weights
     lora_rank: int = 0  # train adapters of this rank on all linear layers; 0 = train all weights
-    layout: Literal["auto", "packed", "rows"] = "auto"  # of a batch: end to end, or padded rows
-    memory_gb: float = 0.0  # GiB of device memory to plan for, 0 = all; the plan sets the next four
+    layout: Literal["auto", "packed", "rows"] = "auto"  # sequences end to end, or padded in rows
+    memory_gb: float = 0.0  # GiB of device memory to plan for, 0 = all; sets what is auto below
     pack_tokens: int = 0  # most tokens per forward pass (a longer sequence goes alone), 0 = auto
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # recompute activations
-    compile: Literal["auto", "on", "off"] = "auto"  # layers and head by torch.compile: on a GPU
+    compile: Literal["auto", "on", "off"] = "auto"  # layers and head; auto: on a GPU
     offload: Literal["auto", "none", "optimizer"] = "auto"  # optimizer, fp32 weights in host memory
     gpu_memory_utilization: float = 0.0  # vLLM's share of the GPU while it generates; 0 = the rest
     zero_stage: Literal[1, 2, 3] = 2  # ZeRO shards: 1 optimizer, 2 + gradients, 3 + weights

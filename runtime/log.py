@@ -73,7 +73,6 @@ class Log:
         if ranks.rank() > 0:
             return
         from tqdm import tqdm
-        curve.figure()  # a broken matplotlib: now, and not at the end of the run
         self.folder.mkdir(parents=True, exist_ok=True)
         self.start = self._describe(plan or {})  # the content of config.json
         self.bar = tqdm(total=cfg.steps, disable=None, unit="step", dynamic_ncols=True)
@@ -194,6 +193,7 @@ class Log:
                 self.bar.write(plain(f"step {step:4d}  {line}"))
         start = time.perf_counter()
         if "eval/accuracy" in metrics or start >= self.page_due:
+            curve.figure()  # a broken matplotlib: after the first evaluation, not after the run
             page.write([self.folder], self.folder / "report.html", live=self.page_every)
             self.page_every = max(10, round(100 * (time.perf_counter() - start)))  # 1 % at most
             self.page_due = start + self.page_every

@@ -1,7 +1,9 @@
 """The memory plan, made before weights are loaded: upper bounds of what a step needs, what fits."""
+import contextlib
 import ctypes
 import dataclasses
 import functools
+import gc
 import itertools
 import os
 import re
@@ -20,7 +22,7 @@ GIB = 2**30
 CUDA_CONTEXT = 1.5 * GIB  # PyTorch, the CUDA context and the kernels, before the first tensor
 VLLM_AWAKE = 3 * GIB  # vLLM's activations, CUDA graphs, and counts of tokens for penalties
 VLLM_ASLEEP = 1.2 * GIB  # what vLLM keeps while it sleeps (vLLM issue 28714, Qwen3-4B)
-# on a CPU: what engine.start_vllm sets, or the user
+# on a CPU: at most, or what the user has set, which vLLM reads too
 CPU_KV_CACHE = int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", 2)) * GIB
 ZERO3_LIVE = 10**9  # weights that DeepSpeed keeps gathered: its stage3_max_live_parameters
 BUCKET = 2**26  # numbers in one gradient bucket of DeepSpeed (its default of 5e8 can take 3 GB)
@@ -138,6 +140,17 @@ def peak_flops(dtype):
 
 # ---- the plan
 
+@contextlib.contextmanager
+def collection_put_off():
+    """Python looks for unreachable objects after this block, not in it. While libraries are
+    imported it would look through all their objects a dozen times: 3 s of a start."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def keep_freed_memory():
     """On a CPU: glibc keeps what is freed for the next array. It would return large arrays to the
     kernel, which fills each page with zeros again: a fifth of an update of a real model."""
@@ -202,16 +215,19 @@ def most_sequences(cfg):
 
 
 def kv_cache_bytes(cfg):
-    """Bytes of vLLM's KV cache: what its share of the GPU leaves, but at most what all running
-    sequences can fill, because each step maps the cache anew. None on a CPU."""
-    if not torch.cuda.is_available():
-        return None
+    """Bytes of vLLM's KV cache: what its share of the GPU leaves, or CPU_KV_CACHE, but at most what
+    all running sequences can fill. On a GPU each step maps the cache anew; on a CPU the start
+    writes zeros into it, for half a second per GiB."""
     shape = ModelShape.of(cfg.model)
     size = bytes_per_number(cfg)
-    _, total = torch.cuda.mem_get_info()
-    left = cfg.gpu_memory_utilization * total - VLLM_AWAKE - shape.parameters * size
-    # vLLM usually stores 16 tokens together: the last block of a sequence is not full
-    tokens = cfg.max_prompt + cfg.max_tokens + 16
+    left = CPU_KV_CACHE
+    if torch.cuda.is_available():
+        _, total = torch.cuda.mem_get_info()
+        left = cfg.gpu_memory_utilization * total - VLLM_AWAKE - shape.parameters * size
+    if shape.recurrent:  # its states need room too
+        return int(left)
+    # vLLM stores 16 tokens together, on a CPU 32: the last block of a sequence is not full
+    tokens = cfg.max_prompt + cfg.max_tokens + 32
     return int(min(left, most_sequences(cfg) * tokens * shape.kv_cache * size))
 
 

@@ -152,12 +152,15 @@ def test_prompts_that_are_too_long_are_left_out_and_too_few_are_refused(tokenize
     rows = data.function_rows
     monkeypatch.setattr(data, "function_rows", lambda make, split, size, seed: rows(
         make, split, min(size, 256), seed))  # in place of 8,192
+    monkeypatch.setattr(data, "AT_ONCE", 100)
     cfg, notes = make_config(max_prompt=22, eval_size=64), []
     kept = data.load_splits(cfg, tokenizer, notify=notes.append)
     for examples, size, name, note in zip(kept, (256, 64), ("training", "evaluation"), notes):
         assert max(len(e["prompt_ids"]) for e in examples) == 22
         left = f"{size - len(examples)} of {size} {name}"
         assert note == f"{left} prompts left out: longer than --max_prompt 22"
+        for e in examples:
+            assert e["prompt_ids"] == data.encode(e, tokenizer, cfg.template)
     with pytest.raises(ValueError, match="64 evaluation prompts are left, 65 needed: "):
         data.load_splits(cfg, tokenizer, at_least=65, notify=notes.append)
 

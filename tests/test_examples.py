@@ -12,7 +12,19 @@ import torch
 import data
 import nano_rlvr as nr
 from conftest import ROOT, close, fixed_rollouts, make_config, naive_logps, write_rows
-from examples import async_rl, curriculum, distill, dpo, entropy, kl, products, sft, stories, tags
+from examples import (
+    async_rl,
+    curriculum,
+    distill,
+    dpo,
+    entropy,
+    kl,
+    preferences,
+    products,
+    sft,
+    stories,
+    tags,
+)
 from examples.ppo import Critic, gae
 from rewards import anywhere, numbers_in, right
 from runtime.messages import RunError
@@ -64,6 +76,53 @@ def test_dpo_has_the_gradient_of_its_loss(models, tokenizer):
     assert found["dpo/pairs"] == 3
     close(found["dpo/loss"], loss)
     close_gradients(policy, ours, loss)
+
+
+@pytest.mark.parametrize("name", preferences.BETA)
+def test_a_loss_on_pairs_has_the_gradient_of_its_formula(models, tokenizer, name):
+    """As the papers write it, one sequence at a time; of 4 groups one has no right rollout."""
+    policy, ref = models
+    rollouts = fixed_rollouts(tokenizer)
+    for i, r in enumerate(rollouts):
+        r.reward = float(i % 4 == 1 and i // 4 != 2)
+        r.parts = {"x": r.reward}
+    groups = [rollouts[i:i + 4] for i in range(0, 16, 4)]
+    cfg = make_config(aggregate="constant", kl_coef=0.0, correction="none")
+    beta = preferences.BETA[name]
+    own = SimpleNamespace(loss=name, beta=beta)
+    found = preferences.assign_pairs(groups, policy, ref, own, cfg)
+    ours = sum(nr.policy_loss(policy(batch)[0], None, None, batch, cfg)[0]
+               for batch in nr.make_batches(groups, cfg))
+    pairs = [(rollouts[first + 1], rollouts[first]) for first in (0, 4, 12)]
+    logps = [[alone(policy, r)[0] for r in pair] for pair in pairs]
+    ratios = [[logp.sum() - alone(ref, r)[0].sum().detach() for logp, r in zip(both, pair)]
+              for both, pair in zip(logps, pairs)]
+    z = beta * max(sum(map(sum, ratios)).item() / 6, 0)
+    sigmoid, losses = torch.sigmoid, []
+    for (good, bad), (gain, loss) in zip(logps, ratios):
+        p, q = good.mean().exp(), bad.mean().exp()
+        odds = p / (1 - p) / (q / (1 - q))
+        losses.append({
+            "dpo": -sigmoid(beta * (gain - loss)).log(),
+            "ipo": (gain - loss - 1 / (2 * beta))**2,
+            "simpo": -sigmoid(beta * (good.mean() - bad.mean()) - preferences.GAMMA).log(),
+            "orpo": -good.mean() - beta * sigmoid(odds.log()).log(),
+            "kto": 2 - sigmoid(beta * gain - z) - sigmoid(z - beta * loss)}[name])
+    wanted = torch.stack(losses).mean()
+    assert found["preference/pairs"] == 3
+    close(found["preference/loss"], wanted)
+    close_gradients(policy, ours, wanted)
+
+
+def test_a_step_without_a_pair_has_no_loss(models, tokenizer):
+    rollouts = fixed_rollouts(tokenizer, groups=1)
+    for r in rollouts:
+        r.reward, r.parts = 0.0, {"x": 0.0}
+    for name in preferences.BETA:
+        own = SimpleNamespace(loss=name, beta=0.1)
+        found = preferences.assign_pairs([rollouts], *models, own, make_config())
+        assert found == {"preference/pairs": 0, "preference/loss": 0.0}
+        assert not any(sum(r.advantages) for r in rollouts)
 
 
 def test_a_distilled_token_has_the_advantage_log_teacher_minus_log_student(models, tokenizer):

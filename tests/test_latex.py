@@ -42,6 +42,7 @@ def test_a_gold_answer_equals_itself_and_no_answer_that_says_nothing():
 
 def test_of_answers_with_one_change_none_earns_and_of_those_in_other_forms_all(tmp_path, capsys):
     golds = {gold for gold, _, verdict in kinds() if verdict}
+    golds.remove(r"\sin^2 x+\cos^2 x=1")  # it always holds, so twice of it is another equation
     rows = [json.dumps({"answer": gold}) for gold in sorted(golds) if "text" not in gold]
     (tmp_path / "golds.jsonl").write_text("\n".join(rows))
     search_math.main(["--data", str(tmp_path / "golds.jsonl"), "--pairs", "400"])

@@ -1,6 +1,7 @@
 """The memory plan against a simulation of the real code at real sizes, and against what the README
 promises. Nothing is allocated."""
 import dataclasses
+import gc
 import json
 import math
 import subprocess
@@ -195,6 +196,25 @@ def test_the_kv_cache_is_not_larger_than_what_all_sequences_can_fill(monkeypatch
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * GIB, 80 * GIB))
     found = memory.kv_cache_bytes(dataclasses.replace(cfg, dtype="bfloat16"))
     assert 512 * math.ceil((cfg.max_prompt + cfg.max_tokens) / 16) * 16 * token <= found < GIB
+
+
+def test_a_start_on_a_cpu_writes_zeros_into_no_more_than_a_run_can_fill(monkeypatch):
+    cfg = make_config(prompts=32, samples=16, eval_size=64)
+    token = 4 * ModelShape.of(cfg.model).kv_cache  # bytes, in float32
+    found = memory.kv_cache_bytes(cfg)
+    assert 512 * math.ceil((cfg.max_prompt + cfg.max_tokens) / 32) * 32 * token <= found < GIB
+    longer = dataclasses.replace(cfg, max_tokens=10**6)
+    assert memory.kv_cache_bytes(longer) == memory.CPU_KV_CACHE
+    recurrent = dataclasses.replace(ModelShape.of(cfg.model), kv_cache=0, recurrent=True)
+    monkeypatch.setattr(ModelShape, "of", lambda model: recurrent)
+    assert memory.kv_cache_bytes(cfg) == memory.CPU_KV_CACHE  # for its states
+
+
+def test_garbage_is_collected_again_after_a_start_also_after_a_failed_one():
+    with pytest.raises(ValueError, match="in the block"), memory.collection_put_off():
+        assert not gc.isenabled()
+        raise ValueError("in the block")
+    assert gc.isenabled()
 
 
 def test_what_the_user_gives_is_kept_and_what_cannot_fit_is_refused_in_one_line():

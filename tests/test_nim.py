@@ -56,13 +56,16 @@ def test_each_turn_is_compared_with_the_turns_of_both_players_at_its_heap(monkey
         r.reward = float(rng.random() < 0.5)
         r.text = TOKENIZER.decode([t for t in r.completion if t != TOKENIZER.eos_token_id])
     rollouts[0].reward = None  # its environment failed
+    rewards = [r.reward for r in rollouts]
     monkeypatch.setattr(nim, "player", lambda *_: lambda *_, **__: rollouts)
     nim.play(None, rows, 4, examples=rows)
     nim.assign_advantages(groups, make_config(baseline="group", scale="group"), 0.0)
     seen = {}
     for i, r in enumerate(rollouts):
         for number, (heap, _) in enumerate(nim.moves(r.text, rows[i // 4]["answer"])):
-            reward = r.reward if number % 2 == 0 or r.reward is None else 1 - r.reward
+            reward = rewards[i]
+            if reward is not None and number % 2:
+                reward = 1 - reward
             seen.setdefault(heap, []).append((i, number, reward))
     assert len({i for i, *_ in seen[4]}) > 4 and {number % 2 for _, number, _ in seen[4]} == {0, 1}
     for heap, turns in seen.items():
@@ -73,6 +76,31 @@ def test_each_turn_is_compared_with_the_turns_of_both_players_at_its_heap(monkey
             found = rollouts[i].advantages[start:start + 2]  # the move and the end of the turn
             wanted = 0.0 if reward is None else (reward - mean) / (deviation + 1e-4)
             close(found, [wanted] * 2, 1e-5)
+
+
+@pytest.mark.parametrize("turns, opponent, outcome, wanted", [
+    (1, None, 0.0, 0.0), (2, None, 0.0, 1.0), (3, None, 0.0, 0.0),
+    (2, "random", 0.0, 0.0),  # all turns are the model's
+    (2, None, None, None)])  # its environment failed
+def test_who_does_not_end_a_turn_loses(turns, opponent, outcome, wanted, monkeypatch):
+    row = {"question": "q", "answer": "11", "prompt_ids": [11], "opponent": None}
+    r = nim_model.demonstration(row, random.Random(0), turn, reply)
+    end = nim.turn_starts(r)[turns - 1] + 1
+    r.completion = r.completion[:end]
+    r.loss_mask = r.loss_mask[:end]
+    r.text = TOKENIZER.decode([t for t in r.completion if t != TOKENIZER.eos_token_id])
+    r.truncated = True
+    r.outcome = outcome
+    monkeypatch.setattr(nim, "player", lambda *_: lambda *_, **__: [r])
+    nim.play(None, [[11]], 1, examples=[row | {"opponent": opponent}])
+    assert r.outcome == wanted
+
+
+@pytest.mark.parametrize("opponent", ["random", "optimal"])
+def test_the_model_can_win_an_evaluation_but_not_with_its_first_move(opponent):
+    rows = list(getattr(nim_model, f"against_{opponent}")("test", 100, 0))
+    assert {int(row["answer"]) for row in rows} == {5, 6, 7, 9, 10, 11}
+    assert {row["opponent"] for row in rows} == {opponent}
 
 
 def test_the_share_of_best_moves_counts_heaps_that_can_be_won():

@@ -20,8 +20,8 @@ import data
 import nano_rlvr as nr
 import pairs
 import rewards
-from conftest import ROOT, SHARED
-from examples import code_reward, instructions, jail, process_rewards
+from conftest import ROOT, SHARED, write_rows
+from examples import code_reward, instructions, jail, pairwise, process_rewards, spectrum
 from examples import judge as judging
 from examples import shaping_rewards as shaping
 from runtime import batch, stats
@@ -411,6 +411,50 @@ def test_a_judge_that_cannot_work_ends_in_one_line_at_the_start(judge, monkeypat
     with pytest.raises(ValueError, match=says) as caught:
         judging.check(timeout=3)
     assert not re.search("\n|secret|sentinel", str(caught.value))
+
+
+def test_each_kind_of_the_spectrum_is_judged_by_what_can_judge_it(judge):
+    rows = {row["question"]: row for row in spectrum.make("train", 300, 0)}
+    number = next(row for row in rows.values() if "answer" in row)
+    rule = next(row for row in rows.values()
+                if row.get("instruction_id_list") == ["punctuation:no_comma"])
+    soft = next(row for row in rows.values() if "rubric" in row)
+    names = ("question", "answer", "instruction_id_list", "kwargs", "rubric")
+    texts, asked = [], []
+    for row, text in ((number, number["answer"]), (number, "1"), (rule, "a b"), (rule, "a, b"),
+                      (soft, "Because.")):
+        texts.append(text)
+        asked.append(row)
+    columns = {name: [row.get(name) for row in asked] for name in names}
+    assert spectrum.graded(texts, **columns) == [1.0, 0.0, 1.0, 0.0, 0.7]
+    [request] = judge.asked
+    assert spectrum.RUBRIC in request["messages"][0]["content"]
+
+
+def test_a_run_wins_a_question_if_the_judge_prefers_it_in_both_orders(
+        judge, tmp_path, capsys, monkeypatch):
+    answers = {"a": ["long and good", "bad", "good"], "b": ["bad", "good", "good"]}
+    for name, texts in answers.items():
+        (tmp_path / name).mkdir()
+        rows = [{"step": step, "question": f"q{i}", "completion": f"<think>x</think>{text}"}
+                for step, texts in ((0, ["old"] * 3), (9, texts)) for i, text in enumerate(texts)]
+        write_rows(tmp_path / name / "eval.jsonl", rows)
+
+    def wait():  # a judge that likes "good", and of two good ones the first
+        text = judge.asked[-1]["messages"][0]["content"]
+        judge.says = "SCORE: 1"  # at the start
+        if "Answer 1:" in text:
+            first, second = text.partition("Answer 1:")[2].split("Answer 2:")
+            better = 1 if "good" in first else 2 if "good" in second else 0
+            judge.says = f"So.\nBETTER: {better}"
+
+    judge.wait = wait
+    monkeypatch.setattr(pairwise, "WORKERS", 1)
+    pairwise.main([str(tmp_path / name) for name in answers])
+    text = capsys.readouterr().out
+    assert "a: 1 wins, 1 losses, 1 ties against b" in text
+    assert "first answer in 67% of its verdicts and changed 33% of them" in text
+    assert all("x</think>" not in asked["messages"][0]["content"] for asked in judge.asked)
 
 
 def test_several_instructions_give_1_only_if_all_are_followed():

@@ -296,10 +296,11 @@ def write_page(finding, name, results=RESULTS):
         for label, of in result["values"].items():
             cells = [cell(of[title], finding.measures[title][1], " to ") for title in titles]
             rows.append([label, *cells])
+        conditions = common.without_versions(result["conditions"].partition("; ")[2])
         page += ["" if current(finding, result) else EARLIER,
                  common.table(["arm", *titles], rows),
                  f"![curves]({name}.png)",
-                 f"In brackets: 95 % t intervals; {result['conditions'].partition('; ')[2]}."]
+                 f"In brackets: 95 % t intervals; {conditions}."]
     text = "\n\n".join(filter(None, page))
     path.write_text(f"{text}\n\n{BY_HAND}{old.partition(BY_HAND)[2]}")
     print(text)

@@ -5,6 +5,9 @@
 The claim of a course text: RLVR depends more on the seed than SFT and DPO. In each pair both arms
 are of one finding: same base, same questions, same seeds. Brown-Forsythe's test of equal variances
 (Levene's with medians) looks at one pair; with 5 seeds it finds only large ratios.
+
+The same text: what RLVR gains cannot be predicted, sometimes much, sometimes next to nothing. The
+second table has the gain of single seeds: the least, the mean and the most.
 """
 import json
 from statistics import fmean, stdev
@@ -20,11 +23,30 @@ PAIRS = [  # (finding, arm of RLVR, the arm beside it)
     ("dpo_pairs", "GRPO", "DPO offline"),
     ("distillation", "RL", "SFT on the teacher's right answers"),
     ("distillation", "RL", "on-policy distillation")]
+GAINS = [  # (finding, arm of RLVR): easy to learn, hard to learn, a real model, a reward for form
+    ("label_noise", "GRPO"),
+    ("methods_rare", "six terms, outcome"),
+    ("real_controls", "right answers"),
+    ("real_controls", "form")]
+
+
+def values_of(finding):
+    """{arm: {title: its value for each seed}} of a finding."""
+    return json.loads((RESULTS / f"{finding}.json").read_text())["values"]
+
+
+def gain_row(finding, arm):
+    """A line of the second table, in points of mean@4."""
+    values = values_of(finding)[arm]
+    gains = [100 * (after - before)
+             for after, before in zip(values["mean@4"], values["mean@4 before"])]
+    cells = [f"{gain:+.1f}" for gain in (min(gains), fmean(gains), max(gains))]
+    return [finding, arm, len(gains), *cells]
 
 
 def row(finding, arm, other):
     """A line of the table: means, standard deviations over the seeds, their ratio and p."""
-    values = json.loads((RESULTS / f"{finding}.json").read_text())["values"]
+    values = values_of(finding)
     ours = values[arm]["mean@4"]
     theirs = values[other]["mean@4"]
     ratio = stdev(ours) / stdev(theirs)
@@ -37,6 +59,8 @@ def main():
     head = ["finding", "seeds", "RLVR", "mean@4 ± sd", "beside it", "mean@4 ± sd", "ratio of sd",
             "p (equal)"]
     text = common.table(head, [row(*pair) for pair in PAIRS])
+    head = ["finding", "arm", "seeds", "least gain", "mean", "most"]
+    text += "\n\n" + common.table(head, [gain_row(*arm) for arm in GAINS])
     (RESULTS / "variance.md").write_text(f"# variance\n\n{text}\n")
     print(text)
 

@@ -632,6 +632,29 @@ def proportional(a, b, positive=False):
     return False
 
 
+def same_operands(a, b):
+    """Whether two trees without names have one operation and equal operands: 3+4 and 4+3 have, 5+2
+    has not, though its value is the same."""
+    if a[0] != b[0] or len(operands(a)) != len(operands(b)):
+        return False
+    for part, other in zip(operands(a), operands(b)):
+        is_tree = isinstance(part, tuple) and isinstance(other, tuple)
+        if part != other and not (is_tree and equal(part, other)):
+            return False
+    return True
+
+
+def operands(tree):
+    """The parts of a tree; those of a sum or product without brackets, and sorted."""
+    operation, *parts = tree
+    if operation not in ("+", "*"):
+        return parts
+    found = []
+    for part in parts:
+        found += operands(part) if part[0] == operation else [part]
+    return sorted(found, key=number)
+
+
 def number(tree):
     """The value of a tree without names, a real number of mpmath. Raises Unreadable."""
     try:

@@ -6,7 +6,8 @@ the right column says.
     formula   \frac{1}{2}, 3x+2, 5 cm    the same value (formula.py). A unit may be left off; 50% is
                                          50 or 0.5; 0.333333 is a third, rounded
     named     x=5, f(x)=2x, e=1/2        the same name and value; the name may be left off
-    relation  x^2+y^2=1, y < 2x          the same difference of the sides, up to a constant factor
+    relation  x^2+y^2=1, y < 2x          the same difference of the sides, up to a constant factor;
+                                         3+4=7 is 4+3=7, but not 5+2=7
     list      1,2; \{1,2\}; 1 \pm i      the same members in any order
     tuple     (1,2), a matrix            the same members in this order; (1,2) also as 1,2
     system    x=1,y=2                    the same value of each name; (1,2) has them in order
@@ -45,9 +46,11 @@ Rounded = namedtuple("Rounded", "exact rounded")  # \pi \approx 3.14
 
 LETTERS = "ABCDEFGHIJ"  # of options
 # golds of data sets that have none
-PLACEHOLDERS = set("proof proofs proven proved seeproof seesolution seeexplanation notfound n/a nan"
-                   " noanswer notprovided notgiven notavailable null unknown tbd todo omitted"
-                   " missing noneprovided notspecified seebelow".split())
+PLACEHOLDERS = set("proof proofs proven proved seeproof seesolution seeexplanation n/a nan null"
+                   " noanswer unknown tbd todo omitted missing seebelow".split())
+NOT_GIVEN = re.compile(
+    "(((the)?answer(is|was)?)?not|none|noanswer)"
+    "(found|provided|given|available|specified|applicable|stated|shown)")
 
 
 @functools.lru_cache(1 << 14)  # the completions of a group often agree
@@ -60,7 +63,7 @@ def same_math(gold, answer):
     (True, True, False)
     """
     gold, said = tokens_of(gold), tokens_of(answer)
-    if not gold or typed(gold).lower() in PLACEHOLDERS:
+    if not gold or is_placeholder(gold):
         return None
     if gold == said or same_words(gold, said):
         return True
@@ -74,6 +77,12 @@ def same_math(gold, answer):
     if other and other.text:
         return same_tokens(gold, other.text)
     return same_tokens(gold, said)
+
+
+def is_placeholder(tokens):
+    """Whether a gold answer is "proof", "not found" or other words in place of an answer."""
+    words = re.sub(r"[.:]", "", typed(tokens)).lower()
+    return words in PLACEHOLDERS or bool(NOT_GIVEN.fullmatch(words))
 
 
 # what reading a text that is no mathematics may raise; Unreadable is a ValueError
@@ -776,6 +785,9 @@ def same_curves(gold, said):
         return True
     if gold.left.plain or said.left.plain:
         return False  # 1=1 says nothing
+    if not names_of(difference):  # 2^2=4 and 1+3=4 are both true, and say different things
+        return same(gold.right, said.right) and formula.same_operands(
+            gold.left.tree, said.left.tree)
     # (x+1)^2 = x^2+2x+1 holds always: side by side
     return same(gold.left, said.left) and same(gold.right, said.right)
 
