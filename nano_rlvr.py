@@ -401,8 +401,9 @@ class TokenLogps(torch.nn.Module):
             inputs["batch"] = batch  # transformers hands it on to packed_attention of load_model
         output = decoder(**inputs, use_cache=False)  # a cache would hold all keys and values
         hidden = output.last_hidden_state.flatten(0, 1)  # (T, H) or (B * L, H)
-        hidden = hidden[batch.predictors]  # (R, H) one position before targets
         head = self.model.get_output_embeddings().weight  # (V, H)
+        # (R, H) one position before targets; Mamba-2 adds up its layers in fp32
+        hidden = hidden[batch.predictors].to(head.dtype)  # (R, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, and the entropy of each row.
         # HeadLogps computes both in chunks of V, so that (R, V) is never stored
         return HeadLogps.apply(

@@ -95,6 +95,8 @@ class Sampler:
             raise RunError(
                 f"the sync failed on rank {ranks.rank()} at tensor {len(weights.sent)}, "
                 f"{list(weights.sent)[-1]}: {first_line(e)}") from e
+        if not torch.cuda.is_available():
+            vllm_patches.renew_convolutions(self)
 
     def wake_kv_cache(self):
         """Ends a sync. The KV cache is empty: old entries belong to old weights."""

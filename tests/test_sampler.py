@@ -161,6 +161,26 @@ def test_fused_padded_and_tied_weights_are_compared_under_the_checkpoint_s_names
     assert capsys.readouterr().out.count("checksums see 35,840 of 822,272 weights of vLLM") == 1
 
 
+def test_weights_with_other_names_in_vllm_are_compared_and_a_of_mamba_layers_too(weights):
+    """Its mapper knows the names. A is -exp(A_log)."""
+    weights = weights | {"model.layers.0.mamba.A_log": torch.randn(8).bfloat16()}
+    fused = Fused(weights)
+    for name in list(fused.weights):
+        tensor = fused.weights.pop(name)
+        if name.endswith("A_log"):
+            tensor = -tensor.float().exp()
+        fused.weights[name.replace(".layers.", ".blocks.").replace("A_log", "A")] = tensor
+    assert "model.blocks.0." in check(fused, weights)  # without a mapper
+    fused.hf_to_vllm_mapper = SimpleNamespace(
+        map_name=lambda name: name.replace(".layers.", ".blocks."))
+    assert check(fused, weights) == ""
+    for name in "model.blocks.0.mamba.A", "model.blocks.3.self_attn.qkv_proj.bias":
+        right = fused.weights[name]
+        fused.weights[name] = right + 1
+        assert f"weights: {name} differ or are missing (1 in all" in check(fused, weights)
+        fused.weights[name] = right
+
+
 def test_a_tied_head_is_not_sent_to_a_model_without_one_and_an_untied_head_is(weights):
     """Gemma 2 in vLLM refuses a tied head."""
     fused = Fused(weights)
