@@ -1,10 +1,12 @@
 """Rows against packs: padding, seconds and the gradient of one update, for three kinds of lengths.
 
     OMP_NUM_THREADS=1 python -m bench.layouts          the bundled model; some minutes on one core
+    python -m bench.layouts --model models/smollm2 --prompts 2 --passes 1 --out layouts_smollm2
 
-The completions are random tokens, 8 of each of 8 prompts of 60 tokens. Writes
-bench/results/layouts.md and .json (--out). Seconds are the least of three passes, forward and
-backward. The gradient is compared in float32, by its largest difference over its largest number.
+The completions are random tokens, 8 of each of 8 prompts (--prompts) of 60 tokens. Writes
+bench/results/layouts.md and .json (--out). Seconds are the least of three passes (--passes),
+forward and backward. The gradient is compared in float32, by its largest difference over its
+largest number.
 """
 import random
 import sys
@@ -17,7 +19,7 @@ from bench import common
 from runtime import flags, ranks
 from runtime.model import load_model
 
-PROMPTS, SAMPLES, PROMPT_TOKENS = 8, 8, 60
+SAMPLES, PROMPT_TOKENS = 8, 60
 BUDGET = 4096
 LENGTHS = {  # a draw from a random generator
     "equal: 150": lambda rng: 150,
@@ -26,30 +28,30 @@ LENGTHS = {  # a draw from a random generator
 }
 
 
-def rollouts_of(draw):
+def rollouts_of(draw, prompts):
     """Completions of random tokens with random advantages, each weighted like a token of GRPO."""
     rng = random.Random(0)
     rollouts = []
-    for _ in range(PROMPTS):
+    for _ in range(prompts):
         prompt = rng.choices(range(256), k=PROMPT_TOKENS)
         for _ in range(SAMPLES):
             n = draw(rng)
             ids = rng.choices(range(256), k=n)
             advantages = [rng.gauss(0, 1)] * n
-            weight = 1 / (PROMPTS * SAMPLES * n)
+            weight = 1 / (prompts * SAMPLES * n)
             r = nr.Rollout(prompt, ids, "", False, [0.0] * n, advantages=advantages, weight=weight)
             rollouts.append(r)
     return rollouts
 
 
-def measure(policy, rollouts, layout):
+def measure(policy, rollouts, layout, passes):
     """(tokens that are computed, seconds, the gradient) of one update without AdamW."""
     policy.model.set_attn_implementation("packed" if layout == "packed" else "sdpa")
     lists = nr.pack_evenly(rollouts, BUDGET, layout)
     batches = [nr.collate(members, layout=layout) for members in lists]
     tokens = sum(batch.input_ids.numel() for batch in batches)
     seconds = []
-    for _ in range(3):
+    for _ in range(passes):
         policy.zero_grad()
         start = time.perf_counter()
         for batch in batches:
@@ -63,21 +65,30 @@ def measure(policy, rollouts, layout):
 
 def main(argv):
     parser = common.parser(__doc__)
+    parser.add_argument("--model", default=common.TINY)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--out", default="layouts")
     args = parser.parse_args(argv)
     conditions = common.conditions()
     ranks.init_process_group()
-    cfg = flags.check(nr.Config(model=common.TINY, max_prompt=64, max_tokens=600))
+    settings = {
+        "model": args.model,
+        "dtype": "float32",
+        "max_prompt": 64,
+        "max_tokens": 600,
+    }
+    cfg = flags.check(nr.Config(**settings))
     policy = nr.TokenLogps(load_model(cfg))
     head = ["lengths", "tokens", "in packs", "in rows", "padding", "packs, s", "rows, s"]
     head += ["difference of the gradient"]
     rows = []
     numbers = []
     for kind, draw in LENGTHS.items():
-        rollouts = rollouts_of(draw)
+        rollouts = rollouts_of(draw, args.prompts)
         total = sum(map(len, rollouts))
-        packed, packed_s, gradient = measure(policy, rollouts, "packed")
-        padded, padded_s, other = measure(policy, rollouts, "rows")
+        packed, packed_s, gradient = measure(policy, rollouts, "packed", args.passes)
+        padded, padded_s, other = measure(policy, rollouts, "rows", args.passes)
         difference = ((gradient - other).abs().max() / gradient.abs().max()).item()
         padding = padded / total - 1
         rows.append([kind, f"{total:,}", f"{packed:,}", f"{padded:,}", f"{padding:.1%}",
