@@ -1,15 +1,14 @@
 """Makes a small model that plays at random, for a game: guess a number from 1 to 64.
 
-    python -m examples.guess_model --out runs/guess       two minutes on one core; seeded (--seed)
-    G=examples/guess_model.py; E=examples/environment.py
-    python nano_rlvr.py --model runs/guess --data $G:games --eval_data $G:games --template chat \\
-        --rollout $G:play --rewards $G:won:0,$E:outcome,$G:guesses:0 ...
+    python -m examples.guess_model --out runs/guess      four minutes on one core; seeded (--seed)
 
-The game answers each guess with "higher" or "lower". A wrong guess costs 0.1, a hit pays 1, and the
-game ends after TURNS guesses. The supervised examples are whole games: a guess is a number that the
-answers allow, each of them equally likely. With a share of CARELESS it is any number.
+The game answers a guess, such as 20, with "higher than 20" or "lower than 20". A wrong guess costs
+0.1, and the game ends after TURNS guesses. The supervised examples are whole games: a guess is a
+number that the answers allow, each of them equally likely. With a share of CARELESS it is any
+number.
 
 Binary search needs 5.1 guesses on average. A player who takes any number that is allowed needs 6.6.
+examples/guess.py trains the model.
 """
 import argparse
 import functools
@@ -21,19 +20,27 @@ from models.tiny.make_tiny import cold_start, make_tokenizer, new_model
 from rewards import each
 
 MOST = 64  # the numbers are 1 to MOST
-TURNS = 10
-CARELESS = 0.2  # share of the guesses that ignore the answers
-WORDS = ["higher", "lower"]  # one token each
+TURNS = 16
+CARELESS = 0.05  # share of the guesses that ignore the answers
+NUMBERS = [f"{number:02}" for number in range(1, MOST + 1)]
+ANSWERS = ["higher than", "lower than"]  # and the guess: one token each
 
 
 def game(rng):
     """A row. The question is the name of the game, which does not tell the number."""
-    return {"question": f"{rng.randrange(10**6):06}", "answer": str(rng.randint(1, MOST))}
+    letters = rng.choices("abcdefgh", k=5)
+    return {"question": "".join(letters), "answer": rng.choice(NUMBERS)}
 
 
 def games(split, size, seed):
     """Rows for --data."""
     return data.generate(game, split, size or 8192, seed)
+
+
+def every_number(split, size, seed):
+    """Rows for --eval_data: a game of each number."""
+    for row, number in zip(games(split, MOST, seed), NUMBERS):
+        yield row | {"answer": number}
 
 
 class Guess:
@@ -46,23 +53,25 @@ class Guess:
     def step(self, text):
         guess = int(text) if text.isdecimal() else 0
         if guess == self.number:
-            return "", 1.0, True
-        return WORDS[guess > self.number], -0.1, False
+            return "", 0.0, True
+        return f"{ANSWERS[guess > self.number]} {guess:02}", -0.1, False
 
 
 play = player(Guess, TURNS)
 
 
 @each
-def won(text, outcome=None):
-    """1.0 if the number was found, else 0.0."""
-    return None if outcome is None else float(outcome > 0)
+def won(text, answer, outcome=None):
+    """1.0 if the last guess is the number, else 0.0."""
+    return None if outcome is None else float(text.endswith(answer))
 
 
 @each
-def guesses(text, outcome=None):
-    """The number of guesses of a game that was won, to be logged."""
-    return None if outcome is None or outcome <= 0 else round(11 - 10 * outcome)
+def guesses(text, answer, outcome=None):
+    """The number of guesses of a game, to be logged. TURNS + 1 if the number was not found."""
+    if outcome is None:
+        return None
+    return 1 - round(10 * outcome) if text.endswith(answer) else TURNS + 1
 
 
 def demonstration(row, rng, turn, reply):
@@ -80,7 +89,7 @@ def demonstration(row, rng, turn, reply):
         answer, _, done = env.step(str(guess))
         if done:
             break
-        if answer == "higher":
+        if answer.startswith("higher"):
             low = max(low, guess + 1)
         else:
             high = min(high, guess - 1)
@@ -131,7 +140,10 @@ def make_model(argv, description, out, rows, demonstration, words=(), steps=700)
 
 
 def main(argv=None):
-    make_model(argv, __doc__, "runs/guess", games, demonstration, WORDS)
+    words = list(NUMBERS)
+    for answer in ANSWERS:
+        words += [f"{answer} {number}" for number in NUMBERS]
+    make_model(argv, __doc__, "runs/guess", games, demonstration, words, 1500)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,10 @@ import sys
 from collections import defaultdict
 from functools import partial
 
-import torch
-
 import nano_rlvr as nr
 from examples.environment import player
 from examples.nim_model import MOST, Nim
-from examples.turn_credit import turn_starts
+from examples.turn_credit import compare_turns, turn_starts
 from rewards import each
 from runtime.batch import flatten
 
@@ -84,13 +82,8 @@ def turns_by_heap(rollouts):
 def assign_advantages(groups, cfg, running_mean):
     """A turn gets the reward of its player, compared with the turns that have the same heap."""
     turns = turns_by_heap(flatten(groups))
-    for heap in sorted(turns, reverse=True):  # heaps only shrink: a later turn comes later
-        rewards = [reward for _, _, reward in turns[heap]]
-        rewards = torch.tensor([rewards])  # (1, turns)
-        advantages = nr.group_advantages(rewards, cfg.baseline, cfg.scale)[0]  # (turns,)
-        for (r, start, _), advantage in zip(turns[heap], advantages.tolist()):
-            after = len(r.completion) - start
-            r.advantages[start:] = [advantage] * after
+    heaps = sorted(turns, reverse=True)  # heaps only shrink: a later turn comes later
+    compare_turns([turns[heap] for heap in heaps], cfg)
     return running_mean
 
 

@@ -10,6 +10,8 @@ the group has is not trained. --rewards decides what is logged, and which episod
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 import nano_rlvr as nr
 from runtime import ranks
 from runtime.batch import flatten
@@ -48,6 +50,20 @@ def assign_advantages(groups, cfg, running_mean):
             for start in turn_starts(r)[turn:turn + 1]:
                 r.advantages[start:] = copy.advantages[start:]  # later turns follow
     return after
+
+
+def compare_turns(turns, cfg):
+    """Fills advantages: each group of turns is compared within itself.
+
+    turns: a list per group of (rollout, position of the turn's first token, return). A turn's
+    advantage stands up to the next turn's start, if the groups of later turns come later."""
+    for group in turns:
+        returns = [value for _, _, value in group]
+        returns = torch.tensor([returns])  # (1, turns)
+        advantages = nr.group_advantages(returns, cfg.baseline, cfg.scale)[0]  # (turns,)
+        for (r, start, _), advantage in zip(group, advantages.tolist()):
+            after = len(r.completion) - start
+            r.advantages[start:] = [advantage] * after
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from collections import Counter
 from itertools import groupby
 
 import pytest
+from transformers import AutoTokenizer
 
 import data
 import nano_rlvr as nr
 from conftest import close, make_config
-from examples import environment, guess_model, turn_credit
+from examples import environment, guess, guess_model, turn_credit
 from examples.environment import Episode, message_ids, player
 from runtime import guard
 
@@ -276,8 +277,7 @@ def test_the_example_model_learns_guesses_at_random_but_not_the_answers(tmp_path
     monkeypatch.setattr(
         nr, "collate", lambda rs, *device: batches.append(rs) or collate(rs, *device))
     guess_model.main(["--out", str(tmp_path), "--steps", "1"])
-    tokenizer = guess_model.make_tokenizer()
-    tokenizer.add_tokens(guess_model.WORDS)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     seen = set()
     for r in batches[0]:
         for is_sampled, ids in segments(r):
@@ -285,7 +285,7 @@ def test_the_example_model_learns_guesses_at_random_but_not_the_answers(tmp_path
             if is_sampled:
                 seen.add(int(text.removesuffix("<|endoftext|>")))
             else:
-                assert text in ("<|user|>higher<|assistant|>", "<|user|>lower<|assistant|>")
+                assert len(ids) == 3 and guess.REPLY.fullmatch(text)
     assert len(seen) == 64 and min(seen) == 1 and max(seen) == 64
 
 
@@ -293,8 +293,11 @@ def test_the_game_answers_and_pays():
     game = guess_model.Guess()
     assert game.reset({"question": "7", "answer": "40"}) == "7"
     replies = [game.step(text) for text in ("32", "48", "?", "40")]
-    assert replies == [("higher", -0.1, False), ("lower", -0.1, False), ("higher", -0.1, False),
-                       ("", 1.0, True)]
+    texts = ["higher than 32", "lower than 48", "higher than 00", ""]
+    assert replies == [*((text, -0.1, False) for text in texts[:3]), ("", 0.0, True)]
     paid = sum(reward for _, reward, _ in replies)
-    assert guess_model.guesses([""], outcome=[paid]) == [4] == [len(replies)]
-    assert guess_model.won(["", "", ""], outcome=[paid, -1.0, None]) == [1.0, 0.0, None]
+    texts = ["32 48 ? 40", "32 48 ? 4", "32"]  # the second one was cut
+    outcomes = [paid, paid, None]
+    assert guess_model.won(texts, answer=["40"] * 3, outcome=outcomes) == [1.0, 0.0, None]
+    counts = guess_model.guesses(texts, answer=["40"] * 3, outcome=outcomes)
+    assert counts == [len(replies), guess_model.TURNS + 1, None]
