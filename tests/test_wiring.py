@@ -78,7 +78,7 @@ def recorded_run(cfg):
     """A run of which only the rollouts are asked for, and the list of what is asked."""
     calls = []
     run = SimpleNamespace(cfg=cfg, llm=LLM, train_set=EXAMPLES, eval_set=EXAMPLES[:3],
-                          verifier=all_right, metrics={}, sample=recorded(calls))
+                          verifier=all_right, metrics={}, rollout=recorded(calls))
     return run, calls
 
 
