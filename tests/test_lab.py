@@ -91,6 +91,35 @@ def test_a_check_asks_where_the_whole_interval_lies(low, high, verdict):
     within(abs(found - lab.found_from(check, 0.1, 3, 0.05)), 1e-12)
 
 
+@pytest.mark.parametrize("lows, wanted", [
+    ([-0.05], "agrees"), ([-0.05, -0.05], "cannot tell"),  # two checks: 97.5 % each
+    ([-1, -1], "agrees"), ([-1, 0], "cannot tell"), ([-1, 0, 0.9], "contradicts")])
+def test_the_checks_of_a_finding_share_its_error_rate_and_must_all_agree(lows, wanted):
+    """Gains as above: from -0.048 at 95 %, from -0.158 at 97.5 %."""
+    values = {"a": {"x": [0.4, 0.5, 0.6], "x before": [0.3, 0.3, 0.3]}}
+    checks = [lab.gain("a", "x", low=low) for low in lows]
+    finding = lab.Finding("c", "1", checks, {}, {}, {}, seeds=(0, 1, 2))
+    result = {"digest": lab.digest(finding), "values": values, "fixed": True}
+    assert lab.verdict(finding, result) == wanted
+
+
+def test_a_region_with_two_ends_needs_90_percent_for_each():
+    settings = dict(low=0, named=0.15, sd=0.1)
+    one, both = lab.Check("", [], **settings), lab.Check("", [], high=0.3, **settings)
+    for check, wanted in (one, 0.8), (both, 0.9):
+        n = lab.seeds_needed(check, 0.05)
+        assert lab.t_power(1.5, n - 1, 0.05) < wanted <= lab.t_power(1.5, n, 0.05)
+    assert lab.seeds_needed(one, 0.05) < lab.seeds_needed(both, 0.05) < lab.MOST
+
+
+@pytest.mark.parametrize("commits, wanted", [
+    (["before"], True), (["before", "after"], False), (["before", "none"], False)])
+def test_a_rule_is_fixed_if_every_commit_of_the_runs_has_it(commits, wanted, monkeypatch):
+    rules = {"before": '{"x": "rule"}', "after": '{"x": "another"}', "none": ""}
+    monkeypatch.setattr(lab.stale, "show", lambda commit, path: rules[commit])
+    assert lab.fixed("x", {"digest": "rule", "commits": commits}) is wanted
+
+
 def test_the_number_of_seeds_finds_the_named_difference_in_80_percent():
     check, alpha = lab.Check("", [], low=0, named=0.1, sd=0.05), 0.05 / 3
     n = lab.seeds_needed(check, alpha)
