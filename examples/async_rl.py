@@ -41,7 +41,7 @@ def make_run(cfg, parent):
     llm = nr.Sampler(cfg)
     here["run"] = nr.Run(
         cfg, train_set, eval_set, verifier,
-        log=None, checkpoints=None, llm=llm, policy=None, ref=None, sample=sample)
+        log=None, checkpoints=None, llm=llm, policy=None, ref=None, rollout=sample)
 
 
 def answer(path, step, *request):

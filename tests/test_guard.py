@@ -47,7 +47,7 @@ def judge(group, tokenizer):
         verify.crashes = dict(enumerate(crashes))
         return SimpleNamespace(
             cfg=make_config(**changes), train_set=EXAMPLES, eval_set=EXAMPLES, verifier=verify,
-            llm=None, sample=sample, metrics={"eval/crashes": 99})
+            llm=None, rollout=sample, metrics={"eval/crashes": 99})
     return judge
 
 

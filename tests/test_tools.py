@@ -231,7 +231,7 @@ def test_a_function_with_the_parameter_examples_gets_the_rows_of_its_prompts(tmp
     cfg = make_config(rollout=f"{tmp_path}/mine.py:mine", prompts=3, samples=2, eval_n=2)
     texts = judged(lambda texts, columns: [float(x == y) for x, y in zip(texts, columns["answer"])])
     run = SimpleNamespace(cfg=cfg, llm=llm, train_set=rows, eval_set=rows, verifier=texts,
-                          metrics={}, sample=guard.load_rollout(cfg.rollout))
+                          metrics={}, rollout=guard.load_rollout(cfg.rollout))
     metrics, _ = evaluation.evaluate(run, nr.score)
     assert (metrics["eval/accuracy"], metrics["eval/mean@2"]) == (1.0, 1.0)
     assert {r.reward for group in nr.sample_groups(run, 0) for r in group} == {1.0}

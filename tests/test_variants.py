@@ -55,7 +55,7 @@ by_index = judged(lambda texts, columns: [float(i % 4) for i in range(len(texts)
 def collect(cfg, verifier, step=0):
     """(minibatches, all groups, metrics) of collect_rollouts."""
     run = SimpleNamespace(cfg=cfg, train_set=TRAIN, verifier=verifier, llm=None, metrics={},
-                          sample=sample)
+                          rollout=sample)
     return *nr.collect_rollouts(run, step), run.metrics
 
 
@@ -141,7 +141,7 @@ def test_any_number_of_ranks_finds_the_same_in_an_evaluation(monkeypatch):
     half = judged(lambda texts, columns: [int(text) % 2 or int(q) % 3 / 2
                                           for text, q in zip(texts, columns["question"])])
     run = SimpleNamespace(cfg=make_config(eval_n=2), llm=None, eval_set=TRAIN[:5], verifier=half,
-                          sample=sample)
+                          rollout=sample)
     found = [x for world in (1, 2, 4) for x in as_ranks(
         world, monkeypatch, lambda: evaluation.evaluate(run, nr.score))]
     assert found == found[:1] * 7
