@@ -143,6 +143,13 @@ def verify(folder, everything=False):
     print(f"accepted: {folder.name}, {record['score']:.4g}")
 
 
+def link_models(made, models):
+    """Links what was made here, as SmolLM2's folder, which git does not have, into older code."""
+    for model in made.iterdir():
+        if not (models / model.name).exists():
+            (models / model.name).symlink_to(model)
+
+
 def verify_at(commit, folder, everything):
     """Verifies a record with the code of its commit, which must be in the history of this one."""
     def git(*words):
@@ -155,6 +162,7 @@ def verify_at(commit, folder, everything):
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch, "tree")
         git("worktree", "add", "--detach", str(tree), commit)
+        link_models(common.ROOT / "models", tree / "models")
         copy = tree / folder.relative_to(common.ROOT)
         shutil.copytree(folder, copy, dirs_exist_ok=True)
         words = ["--all"] * everything

@@ -210,6 +210,15 @@ def test_the_judge_takes_the_reward_of_the_track_and_not_that_of_the_recipe(llm,
     assert result["n"] == 64 and 0 < result["right"] < 64
 
 
+def test_older_code_finds_the_models_that_were_made_here(tmp_path):
+    for folder in ("here/smollm2", "here/tiny", "older/tiny"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "here/smollm2/config.json").write_text("made")
+    speedrun.link_models(tmp_path / "here", tmp_path / "older")
+    assert (tmp_path / "older/smollm2/config.json").read_text() == "made"
+    assert not (tmp_path / "older/tiny").is_symlink()
+
+
 def test_the_digest_of_the_bundled_model_is_that_of_its_tracks(monkeypatch):
     model = load_model(make_config())
     monkeypatch.setattr(speedrun.trainer, "named_weights", lambda _: model.state_dict().items())
