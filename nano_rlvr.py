@@ -698,7 +698,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
 def main(argv=None, train=train, sampler=Sampler):
     """Runs the command line. train: your loop, which gets a Run. sampler: your Sampler class."""
     with stop.on_signals():
-        # and RunError: no traceback
+        # these errors and RunError end in one line, without a traceback
         with stop.with_one_line(ValueError, OSError, RuntimeError), memory.collection_put_off():
             cfg = parse_config(argv)
             sample = guard.load_rollout(cfg.rollout) if cfg.rollout else rollout

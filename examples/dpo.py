@@ -49,12 +49,9 @@ def checked_sampler(cfg, beta):
     return nr.Sampler(cfg)
 
 
-def assign_pairs(groups, policy, ref, beta, cfg):
-    """Fills the advantages of the pairs: (first right, first wrong) of each group. Collective.
-
-    The advantages make up for the weight of a token, 1 / (N max_tokens) for N rollouts with a
-    reward: the loss is the mean over the pairs. Returns metrics.
-    """
+def choose_pairs(groups):
+    """-> ([right, wrong, right, wrong, ...], the first of each group that has both; the number of
+    rollouts with a reward)."""
     chosen = []  # right, wrong, right, wrong, ...
     judged = 0
     for group in groups:
@@ -64,6 +61,16 @@ def assign_pairs(groups, policy, ref, beta, cfg):
         judged += len(known)
         if right and wrong:
             chosen += [right[0], wrong[0]]
+    return chosen, judged
+
+
+def assign_pairs(groups, policy, ref, beta, cfg):
+    """Fills the advantages of the pairs: (first right, first wrong) of each group. Collective.
+
+    The advantages make up for the weight of a token, 1 / (N max_tokens) for N rollouts with a
+    reward: the loss is the mean over the pairs. Returns metrics.
+    """
+    chosen, judged = choose_pairs(groups)
     total, sequences = ranks.all_sum(len(chosen) // 2, judged)
     ours = trainer.token_logps(policy, chosen, cfg)
     with on_device(ref):

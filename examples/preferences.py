@@ -23,8 +23,8 @@ import torch
 from torch.nn.functional import logsigmoid
 
 import nano_rlvr as nr
-from examples.dpo import checked_sampler
-from runtime import ranks, stats, trainer
+from examples.dpo import checked_sampler, choose_pairs
+from runtime import ranks, trainer
 from runtime.trainer import on_device
 
 GAMMA = 0.5  # SimPO's margin
@@ -72,15 +72,7 @@ def assign_pairs(groups, policy, ref, own, cfg):
 
     A token has the weight 1 / (N max_tokens) for N rollouts with a reward, which the advantages
     make up for. Returns metrics."""
-    chosen = []  # right, wrong, right, wrong, ...
-    judged = 0
-    for group in groups:
-        known = [r for r in group if r.reward is not None]
-        right = [r for r in known if stats.is_right(r)]
-        wrong = [r for r in known if not stats.is_right(r)]
-        judged += len(known)
-        if right and wrong:
-            chosen += [right[0], wrong[0]]
+    chosen, judged = choose_pairs(groups)
     pairs = len(chosen) // 2
     total, sequences = ranks.all_sum(pairs, judged)
     lengths = torch.tensor([float(r.length) for r in chosen])  # (2 pairs,)

@@ -18,6 +18,7 @@ class Sampler:
 
     def __init__(self, cfg, **args):
         """args: other or more arguments of start_vllm."""
+        self.recurrent = memory.ModelShape.of(cfg.model).recurrent
         settings = dict(
             model=cfg.model,
             dtype=cfg.dtype,
@@ -29,7 +30,7 @@ class Sampler:
             max_model_len=cfg.max_prompt + cfg.max_tokens,
             max_num_seqs=memory.most_sequences(cfg),
             # of a recurrent layer vLLM would have to keep a state per block of the prompt
-            enable_prefix_caching=not memory.ModelShape.of(cfg.model).recurrent,
+            enable_prefix_caching=not self.recurrent,
             kv_cache_memory_bytes=memory.kv_cache_bytes(cfg),
             cuda_args=dict(
                 gpu_memory_utilization=cfg.gpu_memory_utilization,
@@ -95,7 +96,7 @@ class Sampler:
             raise RunError(
                 f"the sync failed on rank {ranks.rank()} at tensor {len(weights.sent)}, "
                 f"{list(weights.sent)[-1]}: {first_line(e)}") from e
-        if not torch.cuda.is_available():
+        if not torch.cuda.is_available() and self.recurrent:
             vllm_patches.renew_convolutions(self)
 
     def wake_kv_cache(self):

@@ -189,11 +189,11 @@ class Log:
             table = {"rollouts": self.wandb.Table(TABLE, cells)} if rows else {}
             self.wandb.log(metrics | table, step=step)
         if "eval/accuracy" in metrics:
+            curve.figure()  # a broken matplotlib: after the first evaluation, not after the run
             for line in evaluation_text(metrics).splitlines():
                 self.bar.write(plain(f"step {step:4d}  {line}"))
         start = time.perf_counter()
         if "eval/accuracy" in metrics or start >= self.page_due:
-            curve.figure()  # a broken matplotlib: after the first evaluation, not after the run
             page.write([self.folder], self.folder / "report.html", live=self.page_every)
             self.page_every = max(10, round(100 * (time.perf_counter() - start)))  # 1 % at most
             self.page_due = start + self.page_every

@@ -63,10 +63,10 @@ def check(checkpoints):
             f"{checkpoints.progress.step}")
     if checkpoints.cfg.save_every >= 0:
         again = [] if "--resume" in sys.argv else ["--resume", str(checkpoints.folder)]
-        command = f"python {shlex.join([*sys.orig_argv[1:], *again])}"
+        command = ["python", *sys.orig_argv[1:]]
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's own arguments are not known here
-            command = shlex.join(["the", "same", "torchrun", "command", *again])
-        line += f"; continue with: {command}"
+            command = "the same torchrun command".split()
+        line += f"; continue with: {shlex.join([*command, *again])}"
     ranks.print_once(line, file=sys.stderr)
     raise SystemExit(128 + number)
 

@@ -126,7 +126,7 @@ def check(vllm_model, weights, loads=list):
     llm = engine.Sampler.__new__(engine.Sampler)
     llm._llm = SimpleNamespace(
         collective_rpc=lambda name, kwargs: loads(kwargs["weights_iterator"]),
-        reset_prefix_cache=int, apply_model=lambda function: [function(vllm_model)])
+        recurrent=True, reset_prefix_cache=int, apply_model=lambda function: [function(vllm_model)])
     try:
         llm.load(iter(weights.items()))
     except RunError as e:
