@@ -22,7 +22,7 @@ One step of the loop, in the order of this file; `train`, near the end, has it i
                    read there must agree
 
 A textbook PPO has a critic, GAE, padding and means per micro-batch. Here the loss is a sum over
-tokens, each with a weight: for GRPO 1 / (S * tokens of its completion), where S counts the
+tokens, each with a weight: for GRPO 1 / (S * tokens of its completion), where S counts the judged
 sequences of the optimizer step over all packs and processes. So the gradient is the same for any
 packing and any number of processes, up to rounding. A rank is one of these processes, and all of
 them make a "collective" call together. With one process, skip what is said of ranks.
@@ -30,7 +30,8 @@ them make a "collective" call together. With one process, skip what is said of r
 Shapes: P prompts, G completions of each (a group). A minibatch: the groups of one optimizer step,
 from stage 4 on as packs. A pack: a row of T tokens with B completions and R sampled tokens, or, for
 models that cannot take packs, B rows padded to L tokens: --layout. A `batch` is a pack as tensors,
-but "batch" in --baseline and --scale is all P * G completions. H hidden size, V vocabulary.
+but "batch" in --baseline and --scale is all P * G completions. In a pack, attention is computed
+for each sequence by itself. H hidden size, V vocabulary.
 Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import functools
@@ -62,7 +63,8 @@ from runtime.trainer import WithoutAdapters, on_device
 class Config(flags.RunFlags):
     """The flags that a student turns; runtime/flags.py has those of model, data, memory and files.
     Defaults are for 1.5B parameters on one GPU; nano_rlvr.json of models/tiny has other ones.
-    On a first reading, go on to stage 1, and skip each branch that the defaults switch off."""
+    On a first reading, look at the values only, and go on to stage 1. A branch whose flag is off
+    here (False, 0, none) can be skipped."""
 
     # rollout
     rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
@@ -80,7 +82,7 @@ class Config(flags.RunFlags):
     ratio: Literal["token", "sequence", "product"] = "token"  # pi/pi_old of one token or of all
     surrogate: Literal["ppo", "cispo", "sapo", "kimi"] = "ppo"  # how pi/pi_old is bounded
     aggregate: Literal["sequence", "token", "constant"] = "sequence"  # how tokens are averaged
-    clip_low: float = 0.2  # pi/pi_old is clipped to 1 - clip_low at least ...
+    clip_low: float = 0.2  # pi/pi_old is clipped to 1 - clip_low at least (1: no lower bound) ...
     clip_high: float = 0.2  # ... and to 1 + clip_high at most; acts from the second update on
     delta: float = 0.0  # largest ratio for negative advantages (two-sided clip); 0 = off
     tau: float = 1.0  # sapo: temperature for positive advantages; kimi: weight of the penalty
@@ -105,7 +107,7 @@ class Config(flags.RunFlags):
 
 
 # Differences from Config's defaults, which are GRPO's with R1's weight of the KL. With one update
-# per step the ratio is 1, so some presets are others: cispo is bnpo, and sapo and gspo are grpo
+# per step the ratio is 1, so some presets coincide: cispo with bnpo, sapo and gspo with grpo
 # without KL, gspo up to the correction. Such a preset acts with --minibatches 4.
 ALGOS = {
     "grpo": {},  # arXiv:2402.03300
@@ -216,7 +218,7 @@ def collect_rollouts(run, step):
         placed, sampled = sample_until_enough(run, step)
     else:
         sampled = sample_groups(run, step)
-        placed = dict(enumerate(sampled))  # {position: group}; with filter_groups it can have gaps
+        placed = dict(enumerate(sampled))  # {position: group}; gaps with filter_groups and ranks
     rewards_of_all = [r.reward for r in flatten(sampled)]
     guard.check_scored("reward", rewards_of_all, run.metrics, run.verifier)
     return deal(placed, cfg.minibatches), sampled
@@ -247,7 +249,8 @@ def nan_mean_std(x, dim):
     """Mean and population standard deviation over `dim`, kept with size 1, of what is not NaN.
 
     Both are 0 where all entries are NaN. The smallest entry is subtracted first, so that equal
-    entries have deviation 0. Else rounding of the mean could leave a deviation such as 1e-8.
+    entries have deviation 0. Else rounding of the mean could leave a deviation such as 1e-8, and
+    drop_without_gradient would not see that the advantage is 0.
     """
     if not len(x):  # all groups were dropped, and amin() needs an entry
         zero = x.sum(dim, keepdim=True)
@@ -279,7 +282,7 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
     known = group_rewards.isfinite().sum(1, keepdim=True)  # (P, 1) rewards that are not NaN
     advantages = {
         "group": group_rewards - group_mean,
-        # r - mean of the others, from r - mean of all
+        # r - mean of the others = (r - mean of all) * n / (n - 1)
         "leave_one_out": (group_rewards - group_mean) * known / (known - 1).clamp(min=1),
         "batch": group_rewards - batch_mean,
         "running": group_rewards - running,
@@ -300,7 +303,8 @@ def assign_advantages(groups, cfg, running_mean):
     running uses: a moving average of the reward, NaN before the first step."""
     reward, own_rows = reward_table(groups, cfg.samples)  # (P, G) of all ranks; a slice of it
     batch_mean = reward.nanmean().item()  # NaN if no group is left
-    before = batch_mean if math.isnan(running_mean) else running_mean  # NaN: the first step
+    # in the first step running_mean is NaN
+    before = batch_mean if math.isnan(running_mean) else running_mean
     advantages = group_advantages(reward, cfg.baseline, cfg.scale, running=before)  # (P, G)
     for group, row in zip(groups, advantages[own_rows].tolist()):
         for r, advantage in zip(group, row):
@@ -316,7 +320,7 @@ def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
     `sequences` and `tokens` are counts over all ranks (default: of `lengths`). A sequence left
     out by --mask_truncated has length 0: it counts as a sequence, but its tokens get weight 0.
         sequence  mean over sequences of the mean over tokens: 1 / (sequences * length)    GRPO
-        token     mean over all tokens: 1 / tokens                    DAPO, eq. 12 (per question)
+        token     mean over all tokens: 1 / tokens                    DAPO, eq. 12: per question
         constant  sum over tokens, divided by a constant: 1 / (sequences * max_tokens)  Dr. GRPO
     With `sequence`, a token of a short completion weighs more: short right answers are pushed up
     more, long wrong ones are pushed down less. With the others all tokens weigh the same.
@@ -355,8 +359,8 @@ def drop_without_gradient(rollouts, cfg):
     """The rollouts that need a pass: without a KL term, not those whose advantages are all 0.
 
     Sets the weight of those left out to 0. The weights of the others stay, because they come from
-    the counts of all sequences. If none is left, the shortest stays, because AdamW must step: it
-    moves weights at gradient 0 too.
+    the counts of all sequences. If none is left, the shortest stays, because AdamW must step: its
+    momentum moves weights at gradient 0 too.
     """
     if cfg.kl_coef or cfg.surrogate == "kimi":  # its penalty has a gradient without an advantage
         return rollouts
@@ -364,7 +368,7 @@ def drop_without_gradient(rollouts, cfg):
     if not kept:
         kept = sorted(rollouts, key=len)[:1]
     for r in rollouts:
-        if not any(r.advantages) and r is not kept[0]:
+        if not any(r.advantages) and r is not kept[0]:  # kept[0] may be the shortest, see above
             r.weight = 0.0
     return kept
 
@@ -374,8 +378,10 @@ def make_batches(groups, cfg, skip_zero_advantages=True):
     train."""
     kept = assign_token_weights(flatten(groups), cfg)
     if skip_zero_advantages:
-        kept = drop_without_gradient(kept, cfg)  # with a KL term, the default, it keeps all
+        kept = drop_without_gradient(kept, cfg)  # with a KL term it keeps all
     packs = pack_evenly(kept, cfg.pack_tokens, cfg.layout)
+    # input_ids (1, T); predictors, targets, vllm_logps, advantage, weight, sequence_ids (R,);
+    # lengths (B,); old and ref are None until stage 5
     return [collate(pack, layout=cfg.layout) for pack in packs]
 
 
@@ -389,6 +395,7 @@ class TokenLogps(torch.nn.Module):
         super().__init__()
         self.model = model
         factor, cap = logit_factor_and_cap(model.config)  # 1.0 and None for most models
+        # logits: cap * tanh(factor * x / cap) / temperature, without a cap factor * x / temperature
         self.temperature = temperature / factor
         self.cap = cap and cap / temperature
         self.chunk = chunk
@@ -398,11 +405,13 @@ class TokenLogps(torch.nn.Module):
         inputs = {"input_ids": batch.input_ids}  # (1, T), in the layout `rows` (B, L)
         if batch.layout != "rows":
             inputs["position_ids"] = batch.position_ids  # (1, T)
-            inputs["batch"] = batch  # transformers hands it on to packed_attention of load_model
+            # transformers hands it on to packed_attention (runtime/batch.py), which keeps the
+            # sequences of the pack apart
+            inputs["batch"] = batch
         output = decoder(**inputs, use_cache=False)  # a cache would hold all keys and values
         hidden = output.last_hidden_state.flatten(0, 1)  # (T, H) or (B * L, H)
         head = self.model.get_output_embeddings().weight  # (V, H)
-        # (R, H) one position before targets; Mamba-2 adds up its layers in fp32
+        # predictors: for each target the position before it. Mamba-2's hidden states are fp32
         hidden = hidden[batch.predictors].to(head.dtype)  # (R, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, and the entropy of each row.
         # HeadLogps computes both in chunks of V, so that (R, V) is never stored
@@ -460,7 +469,7 @@ def importance(mismatch, batch, cfg):
 def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
     """(R,) objective per token: four ways to limit what a ratio far from 1 does."""
     if cfg.surrogate == "ppo":  # arXiv:1707.06347
-        clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
+        clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,) same in is_clipped
         # flags.check wants delta > 1 + clip_high, so it acts on negative advantages only
         bounded = ratio.clamp(max=cfg.delta) if cfg.delta else ratio  # (R,)
         # the minimum: a token that has moved far enough in the right direction gets no gradient
@@ -495,7 +504,7 @@ def policy_loss(logp, old, ref, batch, cfg):
     """
     if old is None:
         old = logp.detach()  # (R,)
-    log_ratio = logp - old  # (R,) if old is logp.detach(): 0, with the gradient of logp
+    log_ratio = logp - old  # (R,) with old = logp.detach() it is 0, with the gradient of logp
     if cfg.ratio == "sequence":  # GSPO: geometric mean of the sequence's ratios
         log_ratio = sequence_mean(log_ratio, batch)  # (R,) one value per sequence, at each token
     elif cfg.ratio == "product":  # RLOO: product of the ratios, at each token
@@ -526,8 +535,7 @@ def start_deepspeed(module, cfg):
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed
-    # on a CPU; not earlier, because vLLM's KV cache must stay memory that nobody has touched yet
-    memory.keep_freed_memory()
+    memory.keep_freed_memory()  # on a CPU, after vLLM has allocated its KV cache
     adamw = functools.partial(torch.optim.AdamW, fused=True)  # on a CPU nine times as fast
     zero = {"stage": cfg.zero_stage, "reduce_bucket_size": memory.BUCKET}
     if cfg.offload == "optimizer":
@@ -536,7 +544,7 @@ def start_deepspeed(module, cfg):
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = adamw(trained, lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config={
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": 1,  # this and the next: required, but update() counts
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # backward() may be called any number of times
         "gradient_clipping": cfg.max_grad_norm,
@@ -583,6 +591,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
     """
     sums = []  # per pack: each metric summed over its tokens
     for batch in batches:
+        # entropy: for the metrics, or for a loss of yours
         logp, batch.entropy = policy(batch)  # (R,), (R,) both have a gradient
         batch.logp = logp.detach()  # (R,) for the report
         loss, terms = policy_loss(logp, batch.old, batch.ref, batch, cfg)  # loss: ()
@@ -603,7 +612,8 @@ def sync_weights(policy, llm):
     """Copies the policy's weights into vLLM and wakes it. RunError if the checksums of both differ.
 
     Every step needs it: on a GPU llm.sleep() drops vLLM's weights. On a CPU vLLM would sample from
-    older weights, and update() stops the run once the mismatch is above its bound."""
+    older weights, and update() stops the run once the mismatch is above its bound. A loop that
+    samples from older weights on purpose: examples/async_rl.py."""
     trainer.offload_frozen(policy)  # only LoRA with offload: frozen weights go to the host
     llm.wake_for_weights()
     # an iterator over (name, tensor) that keeps the checksum of each tensor that vLLM takes
@@ -672,14 +682,17 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
         with timed(metrics, "update"):
             # 3. fills r.advantages; only --baseline running uses the mean that it returns
             progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)
-            packed = [make_batches(part, cfg, skip_zero_advantages) for part in minibatches]  # 4.
+            # 4. per minibatch a list of packs; each epoch takes them in this order
+            packed = [make_batches(part, cfg, skip_zero_advantages) for part in minibatches]
             # 5. of ref and, with several updates, of pi_old
             store_fixed_logps(policy, run.ref, flatten(packed), cfg)
             metrics["lr"] = set_lr(policy, step, cfg)
             history = []
             for _ in range(cfg.epochs):
                 for batches in packed:
-                    if batches:  # forward, loss, backward of each pack, then AdamW
+                    # forward, loss, backward of each pack, then AdamW. The list is empty if no
+                    # completion of the minibatch has a weight
+                    if batches:
                         history.append(update(policy, batches, cfg, policy_loss))  # 5. 6. 7.
             metrics |= stats.step_means(history)
             progress.skipped = guard.check_skipped(
@@ -700,8 +713,9 @@ def main(argv=None, train=train, sampler=Sampler):
     with stop.on_signals():
         # these errors and RunError end in one line, without a traceback
         with stop.with_one_line(ValueError, OSError, RuntimeError), memory.collection_put_off():
+            # put off: Python's garbage collection, until all is loaded
             cfg = parse_config(argv)
-            sample = guard.load_rollout(cfg.rollout) if cfg.rollout else rollout
+            rollout_function = guard.load_rollout(cfg.rollout) if cfg.rollout else rollout
             ranks.init_process_group(cfg.timeout)
             tokenizer = load_tokenizer(cfg)
             cfg = choose_layout(cfg)
@@ -727,7 +741,7 @@ def main(argv=None, train=train, sampler=Sampler):
                 guard.rehearse(policy, ref, cfg)
             checkpoints.restore(policy)
             run = Run(cfg, train_set, eval_set, verifier,
-                      log, checkpoints, llm, policy, ref, sample)
+                      log, checkpoints, llm, policy, ref, rollout_function)
             train(run)
         verifier.close()  # not the process group: vLLM closes it at exit
 

@@ -28,11 +28,11 @@ If a sync failed, vLLM would go on sampling from old weights, without any error.
 stop the run. `sync` compares checksums of the weights. `update` compares the log-probs that vLLM
 and the trainer compute for the same tokens.
 
-nano_rlvr.py has the same stages: its stages 4 to 7 are stage 4 here. It has four differences. By
-default it takes one update per step, so nothing is clipped. A token weighs 1 / (sequences * tokens
-of its sequence) there; here all tokens weigh the same, as with --aggregate token. It multiplies the
-loss by min(pi_old / pi_vllm, 2). And a completion that could not be judged has no reward, instead
-of 0.
+nano_rlvr.py has the same stages: its stages 4 to 7 are stage 4 here. The main differences are four.
+By default it takes one update per step, so nothing is clipped. A token weighs 1 / (sequences *
+tokens of its sequence) there; here all tokens weigh the same, as with --aggregate token. It
+multiplies the loss by min(pi_old / pi_vllm, 2). And a completion that could not be judged has no
+reward, instead of 0.
 
 Shapes: N completions. A pack has T tokens, R of them in completions. V vocabulary.
 """
