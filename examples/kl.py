@@ -16,7 +16,7 @@ With x = log pi - log ref of a sampled token, the term and its derivative by log
 The last is DeepSeek-V3.2's (arXiv:2512.02556) and TRL's default, use_bias_correction_kl. After an
 update on the same samples its ratio pi / old still corrects for the token, k2 does not. The ratio
 is that of the loss, as in TRL: only with --ratio token is the derivative x. None of them is
-unbiased for whole completions: docs/audit.md. The log's `kl` is k3 for all of them.
+unbiased for whole completions: notebooks/06_exact_gradients.ipynb. The log's `kl` is k3 for all.
 """
 import argparse
 import dataclasses
