@@ -54,8 +54,8 @@ from runtime.head import HeadLogps
 from runtime.log import Log
 from runtime.model import choose_layout, load_model, load_tokenizer, logit_factor_and_cap
 from runtime.stats import timed
-from runtime.sync import SentWeights
 from runtime.trainer import WithoutAdapters, on_device
+from runtime.verify.verifier import columns_of
 
 # ------------------------------------------------------------------------------------------ config
 
@@ -175,8 +175,8 @@ def rollout(llm, prompts, n, temperature, max_tokens, seeds=None, examples=None,
 
 def score(rollouts, examples, verifier, step=0):
     """Fills each rollout's reward and parts (the value of each reward function). Returns counts of
-    failures. examples: one per group. What a reward function gets: see rewards.columns_of."""
-    columns = rewards.columns_of(rollouts, examples, step)
+    failures. examples: one per group. What a reward function gets: see verifier.columns_of."""
+    columns = columns_of(rollouts, examples, step)
     # parts: {name of a reward function: its values}; counts: of texts that ended without a verdict
     values, parts, counts = verifier([r.text for r in rollouts], **columns)
     for i, r in enumerate(rollouts):
@@ -220,7 +220,7 @@ def collect_rollouts(run, step):
         sampled = sample_groups(run, step)
         placed = dict(enumerate(sampled))  # {position: group}; gaps with filter_groups and ranks
     rewards_of_all = [r.reward for r in flatten(sampled)]
-    guard.check_scored("reward", rewards_of_all, run.metrics, run.verifier)
+    stop.check_scored("reward", rewards_of_all, run.metrics, run.verifier)
     return deal(placed, cfg.minibatches), sampled
 
 
@@ -599,7 +599,7 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
         policy.backward(loss * ranks.world_size())
         sums.append(stats.pack_sums(loss, terms, batch, cfg))
     metrics = stats.token_means(sums)  # means over tokens; sum of loss, max of "mismatch/max"
-    guard.check_step(metrics, cfg.mismatch_bound, cfg.rollout)
+    stop.check_step(metrics, cfg.mismatch_bound, cfg.rollout)
     policy.step()  # clears the gradients too; skips silently if one is not finite
     metrics["grad_norm"] = float(policy.get_global_grad_norm() or 0.0)
     metrics["skipped"] = float(not policy.was_step_applied())
@@ -615,12 +615,9 @@ def sync_weights(policy, llm):
     older weights, and update() stops the run once the mismatch is above its bound. A loop that
     samples from older weights on purpose: examples/async_rl.py."""
     trainer.offload_frozen(policy)  # only LoRA with offload: frozen weights go to the host
-    llm.wake_for_weights()
-    # an iterator over (name, tensor) that keeps the checksum of each tensor that vLLM takes
-    weights = SentWeights(trainer.named_weights(policy))
-    llm.reload_weights(weights)
-    weights.check(llm)  # compares the checksums with those of vLLM's own tensors
-    llm.wake_kv_cache()  # empty, because the old entries belong to old weights
+    # wakes up for the weights, copies each (name, tensor), compares the checksums, then makes room
+    # for a KV cache, which is empty, because the old entries belong to old weights
+    llm.load(trainer.named_weights(policy))
 
 
 # --------------------------------------------------------------------------------------- the loop
@@ -695,7 +692,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
                     if batches:
                         history.append(update(policy, batches, cfg, policy_loss))  # 5. 6. 7.
             metrics |= stats.step_means(history)
-            progress.skipped = guard.check_skipped(
+            progress.skipped = stop.check_skipped(
                 progress.skipped, step, history, groups, log.folder)  # 3 in a row: error
         log.token_changes(step, sampled, flatten(packed), policy, metrics)  # report only
         with timed(metrics, "sync"):

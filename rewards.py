@@ -238,27 +238,6 @@ Verifier = functools.partial(verifier.Verifier, known=KNOWN)
 parse_spec = functools.partial(verifier.parse_spec, known=KNOWN)
 
 
-def columns_of(rollouts, examples, step):
-    """The columns that the reward functions of a run get: {name: a value per rollout}.
-
-    Those of the examples, None where one lacks it; prompts (the questions), completion_ids and step
-    (of the loop); sample_index, the number of a completion among those of its prompt; outcome, if a
-    --rollout function has filled it. Verifier adds others. rollouts: the same number for each
-    example, in their order."""
-    n = len(rollouts) // len(examples)
-    columns = {}
-    for name in set().union(*examples) - {"prompt_ids", "completions"}:  # the trainer's own
-        columns[name] = []
-        for example in examples:
-            columns[name] += [example.get(name)] * n
-    outcomes = [r.outcome for r in rollouts]
-    if any(value is not None for value in outcomes):
-        columns["outcome"] = outcomes
-    return columns | {"prompts": columns["question"], "step": step,
-                      "sample_index": [*range(n)] * len(examples),
-                      "completion_ids": [r.completion for r in rollouts]}
-
-
 def start_verifier(cfg, train_set, eval_set, notify=print):
     """The Verifier of --rewards. notify(text) is called if some gold answers cannot be read. Raises
     ValueError with one line if a reward reads a column that its rows lack, or no gold answer."""

@@ -28,7 +28,7 @@ import nano_rlvr as nr
 from bench import common
 from bench.plan import SHAPES
 from runtime import memory, ranks
-from runtime.memory import DATA_SHEET
+from runtime.stats import DATA_SHEET
 
 
 class Device(NamedTuple):

@@ -83,9 +83,6 @@ class RemoteSampler:
         self.get_vocab_size = lambda: vocabulary
         # vLLM has a device of its own, and compares checksums itself: see answer
         self.sleep = lambda: None
-        self.wake_for_weights = self.sleep
-        self.wake_kv_cache = self.sleep
-        self.apply_model = lambda function: []
         self.lag = lag
         self.futures = {}  # step -> the rollouts to come
         self.folder = Path(cfg.out) / cfg.name / f"weights-lag-{lag}"
@@ -94,7 +91,7 @@ class RemoteSampler:
         self.seconds = 60 * cfg.timeout
         self.started = self.process.submit(make_run, cfg, os.getpid())
 
-    def reload_weights(self, named_weights):
+    def load(self, named_weights):
         """Writes the weights before the next step, and deletes those that nobody needs any more."""
         self.version += 1
         weights = {name: w.to("cpu", copy=True) for name, w in named_weights}
@@ -121,7 +118,8 @@ class RemoteSampler:
         end = min(step + self.lag + 1, run.cfg.steps)
         for ahead in range(step, end):
             if ahead not in self.futures:
-                path = self.folder / str(max(0, ahead - self.lag))
+                newest = max(0, ahead - self.lag)
+                path = self.folder / str(newest)
                 self.futures[ahead] = self.process.submit(answer, path, ahead)
         with nr.timed(run.metrics, "rollout"):  # the time that the trainer waits
             future = self.futures.pop(step)

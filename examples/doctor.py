@@ -6,8 +6,8 @@
 Without --memory_gb it also samples some answers and shows them as a run does after its first
 evaluation: two prompts, three completions with their rewards, and why none is rewarded.
 
-A check returns what it found and a text about what limits a run, which is empty or None if nothing
-does. It raises an error if the run would fail.
+A check gets the flags, parsed and as they were typed. It returns what it found and a text about
+what limits a run, which is empty or None if nothing does. It raises an error if the run would fail.
 """
 import dataclasses
 import os
@@ -35,7 +35,7 @@ STEP = ("--steps 1 --prompts 2 --samples 2 --max_prompt 256 --max_tokens 16 --pa
         "--eval_size 2 --out")
 
 
-def versions(cfg):
+def versions(cfg, argv):
     if torch.version.cuda:
         source = "-r requirements.txt"
         packages = (REPOSITORY / "requirements.txt").read_text().splitlines()
@@ -51,7 +51,7 @@ def versions(cfg):
     return found, wrong and f"{', '.join(wrong)}: pip install {source}"
 
 
-def device(cfg):
+def device(cfg, argv):
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         found = f"{torch.cuda.get_device_name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
@@ -61,7 +61,7 @@ def device(cfg):
             and "torch is built for CPUs; for the GPU: pip install -r requirements.txt")
 
 
-def host(cfg):
+def host(cfg, argv):
     free, shared = memory.free_host_bytes(), shutil.disk_usage("/dev/shm").total
     found = f"{free / GIB:.1f} GiB of memory are free, /dev/shm has {shared / GIB:.2f}"
     return found, (free < 4 * GIB or shared < GIB) and (
@@ -79,7 +79,7 @@ def child(flags, seconds):
     return child.stdout
 
 
-def step(cfg):
+def step(cfg, argv):
     """vLLM, DeepSpeed, the sync and a checkpoint."""
     with tempfile.TemporaryDirectory() as out:
         try:
@@ -89,12 +89,12 @@ def step(cfg):
     return "the bundled model takes a step, with vLLM and DeepSpeed", ""
 
 
-def look(cfg):
+def look(cfg, argv):
     """The first look of a run with these flags, at 16 answers. Its reasons are what limits it."""
     if cfg.memory_gb:
         return "no answers are sampled, because --memory_gb asks for a plan", ""
     with tempfile.TemporaryDirectory() as out:
-        printed = child([*sys.argv[1:], *LOOK.split(), out], 3600)
+        printed = child([*argv, *LOOK.split(), out], 3600)
     lines = []
     for line in printed.splitlines():
         _, mark, text = line.partition(FIRST_LOOK)
@@ -103,7 +103,7 @@ def look(cfg):
     return found, "no answer is rewarded: " in found and "none is rewarded"
 
 
-def plan(cfg):
+def plan(cfg, argv):
     with loading("config.json", cfg, "is it a folder, or a model of the hub?"):
         model = memory.ModelShape.of(cfg.model)
     device, size, place = None, cfg.memory_gb * GIB, "this machine"
@@ -111,13 +111,13 @@ def plan(cfg):
     if size > 1.1 * total:  # a card of 24 GB has 23.6 GiB: it is here
         device = memory.Device(True, size, size)
         place = "a GPU that is not here; host memory is not checked"
-        if "--compile" not in " ".join(sys.argv):  # what auto means there
+        if "--compile" not in " ".join(argv):  # what auto means there
             cfg = dataclasses.replace(cfg, compile="on" if cfg.zero_stage < 3 else "off")
     _, planned = memory.plan(cfg, device, model)
     return f"for {place}\n{planned['text']}", ""
 
 
-def hours(cfg):
+def hours(cfg, argv):
     """The least hours of the run on one GPU of each of four kinds, from their data sheets. Answers
     have 700 tokens on average, or half of --max_tokens if that is fewer."""
     cfg = dataclasses.replace(cfg, dtype="bfloat16", memory_gb=0.0)  # of a whole card
@@ -136,7 +136,7 @@ def hours(cfg):
             f"{', '.join(found) or 'it fits none'}; multiply by the price of an hour"), ""
 
 
-def disk(cfg):
+def disk(cfg, argv):
     out = Path(cfg.out).absolute()
     folder = next(path for path in (out, *out.parents) if path.exists())
     size = memory.checkpoint_bytes(cfg, memory.ModelShape.of(cfg.model))
@@ -155,7 +155,7 @@ def main(argv, checks=(versions, device, host, step, plan, hours, disk, look)):
     failed = False
     for check in checks:
         try:
-            found, limit = check(cfg)
+            found, limit = check(cfg, argv)
             status, found = ("note", f"{found}: {limit}") if limit else ("ok", found)
         except Exception as e:  # any library may raise anything here: that is the finding
             status, found, failed = "FAIL", (str(e).splitlines() or [type(e).__name__])[0], True

@@ -75,7 +75,8 @@ def assign_pairs(groups, policy, ref, own, cfg):
     chosen, judged = choose_pairs(groups)
     pairs = len(chosen) // 2
     total, sequences = ranks.all_sum(pairs, judged)
-    lengths = torch.tensor([float(r.length) for r in chosen])  # (2 pairs,)
+    lengths = [float(r.length) for r in chosen]
+    lengths = torch.tensor(lengths)  # (2 pairs,)
     logp = log_probs(policy, chosen, cfg)  # (2 pairs,)
     logp.requires_grad_()
     of_ref = torch.zeros_like(logp)  # (2 pairs,)
@@ -92,18 +93,14 @@ def assign_pairs(groups, policy, ref, own, cfg):
     for r, slope in zip(chosen, logp.grad.tolist()):
         r.advantages = [-scale * slope] * len(r.completion)
     [loss] = ranks.all_sum(loss.item())
-    return {
-        "preference/pairs": total,
-        "preference/loss": loss / max(1, total),
-    }
+    return {"preference/pairs": total, "preference/loss": loss / max(1, total)}
 
 
 def train(run, own):
     """nano_rlvr's loop with these advantages. The memory plan does not count the reference."""
-    with_kl = dataclasses.replace(run.cfg, kl_coef=1.0, lora_rank=0)
-    ref = None
-    if own.loss in NEED_REFERENCE:
-        ref = nr.make_reference(with_kl)
+    kl_coef = float(own.loss in NEED_REFERENCE)  # with 0 there is no reference
+    cfg = dataclasses.replace(run.cfg, kl_coef=kl_coef, lora_rank=0)
+    ref = nr.make_reference(cfg)
 
     def assign_advantages(groups, cfg, running_mean):
         run.metrics |= assign_pairs(groups, run.policy, ref, own, cfg)
@@ -115,9 +112,9 @@ def train(run, own):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--loss", choices=BETA, default="simpo")
-    parser.add_argument("--beta", type=float)
+    parser.add_argument("--beta", type=float, default=0.0)  # 0: that of BETA
     own, argv = parser.parse_known_args()
-    own.beta = BETA[own.loss] if own.beta is None else own.beta
+    own.beta = own.beta or BETA[own.loss]
     fixed = "--aggregate constant --kl_coef 0 --correction none".split()
     nr.main(
         [*fixed, *argv],

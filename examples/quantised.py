@@ -20,7 +20,6 @@ import argparse
 import torch
 
 import nano_rlvr as nr
-from runtime.messages import RunError
 
 BLOCK = 64
 
@@ -117,16 +116,9 @@ def train(run, bits):
     nr.train(run)
 
 
-def make_sampler(cfg):
-    """The script's sampler, if there are adapters: before the engines load."""
-    is_whole = cfg.offload == "none" and cfg.zero_stage < 3
-    if not cfg.lora_rank or not is_whole:
-        raise RunError("quantised.py needs --lora_rank, --offload none and --zero_stage below 3")
-    return nr.Sampler(cfg)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--bits", choices=LEVELS, default="nf4")
     own, argv = parser.parse_known_args()
-    nr.main(["--lora_rank", "8", *argv], lambda run: train(run, own.bits), make_sampler)
+    fixed = "--lora_rank 8 --offload none".split()
+    nr.main([*fixed, *argv], lambda run: train(run, own.bits))

@@ -33,7 +33,7 @@ class Progress:
     """What the loop carries from step to step besides the weights and AdamW's state."""
     step: int = 0  # the one to take next
     running_mean: float = math.nan  # moving average of the reward, for --baseline running
-    skipped: int = 0  # optimizer steps in a row that were not taken: guard.py
+    skipped: int = 0  # optimizer steps in a row that were not taken: see stop.py
 
 
 class Checkpoints:

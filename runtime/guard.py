@@ -1,69 +1,18 @@
-"""Checks of a run: rehearsal before step 0, rewards, optimizer steps, a user's rollouts."""
+"""Checks around the loop: the rehearsal before step 0, and a user's rollout function."""
 import copy
 import gc
 import inspect
-import json
 import math
 import random
 
 import torch
 
 from runtime import memory, ranks, stop
-from runtime.batch import Rollout, collate, flatten
+from runtime.batch import Rollout, collate
 from runtime.memory import ModelShape
 from runtime.messages import RunError
 from runtime.trainer import adamw_states, on_device
 from runtime.verify.user_code import load, user_error
-
-MOST_SKIPPED = 3  # steps in a row
-
-
-def check_step(metrics, mismatch_bound, rollout=""):
-    """Raises RunError if vLLM and the trainer disagree about log-probs, or for an infinite loss."""
-    mismatch, loss = metrics["mismatch/mean_abs"], metrics["loss"]
-    if not mismatch <= mismatch_bound:  # also when it is NaN
-        user = f"--rollout {rollout} returned other ids or log-probs, or " * bool(rollout)
-        raise RunError(
-            f"vLLM and the trainer disagree: mean |log-prob difference| {mismatch:.2g}, bound "
-            f"{mismatch_bound:.2g}. Either {user}vLLM has other weights (a sync failed), or they "
-            "compute this model differently. The step was not taken; see --mismatch_bound.")
-    if not math.isfinite(loss):
-        raise RunError(f"the loss is {loss}; the step was not taken")
-
-
-def check_scored(prefix, values, metrics, verifier):
-    """Raises RunError if no completion of any rank got a reward. Collective.
-
-    values: a number or None per completion of this rank. metrics: counts of stats.add_counts under
-    prefix. verifier: has `crashes`, the last line of the first crash of each reward function."""
-    total, scored = ranks.all_sum(len(values), sum(value is not None for value in values))
-    if scored:
-        return
-    crashes = ranks.all_gather(list(verifier.crashes.values()))
-    timeouts, crashed = (metrics.get(f"{prefix}/{name}", 0) for name in ("timeouts", "crashes"))
-    first = f"; first crash: {crashes[0][:300]}" if crashes else ""
-    raise RunError(
-        f"{prefix}: none of {total:.0f} completions got a reward ({timeouts:.0f} timeouts, "
-        f"{crashed:.0f} crashes, the others None){first}. Check the reward function, the columns "
-        "of the data and --reward_timeout.")
-
-
-def check_skipped(in_a_row, step, history, groups, folder):
-    """How many optimizer steps in a row were skipped up to now; RunError after 3. history: metrics
-    of the step's updates. groups: its rollouts, kept in <folder>/quarantine/ if one was skipped."""
-    for metrics in history:
-        in_a_row = in_a_row + 1 if metrics["skipped"] else 0
-    if any(metrics["skipped"] for metrics in history):
-        path = folder / "quarantine" / f"step-{step}-rank-{ranks.rank()}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(vars(r)) + "\n" for r in flatten(groups)]
-        path.write_text("".join(lines))
-        ranks.print_once(f"note: step {step} has a gradient that is not finite; see {path}")
-    if in_a_row >= MOST_SKIPPED:
-        raise RunError(
-            f"{in_a_row} optimizer steps in a row had a gradient that is not finite: is --lr too "
-            f"high, or are rewards very large? The batches are in {folder / 'quarantine'}.")
-    return in_a_row
 
 
 def random_tokens(rng, vocab, most):
@@ -95,7 +44,8 @@ def library_logps(policy, sequence, cfg):
         inputs["batch"] = batch
     logits = module.model(**inputs, use_cache=False).logits[0]  # (T, V)
     logits = logits[batch.predictors].float() / cfg.temperature  # (R, V)
-    return logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]  # (R,)
+    logps = logits.log_softmax(-1)  # (R, V)
+    return logps.gather(1, batch.targets[:, None])[:, 0]  # (R,)
 
 
 @torch.no_grad()
@@ -159,7 +109,8 @@ def largest_pack(cfg):
     max_prompt - 1 more are possible). A pack has no more sequences than a step."""
     longest = cfg.max_prompt + cfg.max_tokens
     if cfg.layout == "rows":
-        rows = max(1, min(cfg.pack_tokens // longest, cfg.prompts * cfg.samples))
+        fitting = cfg.pack_tokens // longest
+        rows = max(1, min(fitting, cfg.prompts * cfg.samples))
         return [(cfg.max_prompt, cfg.max_tokens)] * rows
     sequences = [(cfg.max_prompt, cfg.max_tokens)]
     left = cfg.pack_tokens - longest
@@ -196,9 +147,9 @@ def rehearse(policy, ref, cfg):
         policy.backward(-logp.mean())
         policy.step()
     for state in adamw_states(policy):
-        for name in state:
+        for name, value in state.items():
             # a tensor, also where it is NaN; DeepSpeed's CPU AdamW counts steps in an int
-            state[name] = state[name].zero_() if torch.is_tensor(state[name]) else 0
+            state[name] = value.zero_() if torch.is_tensor(value) else 0
     gc.freeze()  # what exists now stays: vLLM's collections, thrice a step, pass over it
 
 
@@ -254,10 +205,12 @@ def first_misfit(rollouts, prompts, n, vocabulary, max_tokens):
 
 def misfit(r, prompt, vocabulary, max_tokens):
     """What is wrong with a user's Rollout for a prompt (token ids), in words; "" if nothing."""
-    if not isinstance(r, Rollout) or r.prompt != prompt or not isinstance(r.text, str):
+    is_of_prompt = isinstance(r, Rollout) and r.prompt == prompt
+    if not is_of_prompt or not isinstance(r.text, str):
         return "it is no Rollout, or without text, or not in the order of the prompts"
     lists = [r.completion, r.vllm_logps, r.loss_mask, *r.extra.values()]
-    if any(type(values) is not list or len(values) != len(r.loss_mask) for values in lists):
+    n = len(r.loss_mask)
+    if any(type(values) is not list or len(values) != n for values in lists):
         return "completion, vllm_logps, loss_mask and those in extra: not lists of one length"
     if r.outcome is not None and not math.isfinite(r.outcome):
         return f"its outcome is {r.outcome}"

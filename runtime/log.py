@@ -21,7 +21,7 @@ from runtime.card import write_card
 from runtime.flags import ROUNDING
 from runtime.messages import RunError, first_line, plain
 from runtime.records import STAGES, peak, stage_seconds, sync_file
-from runtime.report import curve, page, tokens
+from runtime.report import curve, page
 from runtime.report.text import evaluation_text
 from runtime.stats import timed
 from runtime.trainer import rollout_logps, token_logps
@@ -153,9 +153,10 @@ class Log:
         with timed(metrics, "report"):
             logps = [batch.logp if batch.old is None else batch.old for batch in batches]
             before = rollout_logps(batches, logps)
-            shown = tokens.shown(step, self._kept(groups), self.cfg.samples, self.cfg.steps)
+            kept = self._kept(groups)
+            shown = records.shown_rollouts(step, kept, self.cfg.samples, self.cfg.steps)
             trained = [r for r in shown if id(r) in before]
-            count = sum(map(len, groups)) / tokens.SHARE  # rollouts per step; may be below 1
+            count = sum(map(len, groups)) / records.SHARE  # rollouts per step; may be below 1
             measured = []
             if step % math.ceil(1 / count) == 0:
                 measured = trained[:max(1, int(count))]
@@ -181,7 +182,7 @@ class Log:
             } | r.record())
             if id(r) in self.changes:
                 before, after = self.changes[id(r)]
-                rows[-1]["per_token"] = tokens.numbers(r, before, after, self.tokenizer)
+                rows[-1]["per_token"] = records.token_numbers(r, before, after, self.tokenizer)
         self._append("rollouts.jsonl", rows)
         self._append("eval.jsonl", [{"step": step, **answer} for answer in answers])
         if self.wandb:

@@ -7,8 +7,6 @@ import gc
 import itertools
 import os
 import re
-import resource
-import timeit
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +26,6 @@ ZERO3_LIVE = 10**9  # weights that DeepSpeed keeps gathered: its stage3_max_live
 BUCKET = 2**26  # numbers in one gradient bucket of DeepSpeed (its default of 5e8 can take 3 GB)
 USABLE = 0.9  # the plan uses this fraction of the memory; the rest is for fragmentation
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
-# dense bf16 FLOP/s from the manufacturers' data sheets
-DATA_SHEET = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
-              "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 Device = namedtuple("Device", "gpu free total host", defaults=[float("inf")])  # bytes of memory
 
 
@@ -101,41 +96,6 @@ class ModelShape:
             qk_norms=any("q_norm" in name for name in names),
             recurrent=has_convolutions or not heads or bool(layer_kinds(config) - ATTENTION))
 
-    def forward_flops(self, rollouts):
-        """FLOPs of one forward pass over the completions and, once each, their prompts. A query has
-        half of the sequence's keys on average; those of completions read the prompt."""
-        prompts = {tuple(r.prompt) for r in rollouts}
-        completion_tokens = sum(len(r.completion) for r in rollouts)
-        tokens = sum(map(len, prompts)) + completion_tokens
-        pairs = 0  # twice the (query, key) pairs
-        for prompt in prompts:
-            pairs += len(prompt) ** 2
-        for r in rollouts:
-            pairs += len(r) ** 2 - len(r.prompt) ** 2
-        # the embedding is a look-up; an untied head is counted as body too: slightly too much
-        head = self.vocab * self.hidden
-        body = self.parameters - head
-        products = 2 * body * tokens + 2 * head * completion_tokens
-        return products + 2 * self.layers * self.attention * pairs
-
-
-@functools.cache
-def peak_flops(dtype):
-    """Dense FLOP/s of this device in `dtype`: from the data sheet, or measured in a few seconds."""
-    cuda = torch.cuda.is_available()
-    if cuda and dtype == "bfloat16":
-        for name, flops in DATA_SHEET.items():
-            if re.search(rf"\b{name}\b", torch.cuda.get_device_name()):
-                return flops
-    n = 8192 if cuda else 2048
-    if not cuda and dtype == "bfloat16":
-        n = 512  # a CPU without instructions for bfloat16 does less than 10^9 operations per second
-    a = torch.randn(n, n, dtype=getattr(torch, dtype), device="cuda" if cuda else "cpu")
-
-    def product():
-        (a @ a)[0, 0].item()  # item() waits for a GPU
-
-    return 2 * n**3 / min(timeit.repeat(product, number=1, repeat=4))
 
 
 # ---- the plan
@@ -366,14 +326,6 @@ def _table(parts, gpu):
 
 
 # ---- while a run goes on
-
-def peak_gib():
-    """Peak GiB on the GPU since PyTorch's peak was reset, vLLM's too; on a CPU, of this process."""
-    if not torch.cuda.is_available():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-    free, total = torch.cuda.mem_get_info()
-    return (total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()) / GIB
-
 
 def is_out_of_memory(error):
     """Whether an exception means that the device is full: vLLM's and cuBLAS' are RuntimeErrors."""

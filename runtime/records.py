@@ -1,7 +1,8 @@
-"""The files of a run: writing them safely, reading them, and numbers of their rows. Importing this
-is quick."""
+"""The files of a run: writing them safely, reading them, numbers of their rows and of the tokens of
+the rollouts that a report shows. Importing this is quick."""
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -12,6 +13,8 @@ from pathlib import Path
 from runtime.messages import plain
 
 STAGES = ("rollout", "reward", "update", "sync")
+MOST_SHOWN = 2000  # rollouts of a run that a report shows
+SHARE = 32  # one of so many rollouts gets numbers per token, for which a forward pass is made
 
 
 @contextlib.contextmanager
@@ -68,6 +71,8 @@ def read(folder, name="metrics.jsonl"):
     return rows
 
 
+# ---- metrics
+
 def stage_seconds(rows, stages=STAGES):
     """Seconds of these stages in rows of metrics; by default the loop's, without the evaluation."""
     seconds = 0
@@ -110,3 +115,59 @@ def points(rows, metric):
             rounded = [float(f"{x:.4g}") for x in (value, lowest, highest)]
             numbers.append([step, *rounded])
     return numbers
+
+
+# ---- rollouts, and the numbers of their tokens
+
+def shown_rollouts(step, rollouts, samples, steps):
+    """The rollouts of a step that the report shows, in groups of `samples`: those of every k-th of
+    the run's `steps`, with the smallest k that gives at most MOST_SHOWN; [] in the other steps."""
+    groups = max(1, MOST_SHOWN // samples)
+    rollouts = rollouts[:groups * samples]
+    most = max(1, MOST_SHOWN // max(1, len(rollouts)))  # steps
+    k = max(1, math.ceil(steps / most))
+    return rollouts if step % k == 0 else []
+
+
+def token_numbers(r, before, after, tokenizer):
+    """For rollouts.jsonl, lists with one entry per completion token; None = it was not sampled.
+
+    text; logp: the trainer's log-prob before the update; change: by the update; gap: logp - vLLM's
+    log-prob; advantage, unless all tokens have the same. Two digits, at most five decimals.
+    before, after: the trainer's log-probs of the sampled tokens.
+    """
+    vllm_logps = itertools.compress(r.vllm_logps, r.loss_mask)  # of the sampled tokens
+    columns = {
+        "logp": before,
+        "change": [y - x for x, y in zip(before, after)],
+        "gap": [x - y for x, y in zip(before, vllm_logps)],
+    }
+    if len(set(r.advantages)) > 1:
+        columns["advantage"] = itertools.compress(r.advantages, r.loss_mask)
+    lists = {"text": token_texts(r.completion, tokenizer)}
+    for name, column in columns.items():
+        values = iter(column)
+        lists[name] = [two_digits(next(values)) if sampled else None for sampled in r.loss_mask]
+    return lists
+
+
+def two_digits(x):
+    """A number with two digits and at most five decimals."""
+    return float(f"{round(x, 5):.2g}")
+
+
+def token_texts(ids, tokenizer):
+    """The text of each token, special tokens included. If several tokens make one character, the
+    last one has its text and the others have none."""
+    pieces = []
+    start = 0
+    for end in range(1, len(ids) + 1):
+        first = max(0, start - 1)  # alone, SentencePiece would drop the space before a word
+        before = tokenizer.decode(ids[first:start])
+        text = tokenizer.decode(ids[first:end])
+        if text.endswith("\ufffd") and end < min(start + 4, len(ids)):  # 4 bytes at most
+            pieces.append("")
+        else:
+            pieces.append(text[len(before):])
+            start = end
+    return pieces

@@ -1,15 +1,23 @@
-"""Statistics of groups, optimizer steps and answers; clocks; the metrics of a step."""
+"""Statistics of groups, optimizer steps and answers; clocks; the metrics and FLOPs of a step."""
 import contextlib
+import functools
 import math
+import re
+import resource
 import time
+import timeit
 from statistics import fmean, mode, pstdev
 
 import torch
 
-from runtime import memory, ranks
+from runtime import ranks
 from runtime.batch import flatten
-from runtime.memory import ModelShape, peak_flops
+from runtime.memory import GIB, ModelShape
 from runtime.records import stage_seconds
+
+# dense bf16 FLOP/s from the manufacturers' data sheets
+DATA_SHEET = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
+              "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 
 
 def has_zero_std(group):
@@ -152,7 +160,15 @@ def timed(metrics, stage):
     seconds = time.perf_counter() - start
     metrics[f"seconds/{stage}"] = metrics.get(f"seconds/{stage}", 0.0) + seconds
     before = metrics.get(f"memory/{stage}", 0.0)
-    metrics[f"memory/{stage}"] = max(before, memory.peak_gib())
+    metrics[f"memory/{stage}"] = max(before, peak_gib())
+
+
+def peak_gib():
+    """Peak GiB on the GPU since PyTorch's peak was reset, vLLM's too; on a CPU, of this process."""
+    if not torch.cuda.is_available():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()) / GIB
 
 
 def step_summary(cfg, trained_groups, sampled_groups, metrics):
@@ -164,7 +180,7 @@ def step_summary(cfg, trained_groups, sampled_groups, metrics):
     judged = [reward for reward in rewards if reward is not None] or [0.0]
     zero_std = ranks.all_gather(list(map(has_zero_std, sampled_groups)))
     trained = [r for r in flatten(trained_groups) if r.weight]
-    flops = ModelShape.of(cfg.model).forward_flops(trained) * passes(cfg)
+    flops = forward_flops(ModelShape.of(cfg.model), trained) * passes(cfg)
     flops, count = ranks.all_sum(flops, len(trained))
     seconds = stage_seconds([metrics])
     peak = peak_flops(cfg.dtype) * ranks.world_size()  # FLOP/s
@@ -201,3 +217,41 @@ def passes(cfg):
     each = 2 if cfg.lora_rank else 3
     several = cfg.epochs * cfg.minibatches > 1  # log-probs of the old policy
     return cfg.epochs * each + several + bool(cfg.kl_coef)
+
+
+def forward_flops(shape, rollouts):
+    """FLOPs of one forward pass of a model of this ModelShape over the completions and, once each,
+    their prompts. A query has half of the sequence's keys on average; those of completions read the
+    prompt."""
+    prompts = {tuple(r.prompt) for r in rollouts}
+    completion_tokens = sum(len(r.completion) for r in rollouts)
+    tokens = sum(map(len, prompts)) + completion_tokens
+    pairs = 0  # twice the (query, key) pairs
+    for prompt in prompts:
+        pairs += len(prompt) ** 2
+    for r in rollouts:
+        pairs += len(r) ** 2 - len(r.prompt) ** 2
+    # the embedding is a look-up; an untied head is counted as body too: slightly too much
+    head = shape.vocab * shape.hidden
+    body = shape.parameters - head
+    products = 2 * body * tokens + 2 * head * completion_tokens
+    return products + 2 * shape.layers * shape.attention * pairs
+
+
+@functools.cache
+def peak_flops(dtype):
+    """Dense FLOP/s of this device in `dtype`: from the data sheet, or measured in a few seconds."""
+    cuda = torch.cuda.is_available()
+    if cuda and dtype == "bfloat16":
+        for name, flops in DATA_SHEET.items():
+            if re.search(rf"\b{name}\b", torch.cuda.get_device_name()):
+                return flops
+    n = 8192 if cuda else 2048
+    if not cuda and dtype == "bfloat16":
+        n = 512  # a CPU without instructions for bfloat16 does less than 10^9 operations per second
+    a = torch.randn(n, n, dtype=getattr(torch, dtype), device="cuda" if cuda else "cpu")
+
+    def product():
+        (a @ a)[0, 0].item()  # item() waits for a GPU
+
+    return 2 * n**3 / min(timeit.repeat(product, number=1, repeat=4))

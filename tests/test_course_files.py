@@ -73,11 +73,31 @@ def test_a_proof_counts_if_each_line_follows_and_its_steps_say_where_it_breaks()
     assert proofs.steps([""], **columns) == [0.0]
 
 
+def solution(premises):
+    """A proof of every letter that follows."""
+    lines = premises.copy()
+    proof = []
+
+    def write(formula, *used):
+        if formula not in lines:
+            numbers = [str(lines.index(one) + 1) for one in used]
+            lines.append(formula)
+            proof.append(f"{len(lines)}. {formula} from {' '.join(numbers)}")
+
+    for rule in premises * len(premises):  # so often that each rule has its turn
+        condition, arrow, new = rule.partition("->")
+        parts = condition.split("&")
+        if arrow and {*parts} <= {*lines}:
+            write(condition, *parts)
+            write(new, condition, rule)
+    return "\n".join(proof)
+
+
 def test_every_task_of_proofs_has_a_solution_and_none_is_in_both_splits():
     rows = {split: data.load(f"{proofs.__file__}:make", split, 200) for split in ("train", "test")}
     for row in rows["train"]:
         columns = {"answer": [row["answer"]], "premises": [row["premises"]]}
-        text = proofs.solution(row["premises"])
+        text = solution(row["premises"])
         lines = text.splitlines()
         place = next(i for i, line in enumerate(lines) if f" {row['answer']} from" in line)
         assert proofs.proof(["\n".join(lines[:place + 1])], **columns) == [1.0]

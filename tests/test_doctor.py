@@ -1,7 +1,6 @@
 """The doctor names each planted fault and what to do."""
 import json
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -72,20 +71,19 @@ def test_a_failed_step_is_said_in_one_line_and_the_step_has_valid_flags(
     assert any(line.startswith(says) for line in capsys.readouterr().out.splitlines())
 
 
-def test_the_look_is_the_first_look_of_a_run_with_these_flags(monkeypatch):
+def test_the_look_is_the_first_look_of_a_run_with_these_flags():
     """Of a real run."""
     cfg = doctor.nr.parse_config([])
-    monkeypatch.setattr(sys, "argv", ["doctor", "--max_tokens", "3"])
-    found, limit = doctor.look(cfg)
+    found, limit = doctor.look(cfg, ["--max_tokens", "3"])
     assert found.count("a prompt: '<|user|>") == 2 and limit == "none is rewarded"
     assert found.count("a completion (gsm8k 0.0; gold answer '") == 3
     assert "no answer is rewarded: 100% were cut off: see --max_tokens\n" in found
-    monkeypatch.setattr(sys, "argv", ["doctor", "--max_tokens", "0"])
     with pytest.raises(RuntimeError, match="nano_rlvr: --max_tokens 0"):
-        doctor.look(cfg)
+        doctor.look(cfg, ["--max_tokens", "0"])
 
 
 def test_a_plan_for_another_card_samples_nothing(monkeypatch):
     monkeypatch.setattr(doctor, "child", None)
-    found, limit = doctor.look(doctor.nr.parse_config(["--memory_gb", "24"]))
+    argv = ["--memory_gb", "24"]
+    found, limit = doctor.look(doctor.nr.parse_config(argv), argv)
     assert "no answers are sampled" in found and not limit

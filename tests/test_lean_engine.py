@@ -17,11 +17,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
 from vllm.v1.sample.ops import topk_topp_sampler
 
+from conftest import make_config
 from examples import environment
-from runtime import lean_engine, ranks, vllm_patches
+from runtime import engine, lean_engine, ranks, vllm_patches
 from runtime.lean_engine import LeanEngine
 from runtime.messages import RunError
-from runtime.sync import SentWeights
 from runtime.vllm_patches import SURFACE
 
 LEAN = dict(temperature=1.0, max_tokens=150, logprobs=0, flat_logprobs=True, detokenize=False)
@@ -371,16 +371,17 @@ def test_what_another_vllm_lacks_is_named(another_vllm, capsys):
         vllm_patches.require_surface()
 
 
-def test_what_touches_another_vllm_leaves_it_alone(another_vllm, capsys):
+def test_what_touches_another_vllm_leaves_it_alone(another_vllm, monkeypatch, capsys):
     before = topk_topp_sampler.random_sample, Base._decorate_for_torch_compile
-    vllm_patches.draw_by_inversion()
+    vllm_patches.draw_tokens_by(None)
     vllm_patches.leave_transformers_alone()
     vllm_patches.compile_no_helpers()
     vllm_patches.show_no_progress()
     assert (topk_topp_sampler.random_sample, Base._decorate_for_torch_compile) == before
-    vllm_patches.forget_packed_experts(None)
-    SentWeights([]).check(None)
-    assert capsys.readouterr().out.count("note: ") == 6
+    monkeypatch.setattr(engine, "start_vllm", lambda **_: None)
+    llm = engine.Sampler(make_config())
+    assert (llm.lean, llm.is_checked, llm.expert_layers) == (None, False, [])
+    assert capsys.readouterr().out.count("note: ") == 7
 
 
 def test_another_version_or_another_scheduler_keeps_vllms_own_way_and_a_note_says_so(

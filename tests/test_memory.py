@@ -17,6 +17,7 @@ from conftest import ENV, ROOT, fixed_rollouts, make_config
 from examples import tensor_parallel
 from runtime import memory
 from runtime.memory import GIB, ModelShape
+from runtime.stats import forward_flops
 from shapes import SIZES, make, shape_of
 
 TOKENS = 8192  # in a simulated forward pass
@@ -239,7 +240,7 @@ def test_planned_flops_are_those_a_counter_sees(tokenizer):
     model = nr.TokenLogps(runtime.model.load_model(cfg))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(nr.collate(rollouts))
-    flops = ModelShape.of(cfg.model).forward_flops(rollouts)
+    flops = forward_flops(ModelShape.of(cfg.model), rollouts)
     assert flops == pytest.approx(counter.get_total_flops(), rel=0.05)
 
 

@@ -131,8 +131,6 @@ def test_parts_are_left_out_added_or_none(judge):
 
 
 def test_a_batch_that_cannot_be_judged_raises_at_once(judge):
-    with pytest.raises(ValueError, match="column 'answer' has 2 values for 3 completions"):
-        judge("odd")(["a", "b", "c"], answer=["a", "b"])
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
         judge("odd")(["a"], log=lambda: 0)
     assert judge("odd")(["a"])[0] == [1.0] and judge("odd")([])[0] == []  # the pool still works

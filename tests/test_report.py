@@ -12,7 +12,6 @@ import torch
 import nano_rlvr as nr
 import runtime.report.__main__
 import runtime.report.page
-import runtime.report.tokens
 from bench import screenshots
 from conftest import EPS, fixed_rollouts, make_config, within, write_rows
 from runtime import records
@@ -305,12 +304,12 @@ def test_a_last_line_that_is_cut_off_is_skipped_with_a_note(tmp_path, capsys):
 
 
 def test_the_report_has_whole_groups_of_at_most_2000_rollouts_in_every_kth_step():
-    rng, limit = random.Random(0), runtime.report.tokens.LIMIT
+    rng, limit = random.Random(0), records.MOST_SHOWN
     for _ in range(100):
         samples, groups, steps = rng.randint(1, 3000), rng.randint(1, 900), rng.randint(1, 400)
         per_step = min(samples * groups, max(samples, limit // samples * samples))
         rollouts = range(samples * groups)
-        shown_of = runtime.report.tokens.shown
+        shown_of = records.shown_rollouts
         shown = [s for s in range(steps) if shown_of(s, rollouts, samples, steps)]
         assert shown_of(0, rollouts, samples, steps) == rollouts[:per_step]
         k = shown[1] if len(shown) > 1 else steps
@@ -322,7 +321,7 @@ def test_the_report_has_whole_groups_of_at_most_2000_rollouts_in_every_kth_step(
 @pytest.mark.numeric
 def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
         group, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.report.tokens, "SHARE", 1)
+    monkeypatch.setattr(records, "SHARE", 1)
     cfg = make_config(keep_rollouts=5, lr=1e-3, out=str(tmp_path), correction="none",
                       mismatch_bound=1e9, kl_coef=0.0, wandb="offline")
     rollouts = fixed_rollouts(tokenizer)
@@ -361,7 +360,7 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
 def test_the_texts_of_the_tokens_are_the_text_also_where_a_character_has_several_tokens(tokenizer):
     text = "<think>1+2=3\né 漢字 🙂</think>"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces = runtime.report.tokens.texts(ids, tokenizer)
+    pieces = records.token_texts(ids, tokenizer)
     assert "".join(pieces) == text and len(pieces) == len(ids) > len(text) - len("<think></think>")
     assert pieces[0] == "<think>" and "" in pieces and "漢" in pieces
 

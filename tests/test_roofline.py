@@ -8,6 +8,7 @@ import pytest
 import nano_rlvr as nr
 from bench import plan, roofline, step
 from runtime.memory import ModelShape
+from runtime.stats import forward_flops
 
 SMALL = plan.SHAPES["Qwen2.5-1.5B"]  # tied embeddings
 WEIGHTS = 28 * (2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960)  # q and o, k and v, the MLP
@@ -43,15 +44,15 @@ def test_an_update_is_six_flops_per_weight_and_token_and_attention():
     wanted = 6 * WEIGHTS * TOKENS + head + attention
     assert flops(p["forward"] + p["backward"]) == pytest.approx(wanted)
     rollouts = [nr.Rollout([i // 8] * 100, [0] * 700, "", False, []) for i in range(512)]
-    assert flops(p["forward"]) == pytest.approx(SMALL.forward_flops(rollouts), rel=1e-3)  # MFU
+    assert flops(p["forward"]) == pytest.approx(forward_flops(SMALL, rollouts), rel=1e-3)  # MFU
 
 
 def test_attention_reads_a_shared_prompt_once_for_its_own_queries_and_once_per_completion():
     rollouts = [nr.Rollout([1] * p, [0] * n, "", False, []) for p, n in ((5, 3), (5, 7), (6, 2))]
     pairs = 5 * 5 + 6 * 6 + sum(2 * (len(r.prompt) + i) + 1 for r in rollouts
                                 for i in range(len(r.completion)))
-    without = dataclasses.replace(SMALL, attention=0).forward_flops(rollouts)
-    assert SMALL.forward_flops(rollouts) - without == 2 * SMALL.layers * SMALL.attention * pairs
+    without = forward_flops(dataclasses.replace(SMALL, attention=0), rollouts)
+    assert forward_flops(SMALL, rollouts) - without == 2 * SMALL.layers * SMALL.attention * pairs
 
 
 def test_a_run_is_compared_with_the_bound_of_its_own_lengths(tmp_path, monkeypatch):

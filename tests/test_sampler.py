@@ -12,7 +12,7 @@ import nano_rlvr as nr
 import sync_worker
 from conftest import ENV, ROOT, TORCHRUN, make_config, save_untied, within
 from examples import tensor_parallel
-from runtime import engine, model, ranks, sync, vllm_patches
+from runtime import engine, model, ranks, sync
 from runtime.messages import RunError
 from runtime.sync import CHUNK, SentWeights, checksum
 
@@ -56,14 +56,14 @@ def test_a_token_is_drawn_as_often_as_its_probability_says_and_never_at_probabil
     grid = torch.arange(n, dtype=torch.float64)[:, None] / n
     with monkeypatch.context() as patch:
         patch.setattr(torch, "rand", lambda *shape, **_: grid.clone())
-        tokens = vllm_patches.sample_by_inversion(p.expand(n, -1), {})
+        tokens = engine.sample_by_inversion(p.expand(n, -1), {})
     counts = tokens.bincount(minlength=len(p))
     assert (counts - n * p / p.sum()).abs().max() <= 1 and not counts[p == 0].any()
     probs = torch.rand(3, 1000).softmax(-1)
-    draw = vllm_patches.sample_by_inversion
+    draw = engine.sample_by_inversion
     drawn = [draw(probs, {1: torch.Generator().manual_seed(seed)})[1].item()
              for seed in (5, 5, 6)]
-    alone = vllm_patches.sample_by_inversion(probs[1:2], {0: torch.Generator().manual_seed(5)})
+    alone = engine.sample_by_inversion(probs[1:2], {0: torch.Generator().manual_seed(5)})
     assert drawn[0] == drawn[1] == alone.item() != drawn[2]
 
 
@@ -73,7 +73,7 @@ def test_vllm_draws_its_tokens_in_this_way(llm):
                            side_effect=topk_topp_sampler.random_sample) as draw:
         llm.generate([{"prompt_token_ids": [5, 6]}], SamplingParams(max_tokens=3, seed=1),
                      use_tqdm=False)
-    assert draw.call_count and draw.side_effect is vllm_patches.sample_by_inversion
+    assert draw.call_count and draw.side_effect is engine.sample_by_inversion
 
 
 def test_samples_share_the_whole_blocks_of_their_prompt(llm):
@@ -126,7 +126,8 @@ def check(vllm_model, weights, loads=list):
     llm = engine.Sampler.__new__(engine.Sampler)
     llm._llm = SimpleNamespace(
         collective_rpc=lambda name, kwargs: loads(kwargs["weights_iterator"]),
-        recurrent=True, reset_prefix_cache=int, apply_model=lambda function: [function(vllm_model)])
+        recurrent=True, is_checked=True, expert_layers=[], reset_prefix_cache=int,
+        apply_model=lambda function: [function(vllm_model)])
     try:
         llm.load(iter(weights.items()))
     except RunError as e:

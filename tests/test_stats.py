@@ -12,7 +12,7 @@ import torch
 
 import nano_rlvr as nr
 from conftest import close, make_config, write_rows
-from runtime import evaluation, guard, memory, stats
+from runtime import evaluation, memory, stats, stop
 from runtime.messages import RunError
 from runtime.report import page
 
@@ -145,11 +145,11 @@ def test_a_tools_output_is_in_no_length(group):
 
 
 def test_a_mismatch_above_the_bound_or_nan_and_a_loss_that_is_not_finite_refuse_a_step():
-    guard.check_step({"mismatch/mean_abs": 0.1, "loss": 0.5}, 0.1)
+    stop.check_step({"mismatch/mean_abs": 0.1, "loss": 0.5}, 0.1)
     for mismatch, loss, says in ((0.11, 0.5, "disagree"), (math.nan, 0.5, "disagree"),
                                  (0.01, math.nan, "loss"), (0.01, -math.inf, "loss")):
         with pytest.raises(RunError, match=says):
-            guard.check_step({"mismatch/mean_abs": mismatch, "loss": loss}, 0.1)
+            stop.check_step({"mismatch/mean_abs": mismatch, "loss": loss}, 0.1)
 
 
 @pytest.mark.parametrize("changes, passes", [
@@ -163,7 +163,7 @@ def test_mfu_counts_three_passes_per_epoch_one_for_the_reference_and_one_for_the
                            parts={"x": 1.0})
                 for i, weight in ((1, 0.1), (2, 0.0))]  # the second one had no gradient
     metrics = stats.step_summary(cfg, [rollouts], [rollouts], SECONDS)
-    one = memory.ModelShape.of(cfg.model).forward_flops(rollouts[:1])
+    one = stats.forward_flops(memory.ModelShape.of(cfg.model), rollouts[:1])
     close(metrics["mfu"], passes * one / (2.0 * 1e9))
 
 

@@ -1,6 +1,6 @@
 """The page of a report: charts, tables and rollouts, which page.html draws.
 
-At most 2,000 rollouts of a run are shown, see tokens.shown.
+At most 2,000 rollouts of a run are shown, see records.shown_rollouts.
 """
 import base64
 import gzip
@@ -10,9 +10,8 @@ import re
 import time
 from pathlib import Path
 
-from runtime.records import STAGES, points, read, replaced, series, stage_seconds
+from runtime.records import STAGES, points, read, replaced, series, shown_rollouts, stage_seconds
 from runtime.report.curve import write_curve
-from runtime.report.tokens import shown
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 QUESTIONS = 1000  # of the evaluation, the first ones, are shown
@@ -54,7 +53,7 @@ def rollouts(run):
     samples = run["config"]["samples"]
     numbered = []
     for step, rows in by_step(read(run["path"], "rollouts.jsonl")).items():
-        for i, row in enumerate(shown(step, rows, samples, run["config"]["steps"])):
+        for i, row in enumerate(shown_rollouts(step, rows, samples, run["config"]["steps"])):
             numbered.append(row | {"group": i // samples})
     return numbered
 

@@ -38,9 +38,6 @@ def load(spec, kind="reward"):
             imported = run_file(path, path.stat().st_mtime_ns)
         else:
             imported = importlib.import_module(module)
+        return getattr(imported, name)
     except (Exception, SystemExit) as e:  # a user's file: any type
         raise ValueError(f"{kind} {spec}: {user_error(e, spec)}") from None
-    function = getattr(imported, name, None)
-    if not callable(function):
-        raise ValueError(f"{kind} {spec} is not a function")
-    return function

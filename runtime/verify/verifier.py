@@ -17,6 +17,27 @@ ADDED_COLUMNS = set("prompts step sample_index completion_ids index correct".spl
 SETTINGS = {"timeout", "random_seed", "max_tokens", "overlong_buffer"}
 
 
+def columns_of(rollouts, examples, step):
+    """The columns that the reward functions of a run get: {name: a value per rollout}.
+
+    Those of the examples, None where one lacks it; prompts (the questions), completion_ids and step
+    (of the loop); sample_index, the number of a completion among those of its prompt; outcome, if a
+    --rollout function has filled it. Verifier adds others. rollouts: the same number for each
+    example, in their order."""
+    n = len(rollouts) // len(examples)
+    columns = {}
+    for name in set().union(*examples) - {"prompt_ids", "completions"}:  # the trainer's own
+        columns[name] = []
+        for example in examples:
+            columns[name] += [example.get(name)] * n
+    outcomes = [r.outcome for r in rollouts]
+    if any(value is not None for value in outcomes):
+        columns["outcome"] = outcomes
+    return columns | {"prompts": columns["question"], "step": step,
+                      "sample_index": [*range(n)] * len(examples),
+                      "completion_ids": [r.completion for r in rollouts]}
+
+
 @dataclass
 class Traits:
     """What Verifier knows of a reward function: the columns without which it fails, and attributes
@@ -60,13 +81,9 @@ class Verifier(contextlib.AbstractContextManager):
         self.crashes = {}  # name of a function -> last line of its first crash
 
     def __call__(self, completions, /, **columns):
-        """Judge a batch: returns (rewards, parts, metrics), see the class. Raises ValueError if a
-        column has another number of values than there are completions."""
+        """Judge a batch: returns (rewards, parts, metrics), see the class."""
         n = len(completions)
         columns["index"] = list(range(n))
-        for name, values in columns.items():
-            if isinstance(values, (list, tuple)) and len(values) != n:
-                raise ValueError(f"column {name!r} has {len(values)} values for {n} completions")
         if self.messages:
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         values = {name: [None] * n for name in self.traits}
@@ -245,14 +262,12 @@ def _call(function, completions, columns):
         if inspect.isawaitable(values):
             values = asyncio.run(values)
         numbers = [] if isinstance(values, (str, bytes, dict, set)) else list(values)
-        if len(numbers) != len(completions):
-            raise ValueError(f"returned {str(values)[:200]}, no list with a value for each of "
-                             f"{len(completions)} completions")
         for i, x in enumerate(numbers):
             is_none = x is None or math.isnan(x)  # nan is TRL's form of None
             numbers[i] = None if is_none else float(x)
-        if {math.inf, -math.inf} & set(numbers):
-            raise ValueError(f"returned {numbers}")
+        if len(numbers) != len(completions) or {math.inf, -math.inf} & set(numbers):
+            raise ValueError(f"returned {str(values)[:200]}, no list with a finite number or None "
+                             f"for each of {len(completions)} completions")
         return numbers
     except TimeoutError:
         return Pool.TIMEOUT
