@@ -86,6 +86,7 @@ def train(monkeypatch, tokenizer, stays=False, **changes):
     monkeypatch.setattr(stats, "peak_flops", lambda dtype: 1e12)
     llm = nr.Sampler.__new__(nr.Sampler)
     llm._llm, llm._threads = make_engine(cfg), torch.get_num_threads()
+    llm.is_checked, llm.expert_layers = True, []
     monkeypatch.setattr(torch.cuda, "empty_cache", llm._llm.free)
     llm.sleep()
     policy = nr.make_policy(cfg)
