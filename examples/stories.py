@@ -27,12 +27,12 @@ STORIES = (  # what happens, and the answer
 )
 
 
-def make(split, size, seed):
-    """Questions. A quarter of the pairs of numbers is for evaluation: no training question has
-    these two numbers."""
+def make(split, size, seed, numbers=range(3, 15)):
+    """Questions about one of `numbers` and a smaller number. A quarter of the pairs is for
+    evaluation: no training question has these two numbers."""
     rng = random.Random(0)  # not the seed: the split must be the same in every run
     pairs = []
-    for a in range(3, 15):
+    for a in numbers:
         pairs += [(a, b) for b in range(2, a)]
     rng.shuffle(pairs)
     held_out = len(pairs) // 4

@@ -18,9 +18,15 @@ class Sampler:
 
     def __init__(self, cfg, **args):
         """args: other or more arguments of start_vllm."""
-        self.recurrent = memory.ModelShape.of(cfg.model).recurrent
+        shape = memory.ModelShape.of(cfg.model)
+        self.recurrent = shape.recurrent
+        config = memory.empty_model(cfg.model).config
+        overrides = {}  # of config.json
+        if config.model_type == "cohere2":  # vLLM sees one token more than the library's window
+            overrides["sliding_window"] = config.sliding_window - 1
         settings = dict(
             model=cfg.model,
+            hf_overrides=overrides,
             dtype=cfg.dtype,
             seed=cfg.seed,
             trust_remote_code=cfg.trust_remote_code,
@@ -36,6 +42,8 @@ class Sampler:
                 gpu_memory_utilization=cfg.gpu_memory_utilization,
                 enable_sleep_mode=True))
         self._llm = start_vllm(**settings | args)
+        if shape.sinks:
+            vllm_patches.keep_what_is_copied()
         self.lean = lean_engine(self._llm)
         self.is_checked = vllm_patches.fits("SentWeights.check", "vLLM's weights have no checksums")
         self.expert_layers = []

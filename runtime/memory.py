@@ -70,6 +70,7 @@ class ModelShape:
     kv_cache: int  # numbers in the keys and values of one token, over all layers
     qk_norms: bool  # whether queries and keys are normalized
     recurrent: bool = False  # whether a layer carries a state along the sequence
+    sinks: bool = False  # whether the attention has sinks
 
     @classmethod
     @functools.cache
@@ -94,7 +95,8 @@ class ModelShape:
             vocab=config.vocab_size,
             kv_cache=2 * layers * kv_heads * head_size,
             qk_norms=any("q_norm" in name for name in names),
-            recurrent=has_convolutions or not heads or bool(layer_kinds(config) - ATTENTION))
+            recurrent=has_convolutions or not heads or bool(layer_kinds(config) - ATTENTION),
+            sinks=any(name.endswith(".sinks") for name in names))
 
 
 

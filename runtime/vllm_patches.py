@@ -14,6 +14,7 @@ TOP_P = "vllm.v1.sample.ops.topk_topp_sampler"
 COMMUNICATOR = "vllm.distributed.device_communicators"
 SCHEDULE = "vllm.v1.core.sched"
 EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
+RELOAD = "vllm.model_executor.model_loader.reload"
 # Who touches vLLM -> {class, module or object: its functions, with parameters, and its attributes}
 SURFACE = {
     "a run": {
@@ -59,6 +60,12 @@ SURFACE = {
     },
     "renew_convolutions": {
         "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2": "conv1d",
+    },
+    "keep_what_is_copied": {
+        "vllm.model_executor.models.gpt_oss:GptOssModel": "load_weights(self, weights)",
+        f"{RELOAD}.layerwise": "get_layerwise_info(layer)",
+        f"{RELOAD}.meta": "materialize_layer(layer, info)",
+        f"{RELOAD}.types:LayerReloadingInfo": "can_load(self); load_numel",
     },
     "LeanEngine": {
         "vllm.entrypoints.llm:LLM": "llm_engine",
@@ -217,6 +224,31 @@ def draw_tokens_by(function):
         sampler.forward_cpu = sampler.forward_native  # which calls random_sample
 
 
+# ---- before a sync
+
+def keep_what_is_copied():
+    """vLLM's loader of gpt-oss copies sinks and experts straight into its parameters. A reload has
+    moved the parameters to the meta device, where a copy is lost. Here these layers get tensors in
+    memory before the loader runs, and the reload takes them at its end."""
+    if not fits("keep_what_is_copied", "vLLM may keep old sinks and experts"):
+        return
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import materialize_layer
+    from vllm.model_executor.models.gpt_oss import GptOssModel
+    load = GptOssModel.load_weights
+
+    def load_weights(self, weights):
+        for layer in self.modules():
+            info = get_layerwise_info(layer)
+            names = dict(layer.named_parameters(recurse=False))
+            if info.can_load() and ("sinks" in names or "w13_weight" in names):  # w13: of experts
+                materialize_layer(layer, info)
+                info.load_numel = 1  # above 0: something was loaded
+        return load(self, weights)
+
+    GptOssModel.load_weights = load_weights
+
+
 # ---- a sync on a CPU
 
 def packed_experts(llm):
@@ -232,7 +264,6 @@ def packed_experts(llm):
     if not fits("packed_experts", "vLLM may keep old weights of experts"):
         return []
     return sum(llm.apply_model(layers), [])
-
 
 
 def renew_convolutions(llm):

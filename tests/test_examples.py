@@ -14,6 +14,7 @@ import nano_rlvr as nr
 from conftest import ROOT, close, fixed_rollouts, make_config, naive_logps, write_rows
 from examples import (
     async_rl,
+    calculator,
     curriculum,
     distill,
     dpo,
@@ -312,6 +313,23 @@ def test_no_pair_of_held_out_numbers_is_trained_and_a_story_knows_its_answer():
     assert rows[0]["question"].endswith(story.rpartition("}")[2])
     assert right(["7 times 8 is 56.", "56 or 54"], ["56"] * 2) == [1.0, 0.0]
     assert anywhere(["7 times 8 is 56.", "56 or 54"], ["56"] * 2) == [1.0, 1.0]
+
+
+def test_a_call_of_the_calculator_is_computed_and_a_turn_without_one_is_the_answer():
+    [row] = calculator.make("test", 1, 0)
+    a, b = map(int, numbers_in(row["question"]))
+    assert 21 <= a < 100 and 2 <= b < a
+    for answer, reward in (row["answer"], 1.0), (str(int(row["answer"]) + 1), 0.0):
+        game = calculator.Calculator()
+        assert game.reset(row) == row["question"]
+        for call, value in {
+                "calc: 14 * 36": "504", "calc:2 * (30+4)-7 ": "61", "So calc: 7/2 = 3": "3.5",
+                "calc: 99999 * 99999": "9999800001", "calc: 9**9**9": "error",
+                "calc: 1/0": "error", "calc: x": "error", "calc: f(2)": "error",
+                "calc: (2": "error", f"calc: {'1+' * 30}1": "error"}.items():
+            assert game.step(call) == (value, 0.0, False), call
+        assert game.step(f"It is {answer}.") == ("", reward, True)
+    assert calculator.calls(["calc: 1 + 1\nuser\n2\nassistant\n2", "2"]) == [1.0, 0.0]
 
 
 def test_variants_of_products_have_larger_numbers_or_an_answer_that_is_begun():

@@ -238,7 +238,7 @@ def test_prefix_caching_is_off_where_a_layer_is_recurrent(config_of, monkeypatch
 
 END_TO_END = [
     "gemma3_text", *[pytest.param(family, marks=pytest.mark.long) for family in
-                     ("gemma2", "olmo3", "falcon_h1")]]
+                     ("gemma2", "olmo3", "falcon_h1", "gpt_oss", "cohere2")]]
 
 
 @pytest.mark.parametrize("family", END_TO_END)
