@@ -151,7 +151,10 @@ def late(key, steps=0):
 
 
 def cell(values, form, to="–"):
-    """The mean over the seeds, with its interval if they differ."""
+    """The mean over the seeds, with its interval if they differ. A dash if a run does not measure
+    it."""
+    if any(map(math.isnan, values)):
+        return "–"
     mean, low, high = mean_interval(values)
     if not low < high:
         return form(mean)

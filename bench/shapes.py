@@ -129,7 +129,7 @@ def attention_rows(size, tokens, place):
 def decode_rows(folder, most):
     """Rows: sequences at the same time, ms of a token step. The model has prompts of one token."""
     cfg = nr.parse_config(["--model", folder, "--max_prompt", "64", "--max_tokens", "256",
-                           "--template", "none"])
+                           "--template", "none", "--gpu_memory_utilization", "0.5"])
     ranks.init_process_group(cfg.timeout)
     llm = nr.Sampler(cfg)
     rows = []
