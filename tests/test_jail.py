@@ -80,7 +80,7 @@ PARENT, PORT = {os.getppid()}, {server.getsockname()[1]}
 {textwrap.dedent(ESCAPES[way])}
 print("alive")"""
         for _ in range(2):
-            lines = run(program).splitlines()
+            lines = run(program, seconds=60).splitlines()  # enough on a busy machine
             assert set(lines[:-1]) <= {"False", "False False"} and lines[-1] == "alive"
 
 
@@ -344,8 +344,8 @@ def test_without_isolation_code_raises_a_one_line_error(monkeypatch, tmp_path):
         rewards.Verifier(CODE)
     monkeypatch.setenv("ALLOW_UNSAFE_CODE", "1")
     rewards.Verifier(CODE).close()
-    for program, output in (("print(input())", "a\n"), ("while True: pass", None)):
-        assert jail.run_program(program, ["a"], 1) == [output]
+    assert jail.run_program("print(input())", ["a"], 60) == ["a\n"]
+    assert jail.run_program("while True: pass", ["a"], 1) == [None]
 
 
 def test_a_jail_that_was_not_built_is_no_wrong_program(monkeypatch):

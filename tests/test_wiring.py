@@ -38,7 +38,9 @@ def patched(*replacements):
 
 def llm_args(cfg, gpu=False):
     """The keyword arguments of vllm.LLM."""
-    with patched((vllm, "LLM", llm := mock.Mock()),
+    engine = mock.Mock()
+    engine.apply_model.return_value = [[]]  # no layer of experts
+    with patched((vllm, "LLM", llm := mock.Mock(return_value=engine)),
                  (torch.cuda, "is_available", lambda: gpu),
                  (torch.cuda, "mem_get_info", lambda: (80 * memory.GIB, 80 * memory.GIB))):
         nr.Sampler(cfg)
