@@ -12,7 +12,7 @@ demo: $(READY)
 PYTEST := .venv/bin/python -m pytest -q -rs --durations=10
 # two processes, which take files in this order: the longest first, so that both end together;
 # before them the comparison of all formulas, which a machine that is too slow must not leave out
-FIRST := $(patsubst %,tests/test_%.py,vectors run real_model what_if speedrun families ranks pool sampler wiring tools blame cuda_dry_run engines guess nim thinking trl)
+FIRST := $(patsubst %,tests/test_%.py,vectors run real_model what_if speedrun families ranks pool sampler wiring tools cuda_dry_run engines guess nim thinking trl)
 ALL := $(FIRST) tests -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(DEV)
