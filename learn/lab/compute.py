@@ -112,7 +112,7 @@ def rows_of(model):
 def cells_of(pairs):
     """The cells under COLUMNS and the last one. pairs: (row of the small model, of the large)."""
     if len(pairs) < 2:  # an interval needs two
-        return []
+        return ["–"] * (len(COLUMNS) + 1)
     cells = []
     for size, key in COLUMNS:
         rows = [small if size == "small" else large for small, large in pairs]
