@@ -54,6 +54,7 @@ from runtime.head import HeadLogps
 from runtime.log import Log
 from runtime.model import choose_layout, load_model, load_tokenizer, logit_factor_and_cap
 from runtime.stats import timed
+from runtime.sync import SentWeights
 from runtime.trainer import WithoutAdapters, on_device
 from runtime.verify.verifier import columns_of
 
@@ -608,6 +609,17 @@ def update(policy, batches, cfg, policy_loss=policy_loss):
 
 # ----------------------------------------------------------------------------------------- 8. sync
 
+def load_weights(llm, named_weights):
+    """Wakes vLLM with new weights, (name, tensor) pairs. Raises RunError if vLLM refuses a tensor,
+    or if a tensor that can be read there differs from the one that was sent."""
+    llm.wake_for_weights()
+    weights = SentWeights(named_weights)  # keeps the checksum of each tensor that vLLM takes
+    llm.reload_weights(weights)  # an iterator: vLLM takes one tensor after the other
+    if llm.is_checked:
+        weights.check(llm)  # compares the checksums with those of vLLM's own tensors
+    llm.wake_kv_cache()  # empty, because the old entries belong to old weights
+
+
 def sync_weights(policy, llm):
     """Copies the policy's weights into vLLM and wakes it. RunError if the checksums of both differ.
 
@@ -615,9 +627,7 @@ def sync_weights(policy, llm):
     older weights, and update() stops the run once the mismatch is above its bound. A loop that
     samples from older weights on purpose: examples/async_rl.py."""
     trainer.offload_frozen(policy)  # only LoRA with offload: frozen weights go to the host
-    # wakes up for the weights, copies each (name, tensor), compares the checksums, then makes room
-    # for a KV cache, which is empty, because the old entries belong to old weights
-    llm.load(trainer.named_weights(policy))
+    load_weights(llm, trainer.named_weights(policy))
 
 
 # --------------------------------------------------------------------------------------- the loop

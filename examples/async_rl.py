@@ -53,7 +53,7 @@ def answer(path, step, *request):
             if file.metadata() != checksums(weights):
                 raise RunError(f"{path} has other weights than the trainer wrote")
         run.llm.sleep()
-        run.llm.load(weights.items())
+        nr.load_weights(run.llm, weights.items())
     elif step is not None and path.name != str(step):
         run.llm.reset_prefix_cache()  # as after a load: a run that continues loads here
     here["path"] = path
@@ -83,6 +83,9 @@ class RemoteSampler:
         self.get_vocab_size = lambda: vocabulary
         # vLLM has a device of its own, and compares checksums itself: see answer
         self.sleep = lambda: None
+        self.wake_for_weights = self.sleep
+        self.wake_kv_cache = self.sleep
+        self.is_checked = False
         self.lag = lag
         self.futures = {}  # step -> the rollouts to come
         self.folder = Path(cfg.out) / cfg.name / f"weights-lag-{lag}"
@@ -91,7 +94,7 @@ class RemoteSampler:
         self.seconds = 60 * cfg.timeout
         self.started = self.process.submit(make_run, cfg, os.getpid())
 
-    def load(self, named_weights):
+    def reload_weights(self, named_weights):
         """Writes the weights before the next step, and deletes those that nobody needs any more."""
         self.version += 1
         weights = {name: w.to("cpu", copy=True) for name, w in named_weights}

@@ -104,7 +104,7 @@ def train(run, beta, offline):
         if offline:
             run.llm.sleep()
             weights = trainer.named_weights(SimpleNamespace(module=ref))
-            run.llm.load(weights)
+            nr.load_weights(run.llm, weights)
         return nr.collect_rollouts(run, step)
 
     nr.train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advantages)

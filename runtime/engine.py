@@ -8,7 +8,6 @@ import torch
 from runtime import memory, ranks, vllm_patches
 from runtime.lean_engine import lean_engine
 from runtime.messages import RunError, first_line
-from runtime.sync import SentWeights
 
 logging.getLogger("vllm").setLevel("ERROR")  # vLLM warns before it reads VLLM_LOGGING_LEVEL
 
@@ -72,17 +71,6 @@ class Sampler:
             self._llm.sleep(level=2)
             self._threads = torch.get_num_threads()
             torch.set_num_threads(ranks.CORES)  # vLLM and torchrun set 1; AdamW here needs all
-
-    def load(self, named_weights):
-        """A whole sync: wakes up with new weights, (name, tensor) pairs, and checks them.
-
-        Raises RunError if a tensor is refused, or if one that can be read differs."""
-        weights = SentWeights(named_weights)  # keeps the checksum of each tensor that vLLM takes
-        self.wake_for_weights()
-        self.reload_weights(weights)
-        if self.is_checked:
-            weights.check(self)  # compares the checksums with those of vLLM's own tensors
-        self.wake_kv_cache()
 
     def wake_for_weights(self):
         """Makes room for the weights. The KV cache stays asleep: beside it, the weights might have

@@ -235,7 +235,7 @@ def fresh_llm(llm):
     """The engine of `llm`, which gets the bundled weights back after the test."""
     yield llm
     # not named_parameters(): it leaves out the tied head, of which vLLM has a copy on a CPU
-    llm.load(runtime.model.load_model(make_config()).state_dict().items())
+    nr.load_weights(llm, runtime.model.load_model(make_config()).state_dict().items())
 
 
 @pytest.fixture

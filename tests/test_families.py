@@ -139,7 +139,7 @@ def largest_differences(configs):
         policy = nr.TokenLogps(runtime.model.load_model(cfg)).requires_grad_(False)
         for p in policy.parameters():
             p += 0.05 * torch.randn_like(p)
-        llm.load(trainer.named_weights(SimpleNamespace(module=policy)))
+        nr.load_weights(llm, trainer.named_weights(SimpleNamespace(module=policy)))
         rollouts = nr.rollout(llm, [[5, 6, 7] * 9, [70, 71]], 2, 1.0, 24, seeds=[1, 2])
         found.append(0.0)
         for members in nr.pack_evenly(rollouts, 512, cfg.layout):

@@ -110,7 +110,7 @@ def test_an_asynchronous_step_asks_for_rollouts_of_the_weights_before_the_step_l
     remote = async_rl.RemoteSampler(cfg, lag)
     for remote.version in range(-1, 5):
         step = remote.version + 1
-        remote.load([("step", torch.tensor(step))])
+        remote.reload_weights([("step", torch.tensor(step))])
         remote.collect(SimpleNamespace(cfg=cfg, metrics={}), step)
     assert asked == [(step, max(0, step - lag)) for step in range(6)]
     # of the last step, and of a run that goes on from the checkpoint: each with the lag before it

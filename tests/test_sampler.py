@@ -121,7 +121,7 @@ def vllm_name(name):
 
 
 def check(vllm_model, weights, loads=list):
-    """Sampler.load into a stand-in for vLLM, which has a model and does loads(the iterator).
+    """load_weights into a stand-in for vLLM, which has a model and does loads(the iterator).
     Returns the error or ""."""
     llm = engine.Sampler.__new__(engine.Sampler)
     llm._llm = SimpleNamespace(
@@ -129,7 +129,7 @@ def check(vllm_model, weights, loads=list):
         recurrent=True, is_checked=True, expert_layers=[], reset_prefix_cache=int,
         apply_model=lambda function: [function(vllm_model)])
     try:
-        llm.load(iter(weights.items()))
+        nr.load_weights(llm, iter(weights.items()))
     except RunError as e:
         return str(e)
     return ""

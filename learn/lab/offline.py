@@ -20,7 +20,7 @@ def train(run):
 
     def collect_rollouts(run, step):
         run.llm.sleep()
-        run.llm.load(trainer.named_weights(start))
+        nr.load_weights(run.llm, trainer.named_weights(start))
         return nr.collect_rollouts(run, step)
 
     nr.train(run, collect_rollouts=collect_rollouts)
