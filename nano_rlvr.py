@@ -27,11 +27,11 @@ sequences of the optimizer step over all packs and processes. So the gradient is
 packing and any number of processes, up to rounding. A rank is one of these processes, and all of
 them make a "collective" call together. With one process, skip what is said of ranks.
 
-Shapes: P prompts, G completions of each (a group). A minibatch: the groups of one optimizer step,
-from stage 4 on as packs. A pack: a row of T tokens with B completions and R sampled tokens, or, for
-models that cannot take packs, B rows padded to L tokens: --layout. A `batch` is a pack as tensors,
-but "batch" in --baseline and --scale is all P * G completions. In a pack, attention is computed
-for each sequence by itself. H hidden size, V vocabulary.
+Shapes: P prompts, G completions of each (a group); all P * G completions of a step are a batch. A
+minibatch: the groups of one optimizer step, from stage 4 on as packs. A pack: a row of T tokens
+with B completions and R sampled tokens, or, for models that cannot take packs, B rows padded to L
+tokens: --layout. In a pack, attention is computed for each sequence by itself. H hidden size, V
+vocabulary.
 Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import functools
@@ -374,23 +374,23 @@ def drop_without_gradient(rollouts, cfg):
     return kept
 
 
-def make_batches(groups, cfg, skip_zero_advantages=True):
+def make_packs(groups, cfg, skip_zero_advantages=True):
     """The groups of one optimizer step -> their packs, as tensors. For skip_zero_advantages see
     train."""
     kept = assign_token_weights(flatten(groups), cfg)
     if skip_zero_advantages:
         kept = drop_without_gradient(kept, cfg)  # with a KL term it keeps all
-    packs = pack_evenly(kept, cfg.pack_tokens, cfg.layout)
+    lists = pack_evenly(kept, cfg.pack_tokens, cfg.layout)
     # input_ids (1, T); predictors, targets, vllm_logps, advantage, weight, sequence_ids (R,);
     # lengths (B,); old and ref are None until stage 5
-    return [collate(pack, layout=cfg.layout) for pack in packs]
+    return [collate(rollouts, layout=cfg.layout) for rollouts in lists]
 
 
 # ------------------------------------------------------------------------------------ 5. log-probs
 
 class TokenLogps(torch.nn.Module):
     """A causal language model that returns log-probs of given tokens. DeepSpeed wraps this module.
-    forward(batch), as collate makes it -> logp (R,), entropy (R,) in fp32."""
+    forward(pack), as collate makes it -> logp (R,), entropy (R,) in fp32."""
 
     def __init__(self, model, temperature=1.0, chunk=2048):
         super().__init__()
@@ -401,37 +401,37 @@ class TokenLogps(torch.nn.Module):
         self.cap = cap and cap / temperature
         self.chunk = chunk
 
-    def forward(self, batch):
+    def forward(self, pack):
         decoder = self.model.get_decoder()
-        inputs = {"input_ids": batch.input_ids}  # (1, T), in the layout `rows` (B, L)
-        if batch.layout != "rows":
-            inputs["position_ids"] = batch.position_ids  # (1, T)
+        inputs = {"input_ids": pack.input_ids}  # (1, T), in the layout `rows` (B, L)
+        if pack.layout != "rows":
+            inputs["position_ids"] = pack.position_ids  # (1, T)
             # transformers hands it on to packed_attention (runtime/batch.py), which keeps the
             # sequences of the pack apart
-            inputs["batch"] = batch
+            inputs["pack"] = pack
         output = decoder(**inputs, use_cache=False)  # a cache would hold all keys and values
         hidden = output.last_hidden_state.flatten(0, 1)  # (T, H) or (B * L, H)
         head = self.model.get_output_embeddings().weight  # (V, H)
         # predictors: for each target the position before it. Mamba-2's hidden states are fp32
-        hidden = hidden[batch.predictors].to(head.dtype)  # (R, H)
+        hidden = hidden[pack.predictors].to(head.dtype)  # (R, H)
         # log_softmax(hidden @ head.T / temperature) at the targets, and the entropy of each row.
         # HeadLogps computes both in chunks of V, so that (R, V) is never stored
         return HeadLogps.apply(
-            hidden, head, batch.targets, self.temperature, self.chunk,
+            hidden, head, pack.targets, self.temperature, self.chunk,
             getattr(self.model, "is_compiled", False), self.cap)  # -> (R,), (R,)
 
 
 @torch.no_grad()
-def store_fixed_logps(policy, ref, batches, cfg):
-    """Computes the log-probs that stay fixed during the updates: batch.ref, under the reference,
-    and, if there are several updates, batch.old, under the policy before the first."""
+def store_fixed_logps(policy, ref, packs, cfg):
+    """Computes the log-probs that stay fixed during the updates: pack.ref, under the reference,
+    and, if there are several updates, pack.old, under the policy before the first."""
     if ref is not None:
         with on_device(ref):
-            for batch in batches:
-                batch.ref, _ = ref(batch)  # (R,)
+            for pack in packs:
+                pack.ref, _ = ref(pack)  # (R,)
     if cfg.epochs * cfg.minibatches > 1:
-        for batch in batches:
-            batch.old, _ = policy(batch)  # (R,)
+        for pack in packs:
+            pack.old, _ = policy(pack)  # (R,)
 
 
 # ----------------------------------------------------------------------------------------- 6. loss
@@ -449,7 +449,7 @@ def k3(logp, ref):
     return d.expm1() - d  # (R,) exp(d) - 1 would round a small d away
 
 
-def importance(mismatch, batch, cfg):
+def importance_weight(mismatch, pack, cfg):
     """Importance weight pi_old / pi_vllm per token: vLLM's kernels sample from a slightly different
     distribution than the trainer computes with the same weights.
 
@@ -462,7 +462,7 @@ def importance(mismatch, batch, cfg):
         return weight.clamp(max=cap)  # (R,)
     if cfg.correction == "token_mask":
         return torch.where(weight <= cap, weight, 0.0)  # (R,) weight * mask could be inf * 0
-    mean = sequence_mean(mismatch, batch).exp()  # (R,) sequence_mask
+    mean = sequence_mean(mismatch, pack).exp()  # (R,) sequence_mask
     inside = (mean <= cap) & (mean >= 1 / cap)  # (R,)
     return inside.to(mismatch)  # (R,)
 
@@ -496,35 +496,35 @@ def is_clipped(ratio, advantage, cfg):
     return (advantage > 0) & stops_rise | (advantage < 0) & stops_fall  # (R,)
 
 
-def policy_loss(logp, old, ref, batch, cfg):
+def policy_loss(logp, old, ref, pack, cfg):
     """sum of weight * (-surrogate * correction + kl_coef * k3). logp, old, ref: (R,).
 
     old None: one update per step, so pi_old = pi. ref None: no KL. Returns (loss, terms). loss:
-    this pack's share of the global mean. terms: values per token (R,) for the metrics. batch: see
+    this pack's share of the global mean. terms: values per token (R,) for the metrics. pack: see
     collate. A loss of yours must put mismatch into terms, and correction if --correction is on.
     """
     if old is None:
         old = logp.detach()  # (R,)
     log_ratio = logp - old  # (R,) with old = logp.detach() it is 0, with the gradient of logp
     if cfg.ratio == "sequence":  # GSPO: geometric mean of the sequence's ratios
-        log_ratio = sequence_mean(log_ratio, batch)  # (R,) one value per sequence, at each token
+        log_ratio = sequence_mean(log_ratio, pack)  # (R,) one value per sequence, at each token
     elif cfg.ratio == "product":  # RLOO: product of the ratios, at each token
-        log_ratio = sequence_sum(log_ratio, batch)[batch.sequence_ids]  # (B,) -> (R,)
+        log_ratio = sequence_sum(log_ratio, pack)[pack.sequence_ids]  # (B,) -> (R,)
     # exp() of a large log-ratio could be inf
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # (R,)
-    token_loss = -surrogate_objective(ratio, log_ratio, logp, batch.advantage, cfg)  # (R,)
+    token_loss = -surrogate_objective(ratio, log_ratio, logp, pack.advantage, cfg)  # (R,)
     terms = {  # (R,) each
         "ratio": ratio,
-        "clip_ratio": is_clipped(ratio, batch.advantage, cfg),
-        "mismatch": old - batch.vllm_logps,
+        "clip_ratio": is_clipped(ratio, pack.advantage, cfg),
+        "mismatch": old - pack.vllm_logps,
     }
     if cfg.correction != "none":
-        terms["correction"] = importance(terms["mismatch"], batch, cfg)  # (R,)
+        terms["correction"] = importance_weight(terms["mismatch"], pack, cfg)  # (R,)
         token_loss *= terms["correction"]  # (R,)
     if ref is not None:
         terms["kl"] = k3(logp, ref)  # (R,)
         token_loss += cfg.kl_coef * terms["kl"]  # (R,)
-    return (batch.weight * token_loss).sum(), terms
+    return (pack.weight * token_loss).sum(), terms
 
 
 # --------------------------------------------------------------------------------------- 7. update
@@ -584,21 +584,21 @@ def set_lr(policy, step, cfg):
     return lr
 
 
-def update(policy, batches, cfg, policy_loss=policy_loss):
+def update(policy, packs, cfg, policy_loss=policy_loss):
     """One optimizer step: a backward pass per pack, whose gradients add up, then AdamW.
 
     The CPU waits for the GPU after the last pack only. Returns metrics over all ranks. Raises
     RunError, before AdamW's step, if the mismatch is above its bound or the loss not finite.
     """
     sums = []  # per pack: each metric summed over its tokens
-    for batch in batches:
+    for pack in packs:
         # entropy: for the metrics, or for a loss of yours
-        logp, batch.entropy = policy(batch)  # (R,), (R,) both have a gradient
-        batch.logp = logp.detach()  # (R,) for the report
-        loss, terms = policy_loss(logp, batch.old, batch.ref, batch, cfg)  # loss: ()
+        logp, pack.entropy = policy(pack)  # (R,), (R,) both have a gradient
+        pack.logp = logp.detach()  # (R,) for the report
+        loss, terms = policy_loss(logp, pack.old, pack.ref, pack, cfg)  # loss: ()
         # Collective. ZeRO averages over the ranks; we want the sum
         policy.backward(loss * ranks.world_size())
-        sums.append(stats.pack_sums(loss, terms, batch, cfg))
+        sums.append(stats.pack_sums(loss, terms, pack, cfg))
     metrics = stats.token_means(sums)  # means over tokens; sum of loss, max of "mismatch/max"
     stop.check_step(metrics, cfg.mismatch_bound, cfg.rollout)
     policy.step()  # clears the gradients too; skips silently if one is not finite
@@ -690,19 +690,19 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
             # 3. fills r.advantages; only --baseline running uses the mean that it returns
             progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)
             # 4. per minibatch a list of packs; each epoch takes them in this order
-            packed = [make_batches(part, cfg, skip_zero_advantages) for part in minibatches]
+            packed = [make_packs(part, cfg, skip_zero_advantages) for part in minibatches]
             # 5. of ref and, with several updates, of pi_old
             store_fixed_logps(policy, run.ref, flatten(packed), cfg)
             metrics["lr"] = set_lr(policy, step, cfg)
             history = []
             for _ in range(cfg.epochs):
-                for batches in packed:
+                for packs in packed:
                     # forward, loss, backward of each pack, then AdamW. The list is empty if no
                     # completion of the minibatch has a weight
-                    if batches:
-                        history.append(update(policy, batches, cfg, policy_loss))  # 5. 6. 7.
+                    if packs:
+                        history.append(update(policy, packs, cfg, policy_loss))  # 5. 6. 7.
             metrics |= stats.step_means(history)
-            progress.skipped = stop.check_skipped(
+            progress.skipped = stop.count_skipped(
                 progress.skipped, step, history, groups, log.folder)  # 3 in a row: error
         log.token_changes(step, sampled, flatten(packed), policy, metrics)  # report only
         with timed(metrics, "sync"):

@@ -48,15 +48,15 @@ def measure(policy, rollouts, layout, passes):
     """(tokens that are computed, seconds, the gradient) of one update without AdamW."""
     policy.model.set_attn_implementation("packed" if layout == "packed" else "sdpa")
     lists = nr.pack_evenly(rollouts, BUDGET, layout)
-    batches = [nr.collate(members, layout=layout) for members in lists]
-    tokens = sum(batch.input_ids.numel() for batch in batches)
+    packs = [nr.collate(members, layout=layout) for members in lists]
+    tokens = sum(pack.input_ids.numel() for pack in packs)
     seconds = []
     for _ in range(passes):
         policy.zero_grad()
         start = time.perf_counter()
-        for batch in batches:
-            logp, _ = policy(batch)  # (R,)
-            loss = -(logp * batch.advantage * batch.weight).sum()
+        for pack in packs:
+            logp, _ = policy(pack)  # (R,)
+            loss = -(logp * pack.advantage * pack.weight).sum()
             loss.backward()
         seconds.append(time.perf_counter() - start)
     gradient = torch.cat([p.grad.flatten() for p in policy.parameters()])

@@ -76,8 +76,8 @@ def worker(model):
 def measure(engine, cfg, before, parameters):
     """What updates with 1 and 4 packs send, and hold beyond `before`, in bytes per parameter."""
     rollouts = update.make_rollouts(4, 45, 4096, seed=ranks.rank())
-    batches = [nr.collate([r]) for r in nr.assign_token_weights(rollouts, cfg)]
-    nr.update(engine, batches, cfg)  # creates AdamW's moments
+    packs = [nr.collate([r]) for r in nr.assign_token_weights(rollouts, cfg)]
+    nr.update(engine, packs, cfg)  # creates AdamW's moments
     at_step = []
     step = engine.step
 
@@ -87,11 +87,11 @@ def measure(engine, cfg, before, parameters):
 
     engine.step = measured_step
     row = {"optimizer": type(engine.optimizer).__name__}
-    for packs in (1, 4):
+    for count in (1, 4):
         with Traffic() as traffic:
-            nr.update(engine, batches[:packs], cfg)
+            nr.update(engine, packs[:count], cfg)
         per_parameter = {name: x / parameters for name, x in traffic.bytes.items()}
-        row[packs] = {name: x for name, x in per_parameter.items() if x > 0.01}
+        row[count] = {name: x for name, x in per_parameter.items() if x > 0.01}
     row["held"] = at_step[-1] / parameters
     return row
 
@@ -107,7 +107,7 @@ def main(argv):
         measured = common.run_apart("ranks", "--worker", folder, launcher=common.LAUNCHER)
     rows = []
     for name, row in measured.items():
-        sent = [calls_as_text(row[packs]) for packs in ("1", "4")]
+        sent = [calls_as_text(row[count]) for count in ("1", "4")]
         rows.append([*name.split(), row["optimizer"], *sent, f"{row['held']:.1f}"])
     head = ["dtype", "ZeRO stage", "DeepSpeed's class", "sent per step with 1 pack", "with 4 packs",
             "held before the step"]

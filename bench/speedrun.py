@@ -62,9 +62,9 @@ def train(run, track, path):
         steps.append(made)
         return split, sampled
 
-    def policy_loss(logp, old, ref, batch, cfg):
+    def policy_loss(logp, old, ref, pack, cfg):
         steps[-1]["trained"] += len(logp)
-        return nr.policy_loss(logp, old, ref, batch, cfg)
+        return nr.policy_loss(logp, old, ref, pack, cfg)
 
     nr.train(run, collect_rollouts=collect_rollouts, policy_loss=policy_loss)
     seconds = round(time.perf_counter() - start)

@@ -33,7 +33,7 @@ import torch
 import nano_rlvr as nr
 from bench import common, random_model
 from runtime import flags, ranks
-from runtime.batch import pack
+from runtime.batch import fill_packs
 
 CUDA = torch.cuda.is_available()
 COLUMNS = ("", "seconds (min to max)", "times packed", "peak memory above idle", "times packed",
@@ -95,8 +95,8 @@ def measure(engine, parts, cfg):
     idle = memory()
     start = time.perf_counter()
     cpu_start = time.process_time()
-    batches = [nr.collate(part, ranks.device()) for part in parts]
-    metrics = nr.update(engine, batches, cfg)
+    packs = [nr.collate(part, ranks.device()) for part in parts]
+    metrics = nr.update(engine, packs, cfg)
     if CUDA:
         torch.cuda.synchronize()
     metrics["seconds"] = time.perf_counter() - start
@@ -115,13 +115,13 @@ class Padded(torch.nn.Module):
         self.model = model
         self.temperature = temperature
 
-    def forward(self, batch):
-        lengths = batch.cu_seqlens_k.diff().tolist()
-        completion_lengths = batch.lengths.tolist()
+    def forward(self, pack):
+        lengths = pack.cu_seqlens_k.diff().tolist()
+        completion_lengths = pack.lengths.tolist()
         P = max(n - c for n, c in zip(lengths, completion_lengths))
         C = max(completion_lengths)
-        ids, mask = batch.input_ids.new_zeros(2, len(lengths), P + C)  # (B, P + C) each
-        sequences = batch.input_ids[0][batch.kv_index].split(lengths)
+        ids, mask = pack.input_ids.new_zeros(2, len(lengths), P + C)  # (B, P + C) each
+        sequences = pack.input_ids[0][pack.kv_index].split(lengths)
         for i, (sequence, n, c) in enumerate(zip(sequences, lengths, completion_lengths)):
             ids[i, P + c - n:P + c] = sequence
             mask[i, P + c - n:P + c] = 1
@@ -155,7 +155,7 @@ def one(args, model):
         parts = [rollouts[start:start + args.micro_batch] for start in starts]
         padded = sum(map(padded_size, parts))
     else:
-        parts = pack(rollouts, cfg.pack_tokens)
+        parts = fill_packs(rollouts, cfg.pack_tokens)
     measure(engine, parts, cfg)  # the warm-up
     result = measure(engine, parts, cfg)
     print(json.dumps(result | {"tokens": tokens, "padding": 1 - tokens / padded}))

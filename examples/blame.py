@@ -123,8 +123,8 @@ def logprobs(run, answers):
 
 def answer_gradient(run, answer):
     """The gradient of the log-prob of an answer: a vector."""
-    batch = collate([answer], layout=run.cfg.layout)
-    logp, _ = run.policy.module(batch)  # (R,)
+    pack = collate([answer], layout=run.cfg.layout)
+    logp, _ = run.policy.module(pack)  # (R,)
     return replay.on_disk(gradient(run, logp.sum()), run.log.folder)
 
 
@@ -203,10 +203,10 @@ def rollout_gradients(run, snapshot):
     The trainer must be at the snapshot."""
     for i, r in enumerate(flatten(snapshot.groups)):
         if r.weight:
-            batch = collate([r], layout=run.cfg.layout)
-            nr.store_fixed_logps(run.policy, run.ref, [batch], run.cfg)
-            logp, batch.entropy = run.policy.module(batch)  # (R,), (R,)
-            loss, _ = nr.policy_loss(logp, batch.old, batch.ref, batch, run.cfg)  # ()
+            pack = collate([r], layout=run.cfg.layout)
+            nr.store_fixed_logps(run.policy, run.ref, [pack], run.cfg)
+            logp, pack.entropy = run.policy.module(pack)  # (R,), (R,)
+            loss, _ = nr.policy_loss(logp, pack.old, pack.ref, pack, run.cfg)  # ()
             yield i, gradient(run, loss)
 
 
@@ -267,13 +267,13 @@ def without(run, snapshots, chosen, is_sampled=True, share=1.0):
             for r in dropped:
                 r.reward = None
 
-    def policy_loss(logp, old, ref, batch, cfg):
-        batch = copy.copy(batch)
+    def policy_loss(logp, old, ref, pack, cfg):
+        pack = copy.copy(pack)
         names = set(map(id, dropped))
-        is_dropped = [id(r) in names for r in batch.rollouts]
-        mask = torch.tensor(is_dropped)[batch.sequence_ids]  # (R,)
-        batch.weight = batch.weight * (1 - share * mask)  # (R,)
-        return nr.policy_loss(logp, old, ref, batch, cfg)
+        is_dropped = [id(r) in names for r in pack.rollouts]
+        mask = torch.tensor(is_dropped)[pack.sequence_ids]  # (R,)
+        pack.weight = pack.weight * (1 - share * mask)  # (R,)
+        return nr.policy_loss(logp, old, ref, pack, cfg)
 
     sizes = run.log.sizes()
     replay.put(run, snapshots[step])

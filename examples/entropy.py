@@ -28,27 +28,27 @@ HIGH = 5.0
 
 def with_bonus(coefficient, base=nr.policy_loss):
     """A loss minus coefficient * entropy."""
-    def policy_loss(logp, old, ref, batch, cfg):
-        loss, terms = base(logp, old, ref, batch, cfg)
-        entropy = (batch.weight * batch.entropy).sum()  # ()
+    def policy_loss(logp, old, ref, pack, cfg):
+        loss, terms = base(logp, old, ref, pack, cfg)
+        entropy = (pack.weight * pack.entropy).sum()  # ()
         return loss - coefficient * entropy, terms
     return policy_loss
 
 
-def gmpo_loss(logp, old, ref, batch, cfg):
+def gmpo_loss(logp, old, ref, pack, cfg):
     """GMPO's loss: one ratio per sequence, from bounded log-ratios of its tokens."""
     if old is None:
         old = logp.detach()  # (R,)
-    sign = batch.advantage.sign()  # (R,)
+    sign = pack.advantage.sign()  # (R,)
     log_ratio = logp - old  # (R,)
     bounded = sign * (sign * log_ratio).clamp(max=0.4)  # (R,) pessimistic, as PPO's minimum
     free = dataclasses.replace(
         cfg, ratio="sequence", surrogate="ppo", clip_low=1.0, clip_high=1e9, delta=0.0)
-    loss, terms = nr.policy_loss(old + bounded, old, None, batch, free)
+    loss, terms = nr.policy_loss(old + bounded, old, None, pack, free)
     terms["clip_ratio"] = (sign != 0) & (bounded != log_ratio)  # (R,)
     if ref is not None:  # not of the bounded log-probs
         terms["kl"] = nr.k3(logp, ref)  # (R,)
-        kl = (batch.weight * terms["kl"]).sum()  # ()
+        kl = (pack.weight * terms["kl"]).sum()  # ()
         loss = loss + cfg.kl_coef * kl
     return loss, terms
 

@@ -38,11 +38,11 @@ ESTIMATORS = {  # (logp, ref, ratio), each (R,), -> (R,)
 
 def with_kl(estimator):
     """nano_rlvr's loss with this KL term in place of k3."""
-    def policy_loss(logp, old, ref, batch, cfg):
-        loss, terms = nr.policy_loss(logp, old, None, batch, cfg)
+    def policy_loss(logp, old, ref, pack, cfg):
+        loss, terms = nr.policy_loss(logp, old, None, pack, cfg)
         terms["kl"] = nr.k3(logp, ref)  # (R,)
         kl = ESTIMATORS[estimator](logp, ref, terms["ratio"])  # (R,)
-        mean = (batch.weight * kl).sum()  # ()
+        mean = (pack.weight * kl).sum()  # ()
         return loss + cfg.kl_coef * mean, terms
     return policy_loss
 

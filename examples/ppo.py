@@ -105,9 +105,9 @@ def value_loss(values, old, returns, clip_value=0.0, vf_coef=2.0):
     return vf_coef * 0.5 * square.mean()
 
 
-def policy_loss(logp, old, ref, batch, cfg):
+def policy_loss(logp, old, ref, pack, cfg):
     """nano_rlvr's loss, with approxkl = 0.5 (log pi - log pi_old)^2 among the metrics."""
-    loss, terms = nr.policy_loss(logp, old, ref, batch, cfg)
+    loss, terms = nr.policy_loss(logp, old, ref, pack, cfg)
     change = torch.zeros_like(logp) if old is None else logp - old  # (R,)
     terms["approxkl"] = 0.5 * change**2  # (R,)
     return loss, terms
@@ -133,14 +133,14 @@ class Critic(torch.nn.Module):
         self.to(ranks.device())
         self.adam = torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=0.0)
 
-    def forward(self, batch):
-        """A batch of collate -> values before each of its completion tokens (R,)."""
+    def forward(self, pack):
+        """A pack -> values before each of its completion tokens (R,)."""
         output = self.decoder(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
+            input_ids=pack.input_ids,
+            position_ids=pack.position_ids,
             use_cache=False,
-            batch=batch)
-        hidden = output.last_hidden_state[0, batch.predictors]  # (R, H)
+            pack=pack)
+        hidden = output.last_hidden_state[0, pack.predictors]  # (R, H)
         return self.head(hidden)[:, 0]  # (R,)
 
     @torch.no_grad()
@@ -148,38 +148,38 @@ class Critic(torch.nn.Module):
         """Fills the advantages of each rollout with GAE, normalised over all tokens of the step.
 
         token_rewards: a list per rollout; None is the outcome, with the last token. Returns the
-        critic's minibatches with batch.values (R,) and their targets, batch.returns (R,).
+        critic's minibatches with pack.values (R,) and their targets, pack.returns (R,).
         """
         if token_rewards is None:
             token_rewards = [outcome(r) for r in rollouts]
         if self.whiten_rewards:
             token_rewards = whiten_rewards(token_rewards)
-        batches = []
+        packs = []
         for i in range(min(self.minibatches, len(rollouts))):
             part = rollouts[i::self.minibatches]  # completions of all prompts
-            batch = nr.collate(part, ranks.device())
-            batch.values = self(batch)  # (R,)
+            pack = nr.collate(part, ranks.device())
+            pack.values = self(pack)  # (R,)
             part_rewards = token_rewards[i::self.minibatches]
-            part_values = batch.values.split(batch.lengths.tolist())
+            part_values = pack.values.split(pack.lengths.tolist())
             for r, rewards, values in zip(part, part_rewards, part_values):
                 r.advantages = gae(rewards, values.tolist(), self.gamma, self.lam)
             advantages = torch.tensor(nr.flatten(r.advantages for r in part))  # (R,)
-            batch.returns = batch.values + advantages.to(batch.values)  # (R,)
-            batches.append(batch)
+            pack.returns = pack.values + advantages.to(pack.values)  # (R,)
+            packs.append(pack)
         advantages = torch.tensor(nr.flatten(r.advantages for r in rollouts))  # (tokens,)
         mean = advantages.mean().item()
         std = advantages.std(correction=0).item()
         for r in rollouts:
             centred = [a - mean for a in r.advantages]
             r.advantages = [a / (std + 1e-4) for a in centred]
-        return batches
+        return packs
 
-    def update(self, batches):
+    def update(self, packs):
         """One AdamW step on the loss of V per minibatch."""
-        for batch in batches:
+        for pack in packs:
             self.adam.zero_grad()
-            values = self(batch)  # (R,)
-            loss = value_loss(values, batch.values, batch.returns, self.clip_value, self.vf_coef)
+            values = self(pack)  # (R,)
+            loss = value_loss(values, pack.values, pack.returns, self.clip_value, self.vf_coef)
             loss.backward()
             if self.cfg.max_grad_norm:  # 0 = no clipping
                 torch.nn.utils.clip_grad_norm_(self.parameters(), self.cfg.max_grad_norm)
@@ -218,13 +218,13 @@ def train(run, critic, controller=None, collect_rollouts=nr.collect_rollouts):
         if controller:
             shaped = shape_rewards(run, ref, judged, controller)
         with nr.timed(run.metrics, "critic"):  # a part of the stage "update"
-            batches = critic.assign_advantages(judged, shaped)
-            returns = torch.cat([batch.returns for batch in batches])  # (tokens,)
-            values = torch.cat([batch.values for batch in batches])  # (tokens,)
+            packs = critic.assign_advantages(judged, shaped)
+            returns = torch.cat([pack.returns for pack in packs])  # (tokens,)
+            values = torch.cat([pack.values for pack in packs])  # (tokens,)
             # share of the variance of the returns that V explains, before it is trained on them
             unexplained = (returns - values).var() / returns.var()  # ()
             run.metrics["critic/explained"] = 1 - unexplained.item()
-            critic.update(batches)
+            critic.update(packs)
         return running_mean
 
     nr.train(run, collect_rollouts, assign_advantages, policy_loss)

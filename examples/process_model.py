@@ -67,14 +67,14 @@ def label_steps(run, rollouts, examples, continuations):
 def step_logits(model, rollouts):
     """(S,) the output of a Critic that has read each step up to its end; of the last step, up to
     the token that ends the text."""
-    batch = nr.collate(rollouts)
+    pack = nr.collate(rollouts)
     places = []
     start = 0
     for r in rollouts:
         last = r.length - 1
         places += [start + min(end, last) for end, _ in r.steps]
         start += r.length
-    return model(batch)[places]  # (S,)
+    return model(pack)[places]  # (S,)
 
 
 def agreement(logits, rollouts):

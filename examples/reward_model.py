@@ -27,9 +27,9 @@ BATCH = 16  # pairs per step
 
 def scores(model, rollouts):
     """(B,) of a Critic: its output before the last token of each rollout, which ends the text."""
-    batch = nr.collate(rollouts)
-    last = batch.lengths.cumsum(0) - 1  # (B,) index of the last sampled token of each
-    return model(batch)[last]  # (B,)
+    pack = nr.collate(rollouts)
+    last = pack.lengths.cumsum(0) - 1  # (B,) index of the last sampled token of each
+    return model(pack)[last]  # (B,)
 
 
 def sample_pairs(run, questions, noise):

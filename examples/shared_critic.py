@@ -35,9 +35,9 @@ class Head(torch.nn.Module):
     def keep(self, decoder, inputs, output):
         self.hidden = output.last_hidden_state[0]  # (T, H)
 
-    def values(self, batch):
-        """(R,) of the batch that the policy has just read."""
-        hidden = self.hidden[batch.predictors]  # (R, H)
+    def values(self, pack):
+        """(R,) of the pack that the policy has just read."""
+        hidden = self.hidden[pack.predictors]  # (R, H)
         return self.linear(hidden.float())[:, 0]  # (R,)
 
 
@@ -48,12 +48,12 @@ def assign_advantages(run, head, groups, lam):
     cfg = run.cfg
     rollouts = [r for r in nr.flatten(groups) if r.reward is not None]
     every = []  # the advantages of all tokens
-    for pack in nr.pack_evenly(rollouts, cfg.pack_tokens, cfg.layout):
-        batch = nr.collate(pack, layout=cfg.layout)
-        run.policy(batch)
-        values = head.values(batch)  # (R,)
-        lengths = batch.lengths.tolist()
-        for r, part in zip(batch.rollouts, values.split(lengths)):
+    for members in nr.pack_evenly(rollouts, cfg.pack_tokens, cfg.layout):
+        pack = nr.collate(members, layout=cfg.layout)
+        run.policy(pack)
+        values = head.values(pack)  # (R,)
+        lengths = pack.lengths.tolist()
+        for r, part in zip(pack.rollouts, values.split(lengths)):
             values = part.tolist()
             r.advantages = gae(outcome(r), values, lam=lam)
             pairs = zip(r.advantages, values)
@@ -74,13 +74,13 @@ def train(run, own):
         assign_advantages(run, head, groups, own.lam)
         return running_mean
 
-    def policy_loss(logp, old, ref, batch, cfg):
-        loss, terms = nr.policy_loss(logp, old, ref, batch, cfg)
-        values = head.values(batch)  # (R,)
-        error = values - batch.extra["returns"]  # (R,)
+    def policy_loss(logp, old, ref, pack, cfg):
+        loss, terms = nr.policy_loss(logp, old, ref, pack, cfg)
+        values = head.values(pack)  # (R,)
+        error = values - pack.extra["returns"]  # (R,)
         square = 0.5 * error**2  # (R,)
         terms["value_loss"] = square.detach()
-        value_loss = (batch.weight * square).sum()  # ()
+        value_loss = (pack.weight * square).sum()  # ()
         return loss + own.vf_coef * value_loss, terms
 
     def step_head(*_):

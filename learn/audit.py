@@ -276,7 +276,7 @@ def kind_moments(cfg, tables, members, loss, advantage, sequences, tokens):
     weights = torch.tensor(weights, dtype=torch.float64)  # (B,)
     owner = torch.arange(len(members)).repeat_interleave(lengths)  # (r,)
     weight = weights[owner]  # (r,)
-    batch = SimpleNamespace(
+    pack = SimpleNamespace(
         sequence_ids=owner,
         lengths=lengths,
         vllm_logps=tables.vllm[rows],
@@ -286,7 +286,7 @@ def kind_moments(cfg, tables, members, loss, advantage, sequences, tokens):
     logp = tables.logp[rows].requires_grad_()  # (r,)
     old = None if tables.old is None else tables.old[rows]  # (r,)
     ref = None if tables.ref is None else tables.ref[rows]  # (r,)
-    value, _ = loss(logp, old, ref, batch, cfg)  # ()
+    value, _ = loss(logp, old, ref, pack, cfg)  # ()
     [slope] = torch.autograd.grad(-value, logp)  # (r,)
     of_tokens = slope[:, None] * tables.scores[rows]  # (r, P)
     gradients = of_tokens.new_zeros(len(members), of_tokens.shape[1])  # (B, P)
@@ -300,10 +300,10 @@ def kind_moments(cfg, tables, members, loss, advantage, sequences, tokens):
 
 # ---- estimators of the KL that the script does not have
 
-def from_here(x, batch):
+def from_here(x, pack):
     """(r,) -> (r,): the sum over this token and the later ones of its completion."""
     sums = []
-    for part in x.split(batch.lengths.tolist()):
+    for part in x.split(pack.lengths.tolist()):
         backwards = part.flip(0)
         sums.append(backwards.cumsum(0).flip(0))
     return torch.cat(sums)  # (r,)
@@ -311,28 +311,28 @@ def from_here(x, batch):
 
 # Each of these is a value per token, (r,). k1, k2, k3: joschu.net/blog/kl-approx.html
 
-def k1(logp, old, ref, batch):
+def k1(logp, old, ref, pack):
     return logp - ref  # (r,)
 
 
-def k2(logp, old, ref, batch):
+def k2(logp, old, ref, pack):
     return (logp - ref)**2 / 2  # (r,)
 
 
-def k3(logp, old, ref, batch):
+def k3(logp, old, ref, pack):
     return nr.k3(logp, ref)  # (r,)
 
 
-def weighted_k3(logp, old, ref, batch):
+def weighted_k3(logp, old, ref, pack):
     """TRL's use_bias_correction_kl."""
     ratio = (logp - old).exp()  # (r,)
     return ratio * nr.k3(logp, ref)  # (r,)
 
 
-def later_k1(logp, old, ref, batch):
+def later_k1(logp, old, ref, pack):
     """arXiv:2506.09477: a token answers for the log-ratios of all later tokens as well."""
     log_ratio = (logp - ref).detach()  # (r,)
-    return from_here(log_ratio, batch) * logp  # (r,)
+    return from_here(log_ratio, pack) * logp  # (r,)
 
 
 KL_LOSSES = {
@@ -344,11 +344,11 @@ KL_LOSSES = {
 }
 
 
-def kl_loss(kind, logp, old, ref, batch, cfg):
+def kl_loss(kind, logp, old, ref, pack, cfg):
     """In place of nano_rlvr.policy_loss: the KL alone."""
     old = logp.detach() if old is None else old  # (r,)
-    per_token = KL_LOSSES[kind](logp, old, ref, batch)  # (r,)
-    return (batch.weight * per_token).sum(), {}
+    per_token = KL_LOSSES[kind](logp, old, ref, pack)  # (r,)
+    return (pack.weight * per_token).sum(), {}
 
 
 def in_reward(question, kind):

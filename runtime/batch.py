@@ -1,4 +1,4 @@
-"""What a batch is: rollouts, the packs or rows they are laid out in, and attention inside a pack.
+"""The rollouts of a step, the packs or rows they are laid out in, and attention inside a pack.
 
 It also decides which sequences share a forward pass. The gradient does not depend on that: see
 nano_rlvr.token_weights. There are two layouts. "packed": sequences stand end to end in one row of T
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from runtime import ranks
 from runtime.messages import RunError
 
-SIMILAR = 0.85  # in the layout `rows`: length of a sequence / the longest one's of its batch
+SIMILAR = 0.85  # in the layout `rows`: length of a sequence / the longest one's of its pack
 
 
 @dataclass
@@ -124,7 +124,7 @@ def by_prompt(rollouts):
     return [list(run) for _, run in runs]
 
 
-def pack(rollouts, budget):
+def fill_packs(rollouts, budget):
     """First-fit bin packing: lists of rollouts of at most `budget` tokens. A longer one goes alone.
 
     The rollouts of a prompt are placed one after the other, the longest first: most of them share a
@@ -148,7 +148,7 @@ def pack(rollouts, budget):
     return [sorted(members, key=len, reverse=True) for members in packs]
 
 
-def rows(rollouts, budget):
+def fill_rows(rollouts, budget):
     """Lists of rollouts of similar length: B rows of the longest one's L tokens, with B * L at most
     `budget`. A longer rollout goes alone. No row is filled to less than SIMILAR."""
     lists = []
@@ -164,19 +164,22 @@ def rows(rollouts, budget):
 
 
 def pack_evenly(rollouts, budget, layout="packed"):
-    """pack() or rows(), with the same number of lists on every rank, because each backward pass is
-    collective: ranks with fewer lists add a rollout of two tokens and weight 0, because a size of 1
-    would be compiled apart. Collective."""
-    packs = rows(rollouts, budget) if layout == "rows" else pack(rollouts, budget)
+    """fill_packs() or fill_rows(), with the same number of lists on every rank.
+
+    The number is the same because each backward pass is collective. A rank with fewer lists adds a
+    rollout of two tokens and weight 0. One token would not do, because torch.compile compiles a
+    size of 1 apart. Collective."""
+    fill = fill_rows if layout == "rows" else fill_packs
+    lists = fill(rollouts, budget)
     names = set()
     for r in rollouts:
         names |= r.extra.keys()
-    counts = ranks.all_gather([len(packs)])
+    counts = ranks.all_gather([len(lists)])
     names = set(ranks.all_gather(list(names)))
     extra = {name: [0.0, 0.0] for name in names}
     filler = Rollout([0], [0, 0], "", False, [0.0, 0.0], extra=extra)
-    missing = max(counts) - len(packs)
-    return packs + [[filler]] * missing
+    missing = max(counts) - len(lists)
+    return lists + [[filler]] * missing
 
 
 # ---- a pack as tensors
@@ -198,7 +201,7 @@ def sampled_values(rollouts, name):
 
 
 def collate(rollouts, device=None, layout="packed"):
-    """A list of B rollouts -> a batch: tensors of the model's input and of the R sampled tokens.
+    """A list of B rollouts -> a pack: tensors of the model's input and of the R sampled tokens.
 
     predictors (R,) are the positions, in the flattened input, whose output predicts the sampled
     tokens. Other completion tokens (a tool's output) are only read, like a prompt. old and ref are
@@ -310,66 +313,66 @@ def padded_input(rollouts, device):
     }
 
 
-def sequence_sum(x, batch):
+def sequence_sum(x, pack):
     """(R,) -> (B,): the sum over each sequence."""
-    return x.new_zeros(len(batch.lengths)).index_add(0, batch.sequence_ids, x)  # (B,)
+    return x.new_zeros(len(pack.lengths)).index_add(0, pack.sequence_ids, x)  # (B,)
 
 
-def sequence_mean(x, batch):
+def sequence_mean(x, pack):
     """(R,) -> (R,): each token gets the mean over its sequence."""
-    return (sequence_sum(x, batch) / batch.lengths)[batch.sequence_ids]  # (R,)
+    return (sequence_sum(x, pack) / pack.lengths)[pack.sequence_ids]  # (R,)
 
 
 # ---- attention
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
-                     batch=None, **kwargs):
+                     pack=None, **kwargs):
     """Causal attention inside each sequence of a pack. Registered with transformers as "packed".
 
-    query (1, heads, T, d), key and value (1, kv heads, T, d) -> (1, T, heads, d), None. `batch` is
+    query (1, heads, T, d), key and value (1, kv heads, T, d) -> (1, T, heads, d), None. `pack` is
     what collate returns. There is no T x T mask: the cost is the sum over the sequences.
 
     Raises RunError for a mask of the model's own, a sliding window shorter than a sequence,
     attention sinks and soft caps."""
     unsupported = [attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")]
-    window = kwargs.get("sliding_window") or batch.max_seqlen
-    if window < batch.max_seqlen or any(x is not None for x in unsupported):
+    window = kwargs.get("sliding_window") or pack.max_seqlen
+    if window < pack.max_seqlen or any(x is not None for x in unsupported):
         raise RunError("this model is not supported: its attention has a mask of its own, a window "
                        "shorter than --max_prompt + --max_tokens, sinks or a soft cap")
     q = query[0].transpose(0, 1)  # (T, heads, d)
-    k, v = with_shared_prompts(key, value, batch)  # (K, kv heads, d), (K, kv heads, d)
+    k, v = with_shared_prompts(key, value, pack)  # (K, kv heads, d), (K, kv heads, d)
     if q.is_cuda and q.dtype is not torch.float32:
-        out = flash_attention(q, k, v, batch, scaling)  # (T, heads, d)
+        out = flash_attention(q, k, v, pack, scaling)  # (T, heads, d)
     else:
-        out = attend_in_groups(q, k, v, batch, scaling)  # (T, heads, d)
+        out = attend_in_groups(q, k, v, pack, scaling)  # (T, heads, d)
     return out[None], None  # (1, T, heads, d)
 
 
-def with_shared_prompts(key, value, batch):
+def with_shared_prompts(key, value, pack):
     """(1, kv heads, T, d) twice -> (K, kv heads, d) twice: the keys and the values of each
     sequence, with its prompt that other sequences share. One embedding look-up for both, because
     its backward pass sums the gradients of a token in fp32 and rounds once."""
     heads = [x[0].transpose(0, 1) for x in (key, value)]  # (T, kv heads, d) twice
     both = torch.cat(heads, dim=1)  # (T, 2 * kv heads, d)
-    rows = F.embedding(batch.kv_index, both.flatten(1))  # (K, 2 * kv heads * d)
+    rows = F.embedding(pack.kv_index, both.flatten(1))  # (K, 2 * kv heads * d)
     return rows.unflatten(1, both.shape[1:]).chunk(2, dim=1)  # (K, kv heads, d) twice
 
 
-def flash_attention(q, k, v, batch, scaling):
+def flash_attention(q, k, v, pack, scaling):
     """One kernel for all sequences; window_size makes it causal, aligned to the last key.
     q (T, heads, d), k and v (K, kv heads, d) -> (T, heads, d)."""
     from torch.nn.attention.varlen import varlen_attn  # late: the import takes a second
     return varlen_attn(
-        q, k, v, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen, batch.max_seqlen,
+        q, k, v, pack.cu_seqlens_q, pack.cu_seqlens_k, pack.max_seqlen, pack.max_seqlen,
         scale=scaling, window_size=(-1, 0), enable_gqa=True)  # (T, heads, d)
 
 
-def attend_in_groups(q, k, v, batch, scaling):
+def attend_in_groups(q, k, v, pack, scaling):
     """The same with PyTorch's dense attention: one call per run of sequences with equal lengths."""
     shared = q.shape[1] // k.shape[1]  # query heads per key head
     k = k.repeat_interleave(shared, dim=1)  # (K, heads, d)
     v = v.repeat_interleave(shared, dim=1)  # (K, heads, d)
-    lengths = zip(batch.cu_seqlens_q.diff().tolist(), batch.cu_seqlens_k.diff().tolist())
+    lengths = zip(pack.cu_seqlens_q.diff().tolist(), pack.cu_seqlens_k.diff().tolist())
     # sequences of m queries and n keys, b times in a row
     runs = [(m, n, len(list(run))) for (m, n), run in itertools.groupby(lengths)]
     # split(), not slices: the backward pass of a slice fills a tensor of full size with zeros

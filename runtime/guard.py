@@ -20,8 +20,8 @@ def random_tokens(rng, vocab, most):
     return rng.choices(range(vocab), k=min(16, most))
 
 
-def batch_of(sequences, layout):
-    """A batch of (prompt, completion) pairs of token ids, as if vLLM had sampled them."""
+def pack_of(sequences, layout):
+    """A pack of (prompt, completion) pairs of token ids, as if vLLM had sampled them."""
     rollouts = []
     for prompt, completion in sequences:
         logps = [0.0] * len(completion)
@@ -30,27 +30,27 @@ def batch_of(sequences, layout):
 
 
 def logps_of(policy, sequences, layout):
-    """Log-probs of a batch of (prompt, completion) pairs: (R,)."""
-    logp, _ = policy(batch_of(sequences, layout))  # (R,)
+    """Log-probs of a pack of (prompt, completion) pairs: (R,)."""
+    logp, _ = policy(pack_of(sequences, layout))  # (R,)
     return logp
 
 
 def library_logps(policy, sequence, cfg):
     """Log-probs of a (prompt, completion) pair from the logits that the library computes: (R,)."""
     module = getattr(policy, "module", policy)  # of DeepSpeed's engine
-    batch = batch_of([sequence], cfg.layout)
-    inputs = {"input_ids": batch.input_ids}  # (1, T)
+    pack = pack_of([sequence], cfg.layout)
+    inputs = {"input_ids": pack.input_ids}  # (1, T)
     if cfg.layout != "rows":
-        inputs["batch"] = batch
+        inputs["pack"] = pack
     logits = module.model(**inputs, use_cache=False).logits[0]  # (T, V)
-    logits = logits[batch.predictors].float() / cfg.temperature  # (R, V)
+    logits = logits[pack.predictors].float() / cfg.temperature  # (R, V)
     logps = logits.log_softmax(-1)  # (R, V)
-    return logps.gather(1, batch.targets[:, None])[:, 0]  # (R,)
+    return logps.gather(1, pack.targets[:, None])[:, 0]  # (R,)
 
 
 @torch.no_grad()
 def check_packing(policy, cfg):
-    """Raises RunError if a log-prob depends on the other sequences of a batch, or differs from the
+    """Raises RunError if a log-prob depends on the other sequences of a pack, or differs from the
     library's. Collective.
 
     With random tokens, two completions per prompt:
@@ -135,15 +135,15 @@ def rehearse(policy, ref, cfg):
     check_packing(policy, cfg)
     vocab = ModelShape.of(cfg.model).vocab
     two_tokens = with_lengths([(1, 2)], vocab)  # a size of 1 is compiled apart
-    smallest = batch_of(two_tokens, cfg.layout)
-    largest = batch_of(with_lengths(largest_pack(cfg), vocab), cfg.layout)
+    smallest = pack_of(two_tokens, cfg.layout)
+    largest = pack_of(with_lengths(largest_pack(cfg), vocab), cfg.layout)
     for group in policy.optimizer.param_groups:
         group["lr"] = 0.0
     if ref is not None:
         with torch.no_grad(), on_device(ref):
             ref(largest)
-    for batch in (smallest, largest):
-        logp, _ = policy(batch)  # (R,)
+    for pack in (smallest, largest):
+        logp, _ = policy(pack)  # (R,)
         policy.backward(-logp.mean())
         policy.step()
     for state in adamw_states(policy):

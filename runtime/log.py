@@ -146,13 +146,13 @@ class Log:
         count = math.ceil(self.cfg.keep_rollouts / self.cfg.samples)
         return flatten(groups[:count])
 
-    def token_changes(self, step, groups, batches, policy, metrics):
+    def token_changes(self, step, groups, packs, policy, metrics):
         """After the update, for the report: keeps log-probs before and after it, of one rollout in
         SHARE that was trained. If that is less than one per step, of one rollout in some steps.
-        batches: those of the update, which has filled batch.logp. Collective."""
+        packs: those of the update, which has filled pack.logp. Collective."""
         with timed(metrics, "report"):
-            logps = [batch.logp if batch.old is None else batch.old for batch in batches]
-            before = rollout_logps(batches, logps)
+            logps = [pack.logp if pack.old is None else pack.old for pack in packs]
+            before = rollout_logps(packs, logps)
             kept = self._kept(groups)
             shown = records.shown_rollouts(step, kept, self.cfg.samples, self.cfg.steps)
             trained = [r for r in shown if id(r) in before]

@@ -51,14 +51,14 @@ def majority_vote(answers):
     return answers.index(mode(votes)) if votes else None
 
 
-def pack_sums(loss, terms, batch, cfg):
+def pack_sums(loss, terms, pack, cfg):
     """Metrics of a pack: sums over its tokens (0 for a filler), the loss, the largest mismatch.
 
     A dict of tensors (). terms: those of policy_loss, (R,) each.
     """
     mismatch = terms["mismatch"]  # (R,)
     columns = {name: x for name, x in terms.items() if name not in ("mismatch", "correction")}
-    columns["entropy"] = batch.entropy  # (R,)
+    columns["entropy"] = pack.entropy  # (R,)
     columns["tokens"] = torch.ones_like(mismatch)  # (R,)
     columns["mismatch/mean_abs"] = mismatch.abs()  # (R,)
     columns["mismatch/k3"] = mismatch.expm1() - mismatch  # (R,) k3: KL(vLLM || trainer)
@@ -71,7 +71,7 @@ def pack_sums(loss, terms, batch, cfg):
     sums = {name: x.sum() for name, x in columns.items()}
     sums["loss"] = loss
     sums["mismatch/max"] = mismatch.abs().max()
-    is_trained = batch.weight[0] != 0  # () false for a filler: see pack_evenly
+    is_trained = pack.weight[0] != 0  # () false for a filler: see pack_evenly
     return {name: is_trained * x.detach() for name, x in sums.items()}
 
 

@@ -110,8 +110,8 @@ def check_scored(prefix, values, metrics, verifier):
         "of the data and --reward_timeout.")
 
 
-def check_skipped(in_a_row, step, history, groups, folder):
-    """How many optimizer steps in a row were skipped up to now; RunError after 3. history: metrics
+def count_skipped(in_a_row, step, history, groups, folder):
+    """Counts the optimizer steps in a row that were skipped; RunError after 3. history: metrics
     of the step's updates. groups: its rollouts, kept in <folder>/quarantine/ if one was skipped."""
     for metrics in history:
         in_a_row = in_a_row + 1 if metrics["skipped"] else 0
@@ -124,7 +124,7 @@ def check_skipped(in_a_row, step, history, groups, folder):
     if in_a_row >= MOST_SKIPPED:
         raise RunError(
             f"{in_a_row} optimizer steps in a row had a gradient that is not finite: is --lr too "
-            f"high, or are rewards very large? The batches are in {folder / 'quarantine'}.")
+            f"high, or are rewards very large? The rollouts are in {folder / 'quarantine'}.")
     return in_a_row
 
 

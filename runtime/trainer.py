@@ -103,10 +103,10 @@ class WithoutAdapters(torch.nn.Module):
         self.policy = [policy]  # in a list: the policy's parameters are not those of this module
         self.layers = [module for module in policy.modules() if isinstance(module, BaseTunerLayer)]
 
-    def forward(self, batch):
+    def forward(self, pack):
         for layer in self.layers:
             layer.enable_adapters(False)
-        logp, entropy = self.policy[0](batch)  # (R,), (R,)
+        logp, entropy = self.policy[0](pack)  # (R,), (R,)
         for layer in self.layers:
             layer.enable_adapters(True)
         return logp, entropy
@@ -147,16 +147,16 @@ def load_frozen(engine):
 @torch.no_grad()
 def token_logps(model, rollouts, cfg):
     """-> per rollout, a list with the log-prob of each sampled token under a model. Collective."""
-    packs = pack_evenly(rollouts, cfg.pack_tokens, cfg.layout)
-    batches = [collate(pack, layout=cfg.layout) for pack in packs]
-    logps = rollout_logps(batches, [model(batch)[0] for batch in batches])
+    lists = pack_evenly(rollouts, cfg.pack_tokens, cfg.layout)
+    packs = [collate(members, layout=cfg.layout) for members in lists]
+    logps = rollout_logps(packs, [model(pack)[0] for pack in packs])
     return [logps[id(r)] for r in rollouts]
 
 
-def rollout_logps(batches, logps):
-    """{id of a rollout: its part of the log-probs, a list}. logps: (R,) of each batch."""
+def rollout_logps(packs, logps):
+    """{id of a rollout: its part of the log-probs, a list}. logps: (R,) of each pack."""
     parts = {}
-    for batch, logp in zip(batches, logps):
-        for r, part in zip(batch.rollouts, logp.split(batch.lengths.tolist())):
+    for pack, logp in zip(packs, logps):
+        for r, part in zip(pack.rollouts, logp.split(pack.lengths.tolist())):
             parts[id(r)] = part.tolist()
     return parts

@@ -9,12 +9,12 @@ def test_between_updates_no_gradients_are_held(group, tokenizer):
     """Held bytes, each storage once: bench/ranks.py."""
     cfg = make_config(dtype="bfloat16", mismatch_bound=1e9)  # the log-probs of vLLM are drawn
     policy = nr.make_policy(cfg)
-    batches = [nr.collate(fixed_rollouts(tokenizer))]
+    packs = [nr.collate(fixed_rollouts(tokenizer))]
     at_step, step = [], policy.step
     policy.step = lambda: (at_step.append(held()), step())
-    nr.update(policy, batches, cfg)  # creates AdamW's moments
+    nr.update(policy, packs, cfg)  # creates AdamW's moments
     between = held()
-    nr.update(policy, batches, cfg)
+    nr.update(policy, packs, cfg)
     assert held() == between
     sums = 4 * ModelShape.of(cfg.model).parameters
     assert at_step[1] - between >= sums, (at_step, between)

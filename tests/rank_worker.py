@@ -50,9 +50,9 @@ def batches_of(name, cfg, tokenizer):
     return [nr.collate(p) for p in nr.pack_evenly(trained, cfg.pack_tokens)]
 
 
-def result(policy, batches, steps, cfg):
+def result(policy, packs, steps, cfg):
     for _ in range(steps):
-        metrics = nr.update(policy, batches, cfg)
+        metrics = nr.update(policy, packs, cfg)
     return {key: w.clone() for key, w in trainer.named_weights(policy)}, metrics
 
 

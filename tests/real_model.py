@@ -70,8 +70,8 @@ def test_a_step_has_trls_loss_and_gradient(folder, tokenizer, tmp_path):
         cfg = config(folder, max_tokens=16, correction="none")
         rollouts = trl_runs.rollouts_of(inputs)
         policy = nr.TokenLogps(nr.load_model(cfg).train(), cfg.temperature)
-        batch = nr.collate(nr.assign_token_weights(rollouts, cfg))
-        ours, _ = nr.policy_loss(policy(batch)[0], None, None, batch, cfg)
+        pack = nr.collate(nr.assign_token_weights(rollouts, cfg))
+        ours, _ = nr.policy_loss(policy(pack)[0], None, None, pack, cfg)
         ours.backward()
     close(ours, loss)
     assert {r.advantages[0] for r in rollouts} != {0.0}
@@ -93,8 +93,8 @@ def logps_of(policy, packs):
     found = []
     with torch.no_grad():
         for members in packs:
-            batch = nr.collate(members)
-            found += policy(batch)[0].split(batch.lengths.tolist())
+            pack = nr.collate(members)
+            found += policy(pack)[0].split(pack.lengths.tolist())
     return found
 
 
@@ -123,7 +123,7 @@ def test_packed_alone_and_in_vllm_a_text_has_the_same_log_probs_also_after_a_ste
     for ours, single, theirs in zip(before, alone, vllm_logps(llm, rollouts), strict=True):
         within((ours - single).abs().mean(), 1e-3)
         within((ours - theirs).abs().mean(), 1e-3)
-    nr.update(policy, nr.make_batches([rollouts[1:]], cfg), cfg)
+    nr.update(policy, nr.make_packs([rollouts[1:]], cfg), cfg)
     nr.sync_weights(policy, llm)
     after = logps_of(policy, [rollouts[1:]])
     for ours, theirs, old in zip(after, vllm_logps(llm, rollouts[1:]), before[1:], strict=True):

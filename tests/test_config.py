@@ -77,13 +77,13 @@ def test_flags_without_an_effect_are_in_a_note_and_change_no_gradient(
     assert notes == [flags.split()] * bool(flags)
     cfg = dataclasses.replace(cfg, correction="none")
     plain = dataclasses.replace(cfg, **{flag: getattr(nr.Config, flag) for flag in flags.split()})
-    batch = nr.collate(fixed_rollouts(tokenizer))
+    pack = nr.collate(fixed_rollouts(tokenizer))
     on_policy = cfg.epochs * cfg.minibatches == 1
-    old = batch.vllm_logps.double() * (1.0 if on_policy else 0.5)  # (R,)
+    old = pack.vllm_logps.double() * (1.0 if on_policy else 0.5)  # (R,)
     gradients = []
     for of in (cfg, plain):
-        logp = batch.vllm_logps.double().requires_grad_()  # (R,)
-        nr.policy_loss(logp, old, None, batch, of)[0].backward()
+        logp = pack.vllm_logps.double().requires_grad_()  # (R,)
+        nr.policy_loss(logp, old, None, pack, of)[0].backward()
         gradients.append(logp.grad)
     close(*gradients)
     assert gradients[0].any()

@@ -59,12 +59,12 @@ def test_beta_follows_the_distance_to_the_target_by_two_percent_at_most(kl, fact
 
 
 def test_approxkl_is_half_the_squared_change_of_a_log_prob(tokenizer):
-    batch = nr.collate(fixed_rollouts(tokenizer))
-    logp = batch.vllm_logps  # (R,)
+    pack = nr.collate(fixed_rollouts(tokenizer))
+    logp = pack.vllm_logps  # (R,)
     old = logp - 0.5  # (R,)
-    _, terms = ppo.policy_loss(logp, old, None, batch, make_config(kl_coef=0.0))
+    _, terms = ppo.policy_loss(logp, old, None, pack, make_config(kl_coef=0.0))
     close(terms["approxkl"], torch.full_like(logp, 0.125), 1e-6)
-    _, terms = ppo.policy_loss(logp, None, None, batch, make_config(kl_coef=0.0))
+    _, terms = ppo.policy_loss(logp, None, None, pack, make_config(kl_coef=0.0))
     assert terms["approxkl"].eq(0).all()  # on-policy
 
 
@@ -82,9 +82,9 @@ def test_the_flags_of_ppo_reach_the_critic(float64_here, tokenizer):
         torch.manual_seed(0)
         critic = ppo.Critic(make_config(max_grad_norm=0.0), minibatches=2, **details)
         torch.nn.init.normal_(critic.head.weight)
-        batches = critic.assign_advantages(fixed_rollouts(tokenizer))
+        packs = critic.assign_advantages(fixed_rollouts(tokenizer))
         critic.adam = torch.optim.SGD(critic.parameters(), lr=1e-7)  # no step beyond the target
-        critic.update(batches)
+        critic.update(packs)
         heads.append(critic.head.weight.clone())
     assert min((head - heads[0]).abs().max() for head in heads[1:]) > 0
 

@@ -162,8 +162,8 @@ class Engine(torch.nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, batch):
-        return self.module(batch)
+    def forward(self, pack):
+        return self.module(pack)
 
 
 def test_a_value_is_the_heads_product_with_the_policys_hidden_state(group, tokenizer):
@@ -179,9 +179,9 @@ def test_a_value_is_the_heads_product_with_the_policys_hidden_state(group, token
         close(r.extra["returns"], [r.reward] * r.length, 1e-5)
     flat = torch.tensor(nr.flatten(r.advantages for r in rollouts))
     assert abs(flat.mean()) < 1e-5 and abs(flat.std() - 1) < 1e-2
-    first, batch = rollouts[1], nr.collate(rollouts)
-    policy(batch)
-    found = head.values(batch).split(batch.lengths.tolist())[1]  # (R,)
+    first, pack = rollouts[1], nr.collate(rollouts)
+    policy(pack)
+    found = head.values(pack).split(pack.lengths.tolist())[1]  # (R,)
     model = policy.module.model
     model.set_attn_implementation("eager")
     ids = torch.tensor([first.prompt + first.completion])

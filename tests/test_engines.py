@@ -11,7 +11,7 @@ import nano_rlvr as nr
 import rank_worker
 from conftest import EPS, EXACT, close, fixed_rollouts, float64, make_config, within
 from runtime import guard, ranks, trainer
-from runtime.batch import pack
+from runtime.batch import fill_packs
 from runtime.model import compile_layers, load_model
 from runtime.trainer import named_weights
 
@@ -35,9 +35,9 @@ def sample(llm, tokenizer, step=0, temperature=1.0):
 
 def largest_mismatch(engine, rollouts):
     """Largest |log-prob of vLLM - log-prob of the trainer| over all sampled tokens."""
-    batch = nr.collate(rollouts)
+    pack = nr.collate(rollouts)
     with torch.no_grad():
-        return (engine(batch)[0] - batch.vllm_logps).abs().max().item()
+        return (engine(pack)[0] - pack.vllm_logps).abs().max().item()
 
 
 def weights_of(engine):
@@ -98,14 +98,14 @@ def test_every_engine_takes_the_step_of_plain_adamw_also_after_a_rehearsal(
         for _ in range(2):
             for parameters in engine.optimizer.param_groups:  # as train() does at each step
                 parameters |= dict(lr=cfg.lr, eps=eps)
-            metrics = nr.update(engine, [nr.collate(p) for p in pack(rollouts, 150)], cfg)
+            metrics = nr.update(engine, [nr.collate(p) for p in fill_packs(rollouts, 150)], cfg)
         ours = weights_of(engine)
 
-        plain, batch = nr.TokenLogps(load_model(cfg)), nr.collate(rollouts)
+        plain, pack = nr.TokenLogps(load_model(cfg)), nr.collate(rollouts)
         adam = torch.optim.AdamW(
             plain.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, eps=eps)
         for _ in range(2):
-            nr.policy_loss(plain(batch)[0], None, None, batch, cfg)[0].backward()
+            nr.policy_loss(plain(pack)[0], None, None, pack, cfg)[0].backward()
             norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), cfg.max_grad_norm)
             adam.step()
             adam.zero_grad()
@@ -145,18 +145,18 @@ def test_compiled_layers_have_the_same_log_probs_and_gradients(group, tokenizer,
 def test_only_adapters_are_trained_and_vllm_gets_them_merged(fresh_llm, tokenizer):
     cfg = make_config(lora_rank=4, lr=1e-2, kl_coef=0.1, mismatch_bound=1e9)
     engine, plain = nr.make_policy(cfg), nr.TokenLogps(load_model(make_config()))
-    ref, batch = nr.make_reference(cfg, engine), nr.collate(fixed_rollouts(tokenizer))
+    ref, pack = nr.make_reference(cfg, engine), nr.collate(fixed_rollouts(tokenizer))
     base, start = plain.model.state_dict(), weights_of(engine)
     assert start.keys() == base.keys()
     assert all(torch.equal(w, base[n]) for n, w in start.items())  # adapters are 0 at the start
     guard.rehearse(engine, ref, dataclasses.replace(cfg, pack_tokens=500))
     for _ in range(3):
         nr.set_lr(engine, 0, cfg)
-        nr.store_fixed_logps(engine, ref, [batch], cfg)
-        metrics = nr.update(engine, [batch], cfg)
+        nr.store_fixed_logps(engine, ref, [pack], cfg)
+        metrics = nr.update(engine, [pack], cfg)
     assert metrics["kl"] > 1e-3  # the policy is not the reference any more
     with torch.no_grad():
-        within((batch.ref - plain(batch)[0]).abs().max(), PARITY)  # which is still the base model
+        within((pack.ref - plain(pack)[0]).abs().max(), PARITY)  # which is still the base model
     moved = {n for n, w in named_weights(engine) if not torch.equal(w, base[n])}
     assert moved == {n for n in base if n.endswith("_proj.weight")}
     nr.sync_weights(engine, fresh_llm)

@@ -273,13 +273,13 @@ def test_a_turn_gets_the_rewards_from_it_on_compared_with_the_same_turn_of_the_o
 
 
 def test_the_example_model_learns_guesses_at_random_but_not_the_answers(tmp_path, monkeypatch):
-    batches, collate = [], nr.collate
+    packs, collate = [], nr.collate
     monkeypatch.setattr(
-        nr, "collate", lambda rs, *device: batches.append(rs) or collate(rs, *device))
+        nr, "collate", lambda rs, *device: packs.append(rs) or collate(rs, *device))
     guess_model.main(["--out", str(tmp_path), "--steps", "1"])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     seen = set()
-    for r in batches[0]:
+    for r in packs[0]:
         for is_sampled, ids in segments(r):
             text = tokenizer.decode(ids)
             if is_sampled:

@@ -66,8 +66,8 @@ def test_dpo_has_the_gradient_of_its_loss(models, tokenizer):
     groups = [rollouts[i:i + 4] for i in range(0, 16, 4)]
     cfg = make_config(aggregate="constant", kl_coef=0.0, correction="none")
     found = dpo.assign_pairs(groups, policy, ref, 0.3, cfg)
-    ours = sum(nr.policy_loss(policy(batch)[0], None, None, batch, cfg)[0]
-               for batch in nr.make_batches(groups, cfg))
+    ours = sum(nr.policy_loss(policy(pack)[0], None, None, pack, cfg)[0]
+               for pack in nr.make_packs(groups, cfg))
     losses = []
     for number, *pair in [(0, 1, 2), (1, 1, 0), (3, 1, 0)]:  # group, first right, first wrong
         right, wrong = (alone(policy, r)[0].sum() - alone(ref, r)[0].sum()
@@ -92,8 +92,8 @@ def test_a_loss_on_pairs_has_the_gradient_of_its_formula(models, tokenizer, name
     beta = preferences.BETA[name]
     own = SimpleNamespace(loss=name, beta=beta)
     found = preferences.assign_pairs(groups, policy, ref, own, cfg)
-    ours = sum(nr.policy_loss(policy(batch)[0], None, None, batch, cfg)[0]
-               for batch in nr.make_batches(groups, cfg))
+    ours = sum(nr.policy_loss(policy(pack)[0], None, None, pack, cfg)[0]
+               for pack in nr.make_packs(groups, cfg))
     pairs = [(rollouts[first + 1], rollouts[first]) for first in (0, 4, 12)]
     logps = [[alone(policy, r)[0] for r in pair] for pair in pairs]
     ratios = [[logp.sum() - alone(ref, r)[0].sum().detach() for logp, r in zip(both, pair)]
@@ -207,23 +207,23 @@ def test_the_entropy_has_the_gradient_of_autograd_in_several_chunks(models, toke
     policy, _ = models
     policy.temperature, policy.chunk = 0.7, 100
     rollouts = fixed_rollouts(tokenizer, groups=2)
-    batch = nr.collate(rollouts)
-    logp, batch.entropy = policy(batch)  # (R,), (R,)
+    pack = nr.collate(rollouts)
+    logp, pack.entropy = policy(pack)  # (R,), (R,)
     a, b = torch.randn(2, len(logp)).unbind()  # (R,) twice
     own, entropies = map(torch.cat, zip(*(alone(policy, r, 0.7) for r in rollouts)))
-    close(batch.entropy, entropies)
-    close_gradients(policy, (a * logp + b * batch.entropy).sum(), (a * own + b * entropies).sum())
+    close(pack.entropy, entropies)
+    close_gradients(policy, (a * logp + b * pack.entropy).sum(), (a * own + b * entropies).sum())
 
 
 def test_the_bonus_and_gmpo_are_their_formulas(in_float64, tokenizer):
     """GMPO's as a product, sequence by sequence; the bonus as a sum over the tokens."""
     rollouts = fixed_rollouts(tokenizer, groups=1)
-    batch, cfg = nr.collate(rollouts), make_config(correction="none")
-    old = torch.randn(len(batch.targets)) - 3  # (R,)
+    pack, cfg = nr.collate(rollouts), make_config(correction="none")
+    old = torch.randn(len(pack.targets)) - 3  # (R,)
     logp = (old + torch.randn_like(old)).requires_grad_()  # (R,)
-    batch.entropy = torch.rand_like(old)  # (R,)
-    loss, terms = entropy.gmpo_loss(logp, old, None, batch, cfg)
-    wanted, clipped, parts = 0.0, [], batch.lengths.tolist()
+    pack.entropy = torch.rand_like(old)  # (R,)
+    loss, terms = entropy.gmpo_loss(logp, old, None, pack, cfg)
+    wanted, clipped, parts = 0.0, [], pack.lengths.tolist()
     for r, ours, before in zip(rollouts, logp.split(parts), old.split(parts)):
         a = r.advantages[0]  # that of each token
         ratio = (ours - before).exp()  # (L,)
@@ -233,9 +233,9 @@ def test_the_bonus_and_gmpo_are_their_formulas(in_float64, tokenizer):
     close(loss, wanted)
     assert terms["clip_ratio"].tolist() == clipped and any(clipped) and not all(clipped)
     close(*(torch.autograd.grad(x, logp)[0] for x in (loss, wanted)))
-    plain, _ = nr.policy_loss(logp, old, None, batch, cfg)
-    loss, _ = entropy.with_bonus(0.5)(logp, old, None, batch, cfg)
-    close(plain - loss, 0.5 * (batch.weight * batch.entropy).sum())
+    plain, _ = nr.policy_loss(logp, old, None, pack, cfg)
+    loss, _ = entropy.with_bonus(0.5)(logp, old, None, pack, cfg)
+    close(plain - loss, 0.5 * (pack.weight * pack.entropy).sum())
 
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.5), (0.97, 0.0), (0.97, 1.0)])
@@ -266,22 +266,22 @@ def test_ppos_advantages_are_normalised_gae_and_its_targets_are_gae_plus_the_val
     critic = Critic(make_config(), minibatches=3, lam=0.7)
     torch.nn.init.normal_(critic.head.weight)  # values that are not 0
     rollouts = fixed_rollouts(tokenizer)
-    batches = critic.assign_advantages(rollouts)
+    packs = critic.assign_advantages(rollouts)
     critic.decoder.set_attn_implementation("eager")
     wanted = {}  # id(rollout) -> GAE
-    for i, batch in enumerate(batches):
+    for i, pack in enumerate(packs):
         values = [values_of(critic, r) for r in rollouts[i::3]]
         for r, v in zip(rollouts[i::3], values):
             rewards = [0.0] * (len(v) - 1) + [r.reward]
             wanted[id(r)] = torch.tensor(gae(rewards, v.tolist(), 1.0, 0.7))
-        close(batch.values, torch.cat(values))
-        close(batch.returns, torch.cat([wanted[id(r)] for r in rollouts[i::3]]) + batch.values)
+        close(pack.values, torch.cat(values))
+        close(pack.returns, torch.cat([wanted[id(r)] for r in rollouts[i::3]]) + pack.values)
     wanted = torch.cat([wanted[id(r)] for r in rollouts])  # (tokens,)
     normalised = (wanted - wanted.mean()) / (wanted.std(correction=0) + 1e-4)
     close(nr.collate(rollouts).advantage, normalised)  # each token has its own in the loss
     for critic.cfg.max_grad_norm in (1.0, 0.0):  # 0 = no clipping
         before = critic.head.weight.clone()
-        critic.update(batches)
+        critic.update(packs)
         assert (critic.head.weight - before).abs().max() > 1e-4
 
 

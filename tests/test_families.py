@@ -21,7 +21,7 @@ import runtime.guard
 import runtime.model
 from conftest import EXACT, close, fixed_rollouts, float64, make_config, naive_logps, within
 from runtime import ranks, trainer
-from runtime.batch import pack
+from runtime.batch import fill_packs
 from runtime.memory import ModelShape
 from runtime.messages import RunError
 
@@ -107,17 +107,17 @@ def test_packed_log_probs_and_gradients_equal_the_library_one_sequence_at_a_time
         rollouts = fixed_rollouts(tokenizer, groups=3)
         wanted = {id(r): naive_logps(naive, r, 0.7) for r in rollouts}
         sum(wanted[id(r)][0] @ torch.tensor(r.advantages) for r in rollouts).backward()
-        (members,) = pack(rollouts, 10**6)
-        batch = nr.collate(members)
-        assert batch.input_ids.numel() < sum(map(len, rollouts))  # prompts are shared
+        (members,) = fill_packs(rollouts, 10**6)
+        pack = nr.collate(members)
+        assert pack.input_ids.numel() < sum(map(len, rollouts))  # prompts are shared
         for checkpointing in (False, True):
             if checkpointing:
                 packed.gradient_checkpointing_enable({"use_reentrant": False})
             packed.zero_grad()
-            found = nr.TokenLogps(packed, 0.7, chunk=100)(batch)
+            found = nr.TokenLogps(packed, 0.7, chunk=100)(pack)
             for ours, theirs in zip(found, zip(*(wanted[id(r)] for r in members))):
                 close(ours, torch.cat(theirs))  # log-probs, then entropies
-            (found[0] * batch.advantage).sum().backward()
+            (found[0] * pack.advantage).sum().backward()
             for (name, p), q in zip(packed.named_parameters(), naive.parameters(), strict=True):
                 if q.grad is None:  # an expert without tokens
                     assert p.grad is None or not p.grad.any(), name
@@ -143,8 +143,8 @@ def largest_differences(configs):
         rollouts = nr.rollout(llm, [[5, 6, 7] * 9, [70, 71]], 2, 1.0, 24, seeds=[1, 2])
         found.append(0.0)
         for members in nr.pack_evenly(rollouts, 512, cfg.layout):
-            batch = nr.collate(members, layout=cfg.layout)
-            gap = (policy(batch)[0] - batch.vllm_logps).abs().max().item()
+            pack = nr.collate(members, layout=cfg.layout)
+            gap = (policy(pack)[0] - pack.vllm_logps).abs().max().item()
             found[-1] = max(found[-1], gap)
     return found
 
@@ -176,12 +176,12 @@ def test_in_rows_log_probs_and_gradients_equal_the_library_one_sequence_at_a_tim
         sum(wanted[id(r)][0] @ torch.tensor(r.advantages) for r in rollouts).backward()
         policy = nr.TokenLogps(in_rows, 0.7, chunk=100)
         for members in nr.pack_evenly(rollouts, 200, "rows"):
-            batch = nr.collate(members, layout="rows")
-            assert batch.input_ids.numel() <= 200 and batch.input_ids.shape[0] == len(members)
-            logp, entropy = policy(batch)
+            pack = nr.collate(members, layout="rows")
+            assert pack.input_ids.numel() <= 200 and pack.input_ids.shape[0] == len(members)
+            logp, entropy = policy(pack)
             close(logp, torch.cat([wanted[id(r)][0] for r in members]))
             close(entropy, torch.cat([wanted[id(r)][1] for r in members]))
-            (logp * batch.advantage).sum().backward()
+            (logp * pack.advantage).sum().backward()
         for (name, p), q in zip(in_rows.named_parameters(), naive.parameters(), strict=True):
             if q.grad is not None:
                 within((p.grad - q.grad).abs().max(), EXACT * max(1, q.grad.abs().max()))

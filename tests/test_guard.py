@@ -14,7 +14,7 @@ from runtime.trainer import named_weights
 
 def test_token_mask_is_0_where_the_importance_ratio_overflows():
     cfg = make_config(correction="token_mask")
-    weights = nr.importance(torch.tensor([100.0, math.inf, 0.0, -math.inf]), None, cfg)
+    weights = nr.importance_weight(torch.tensor([100.0, math.inf, 0.0, -math.inf]), None, cfg)
     assert weights.tolist() == [0.0, 0.0, 1.0, 0.0]
 
 
@@ -22,11 +22,11 @@ def test_token_mask_is_0_where_the_importance_ratio_overflows():
 def test_a_step_with_a_gradient_that_is_not_finite_is_reported_and_moves_no_weight(
         group, tokenizer, zero_stage):
     cfg = make_config(kl_coef=0.0, mismatch_bound=1e9, lr=1e-3, zero_stage=zero_stage)
-    policy, batch = nr.make_policy(cfg), nr.collate(fixed_rollouts(tokenizer))
+    policy, pack = nr.make_policy(cfg), nr.collate(fixed_rollouts(tokenizer))
     before = {name: w.clone() for name, w in named_weights(policy)}
     handle = policy.module.model.model.norm.weight.register_hook(lambda grad: grad * math.inf)
     for skipped in (1, 0):
-        assert nr.update(policy, [batch], cfg)["skipped"] == skipped
+        assert nr.update(policy, [pack], cfg)["skipped"] == skipped
         same = all(torch.equal(w, before[name]) for name, w in named_weights(policy))
         assert same == bool(skipped)
         handle.remove()

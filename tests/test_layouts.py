@@ -1,4 +1,4 @@
-"""Two layouts of a batch, packs and rows: one gradient."""
+"""Two layouts, packs and rows: one gradient."""
 import dataclasses
 import math
 import random
@@ -9,7 +9,7 @@ import torch
 import nano_rlvr as nr
 import runtime.model
 from conftest import close, fixed_rollouts, float64, make_config
-from runtime import batch as batches
+from runtime.batch import fill_rows
 
 LENGTHS = {  # of completions, a draw from a random generator
     "equal": lambda rng: 300,
@@ -27,7 +27,7 @@ def test_rows_of_similar_length_have_little_padding_and_keep_the_budget(kind):
         n = LENGTHS[kind](rng)
         prompt = [i // 8] * (50 + i // 8)
         rollouts.append(nr.Rollout(prompt, [0] * n, str(i), False, [0.0] * n))
-    lists = batches.rows(rollouts, 32768)
+    lists = fill_rows(rollouts, 32768)
     assert sorted(r.text for rows in lists for r in rows) == sorted(r.text for r in rollouts)
     padded = 0
     for rows in lists:
@@ -60,11 +60,11 @@ def test_rows_have_the_loss_and_the_gradient_of_packs(group, tokenizer, algo):
             nr.assign_advantages(groups, cfg, math.nan)
             policy.zero_grad()
             total = 0.0
-            for batch in nr.make_batches(groups, cfg):
-                logp, _ = policy(batch)
-                old = batch.vllm_logps
-                ref = batch.vllm_logps - 0.1 if cfg.kl_coef else None
-                loss, _ = nr.policy_loss(logp, old, ref, batch, cfg)
+            for pack in nr.make_packs(groups, cfg):
+                logp, _ = policy(pack)
+                old = pack.vllm_logps
+                ref = pack.vllm_logps - 0.1 if cfg.kl_coef else None
+                loss, _ = nr.policy_loss(logp, old, ref, pack, cfg)
                 loss.backward()
                 total += loss.item()
             losses.append(total)

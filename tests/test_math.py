@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import nano_rlvr as nr
 from conftest import EPS, close, make_config, within
-from runtime.batch import pack
+from runtime.batch import fill_packs
 from runtime.guard import largest_pack
 from runtime.stats import pass_at_k
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
 def test_packs_hold_every_rollout_once_within_the_budget(lengths, budget):
     rollouts = [nr.Rollout([i // 4], [1] * n, "", False, [0.0] * n) for i, n in enumerate(lengths)]
-    packs = pack(rollouts, budget)
+    packs = fill_packs(rollouts, budget)
     case = (f"tokens {[len(r) for r in rollouts]}, budget {budget}: your packs "
             f"{[[len(r) for r in p] for p in packs]}, wanted: each once, first fit")
     assert sorted(id(r) for p in packs for r in p) == sorted(map(id, rollouts)), case
@@ -35,7 +35,7 @@ def test_a_pack_takes_a_whole_group_before_it_begins_the_next():
     sizes = [(0, 9), (1, 20), (0, 8), (1, 30), (2, 7), (2, 6)]
     rollouts = [nr.Rollout([g], [1] * (n - 1), "", False, [0.0] * (n - 1))
                 for g, n in sorted(sizes)]
-    packs = [[(r.prompt[0], len(r)) for r in p] for p in pack(rollouts, 50)]
+    packs = [[(r.prompt[0], len(r)) for r in p] for p in fill_packs(rollouts, 50)]
     wanted = [[(1, 30), (1, 20)], [(0, 9), (0, 8), (2, 7), (2, 6)]]
     assert packs == wanted, f"(group, tokens) {sizes}: yours {packs}, wanted {wanted}"
 

@@ -49,9 +49,9 @@ def simulated_peak(size, checkpointing):
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
     n = TOKENS // 4 - 64
-    batch = nr.collate([nr.Rollout([i] * 64, [0] * n, "", True, [0.0] * n) for i in range(4)])
+    pack = nr.collate([nr.Rollout([i] * 64, [0] * n, "", True, [0.0] * n) for i in range(4)])
     lengths = SimpleNamespace(tolist=lambda: [TOKENS // 4] * 4)  # fake tensors have no values
-    batch.cu_seqlens_q = batch.cu_seqlens_k = SimpleNamespace(diff=lambda: lengths)
+    pack.cu_seqlens_q = pack.cu_seqlens_k = SimpleNamespace(diff=lambda: lengths)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = make(size, torch.bfloat16).train()
         if checkpointing == "on":
@@ -61,7 +61,7 @@ def simulated_peak(size, checkpointing):
         tracker = MemTracker()
         tracker.track_external(model)
         with tracker:
-            logp, _ = nr.TokenLogps(model)(batch)
+            logp, _ = nr.TokenLogps(model)(pack)
             logp.sum().backward()
         (peak,) = tracker.get_tracker_snapshot("peak").values()
         return peak["Total"] - sum(p.numel() for p in model.parameters()) * 2
@@ -83,7 +83,7 @@ def test_planned_activations_are_at_least_those_of_the_code_and_at_most_three_te
 
 
 def test_planned_activations_of_compiled_layers_are_those_that_autograd_keeps():
-    batch, kept = nr.collate([nr.Rollout([1] * 4, [0] * 60, "", True, [0.0] * 60)]), []
+    pack, kept = nr.collate([nr.Rollout([1] * 4, [0] * 60, "", True, [0.0] * 60)]), []
     for layers in (1, 2):
         size = SIZES["Qwen3"] | {"num_hidden_layers": layers, "vocab_size": 256}
         model, found = make(size, torch.bfloat16).train(), {}
@@ -95,7 +95,7 @@ def test_planned_activations_of_compiled_layers_are_those_that_autograd_keeps():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            logp, _ = nr.TokenLogps(model)(batch)
+            logp, _ = nr.TokenLogps(model)(pack)
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         kept.append(sum(size for storage, size in found.items() if storage not in weights))
     parts = planned("Qwen3", gpu=False, max_prompt=4, max_tokens=60, compile="on")

@@ -334,9 +334,9 @@ def test_numbers_per_token_are_those_of_the_trainer_before_and_after_the_update(
         return [policy(nr.collate([r]))[0].tolist() for r in rollouts[:8]]  # one by one
 
     old = logps()
-    batches = [nr.collate(rollouts)]
-    nr.update(policy, batches, cfg)
-    written.token_changes(0, groups, batches, policy, metrics := {})
+    packs = [nr.collate(rollouts)]
+    nr.update(policy, packs, cfg)
+    written.token_changes(0, groups, packs, policy, metrics := {})
     new = logps()
     written.write(0, metrics, groups)
     rows = records.read(written.folder, "rollouts.jsonl")

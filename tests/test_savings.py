@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import nano_rlvr as nr
 from conftest import close, fixed_rollouts, float64, make_config
 from runtime import stats
-from runtime.batch import pack
+from runtime.batch import fill_packs
 
 PROMPTS = [[1], [1, 2], [2, 1], [1, 2, 3, 4, 5], [7] * 9]  # one is the beginning of another
 
@@ -27,30 +27,30 @@ def test_collate_stores_each_prompt_once_and_says_where_each_sequence_is(sequenc
                            loss_mask=[True, *(rng.random() < 0.7 for _ in range(n - 1))],
                            advantages=[rng.gauss(0, 1) for _ in range(n)])
                 for prompt, n in sequences]
-    batch = nr.collate(rollouts)
-    row, positions = batch.input_ids[0], batch.position_ids[0]  # (T,), (T,)
+    pack = nr.collate(rollouts)
+    row, positions = pack.input_ids[0], pack.position_ids[0]  # (T,), (T,)
     prompts = {tuple(r.prompt) for r in rollouts}
     tokens = sum(map(len, [*prompts, *(r.completion for r in rollouts)]))
     for name, yours, expected in (
-            ("tokens", len(row), tokens), ("max_seqlen", batch.max_seqlen, max(map(len, rollouts))),
-            ("cu_seqlens_q", batch.cu_seqlens_q[[0, -1]].tolist(), [0, tokens]),
-            ("cu_seqlens_k", batch.cu_seqlens_k[[0, -1]].tolist(), [0, len(batch.kv_index)]),
-            ("lengths", batch.lengths.tolist(), [sum(r.loss_mask) for r in rollouts])):
+            ("tokens", len(row), tokens), ("max_seqlen", pack.max_seqlen, max(map(len, rollouts))),
+            ("cu_seqlens_q", pack.cu_seqlens_q[[0, -1]].tolist(), [0, tokens]),
+            ("cu_seqlens_k", pack.cu_seqlens_k[[0, -1]].tolist(), [0, len(pack.kv_index)]),
+            ("lengths", pack.lengths.tolist(), [sum(r.loss_mask) for r in rollouts])):
         assert yours == expected, f"{name} of {sequences}: yours {yours}, wanted {expected}"
     wanted = []  # of each sampled token
     for i, r in enumerate(rollouts):
-        start, end = batch.cu_seqlens_k[i:i + 2]
-        keys = batch.kv_index[start:end]  # positions of the sequence in the row
-        assert row[keys].tolist() == r.prompt + r.completion and batch.old is batch.ref is None
+        start, end = pack.cu_seqlens_k[i:i + 2]
+        keys = pack.kv_index[start:end]  # positions of the sequence in the row
+        assert row[keys].tolist() == r.prompt + r.completion and pack.old is pack.ref is None
         assert positions[keys].tolist() == [*range(len(r))]
-        queries = torch.arange(*batch.cu_seqlens_q[i:i + 2])
+        queries = torch.arange(*pack.cu_seqlens_q[i:i + 2])
         assert len(queries) >= len(r.completion) and torch.equal(keys[-len(queries):], queries)
         wanted += [(i, keys[len(r.prompt) + j - 1].item(), r.completion[j],
                     *map(np.float32, (r.vllm_logps[j], r.advantages[j], r.weight)))
                    for j, kept in enumerate(r.loss_mask) if kept]
     assert wanted == [*zip(*(x.tolist() for x in (
-        batch.sequence_ids, batch.predictors, batch.targets, batch.vllm_logps, batch.advantage,
-        batch.weight)), strict=True)]
+        pack.sequence_ids, pack.predictors, pack.targets, pack.vllm_logps, pack.advantage,
+        pack.weight)), strict=True)]
 
 
 def test_after_a_sync_no_prompt_is_taken_from_the_cache(llm):
@@ -74,18 +74,18 @@ def test_no_value_is_read_between_the_first_forward_and_the_last_backward(
     """On the device "meta" tensors have no values: .item(), .tolist(), .cpu(), bool() and shapes
     that depend on values raise an error. The engine stands in for DeepSpeed."""
     monkeypatch.setattr(stats, "token_means", mock.Mock(side_effect=KeyboardInterrupt))
-    packs, batches = pack(fixed_rollouts(tokenizer), 200), []
-    for rollouts in packs:
-        batch, on_cpu = nr.collate(rollouts, "meta"), nr.collate(rollouts)
-        batch.old = batch.ref = batch.vllm_logps
+    lists, packs = fill_packs(fixed_rollouts(tokenizer), 200), []
+    for rollouts in lists:
+        pack, on_cpu = nr.collate(rollouts, "meta"), nr.collate(rollouts)
+        pack.old = pack.ref = pack.vllm_logps
         # read only where attention runs on a CPU
-        batch.cu_seqlens_q, batch.cu_seqlens_k = on_cpu.cu_seqlens_q, on_cpu.cu_seqlens_k
-        batches.append(batch)
+        pack.cu_seqlens_q, pack.cu_seqlens_k = on_cpu.cu_seqlens_q, on_cpu.cu_seqlens_k
+        packs.append(pack)
     engine = mock.Mock(side_effect=nr.TokenLogps(model.to("meta")))
     engine.backward.side_effect = torch.Tensor.backward
     with pytest.raises(KeyboardInterrupt):  # all packs have run, their metrics would be read
-        nr.update(engine, batches, make_config(**changes))
-    assert engine.backward.call_count == len(packs) > 1
+        nr.update(engine, packs, make_config(**changes))
+    assert engine.backward.call_count == len(lists) > 1
     assert all(x.is_meta for sums in stats.token_means.call_args[0][0] for x in sums.values())
 
 
@@ -103,13 +103,13 @@ def test_without_a_kl_a_sequence_with_advantage_0_needs_no_pass(group, tokenizer
             rollouts = fixed_rollouts(tokenizer)
             for r in rollouts[:zero]:
                 r.advantages = [0.0] * len(r.completion)
-            batches = nr.make_batches([rollouts], cfg, skip)
+            packs = nr.make_packs([rollouts], cfg, skip)
             module.zero_grad()
-            for batch in batches:
-                old = batch.vllm_logps + 0.01 if cfg.surrogate == "kimi" else None
-                ref = batch.vllm_logps if cfg.kl_coef else None
-                nr.policy_loss(module(batch)[0], old, ref, batch, cfg)[0].backward()
-            sequences = sum(len(batch.lengths) for batch in batches)
+            for pack in packs:
+                old = pack.vllm_logps + 0.01 if cfg.surrogate == "kimi" else None
+                ref = pack.vllm_logps if cfg.kl_coef else None
+                nr.policy_loss(module(pack)[0], old, ref, pack, cfg)[0].backward()
+            sequences = sum(len(pack.lengths) for pack in packs)
             assert sequences == sum(r.weight > 0 for r in rollouts)
             return sequences, torch.cat([p.grad.flatten() for p in module.parameters()])
 

@@ -87,9 +87,9 @@ def test_metrics_are_means_over_the_tokens_of_all_optimizer_steps(group):
             tokens.append(torch.randn(4, R) + step % 2)
             ratio, kl, entropy, mismatch = tokens[-1]  # (R,) each
             terms = {"ratio": ratio, "kl": kl, "mismatch": mismatch,
-                     "correction": nr.importance(mismatch, None, cfg)}
-            batch = SimpleNamespace(entropy=entropy, weight=torch.ones(R))
-            sums.append(stats.pack_sums(torch.tensor(1.0), terms, batch, cfg))
+                     "correction": nr.importance_weight(mismatch, None, cfg)}
+            pack = SimpleNamespace(entropy=entropy, weight=torch.ones(R))
+            sums.append(stats.pack_sums(torch.tensor(1.0), terms, pack, cfg))
         once = {"grad_norm": 2.0**step, "skipped": float(step == 2)}  # per step
         history.append(stats.token_means(sums) | once)
     ratio, kl, entropy, mismatch = torch.cat(tokens, 1)  # (tokens,) each
@@ -111,9 +111,9 @@ def test_the_gradient_is_finite_at_any_log_ratio_and_clipped_counts_the_tokens_w
         surrogate):
     points = [(x, a) for x in (-1e4, -30, -0.7, 0, 0.7, 30, 1e4) for a in (1.0, -1.0)]
     logp, advantage = torch.tensor(points, requires_grad=True).T  # (R,), (R,)
-    batch = SimpleNamespace(weight=torch.ones(len(points)), advantage=advantage, vllm_logps=0.0)
+    pack = SimpleNamespace(weight=torch.ones(len(points)), advantage=advantage, vllm_logps=0.0)
     cfg = dataclasses.replace(make_config(), surrogate=surrogate, correction="none")
-    loss, terms = nr.policy_loss(logp, torch.zeros(len(points)), None, batch, cfg)
+    loss, terms = nr.policy_loss(logp, torch.zeros(len(points)), None, pack, cfg)
     [gradient] = torch.autograd.grad(loss, logp)
     assert loss.isfinite() and gradient.isfinite().all()
     if surrogate == "ppo":  # the others bound it otherwise; beyond e^20 the ratio is constant

@@ -182,15 +182,15 @@ def test_a_function_with_other_arguments_is_refused_before_a_model_is_loaded(tmp
 
 
 def test_the_example_model_learns_its_calls_but_not_the_output(tmp_path, monkeypatch):
-    batches, collate = [], nr.collate
+    packs, collate = [], nr.collate
     monkeypatch.setattr(
-        nr, "collate", lambda rs, *device: batches.append(rs) or collate(rs, *device))
+        nr, "collate", lambda rs, *device: packs.append(rs) or collate(rs, *device))
     monkeypatch.setattr(sys, "argv", ["tool_model.py", "--out", str(tmp_path), "--steps", "1"])
     tool_model.main()
     tokenizer = tool_model.make_tokenizer()
     tokenizer.add_tokens(tool_model.TAGS)
-    called = [r for r in batches[0] if not all(r.loss_mask)]
-    assert 0 < len(called) < len(batches[0])
+    called = [r for r in packs[0] if not all(r.loss_mask)]
+    assert 0 < len(called) < len(packs[0])
     for r in called:
         question = tokenizer.decode(r.prompt[1:-1])
         assert [tokenizer.decode(ids) for _, ids in segments(r)] == [
@@ -209,9 +209,9 @@ def test_the_gradient_is_that_of_the_sampled_tokens_one_sequence_at_a_time(in_fl
         r.extra = {"mine": r.completion}
     cfg = make_config(correction="none", kl_coef=0.0)
     ours, naive = nr.TokenLogps(load_model(cfg)), load_model(cfg)
-    batch = nr.collate(nr.assign_token_weights(rollouts, cfg))
-    assert batch.extra["mine"].tolist() == batch.targets.tolist()
-    nr.policy_loss(ours(batch)[0], None, None, batch, cfg)[0].backward()
+    pack = nr.collate(nr.assign_token_weights(rollouts, cfg))
+    assert pack.extra["mine"].tolist() == pack.targets.tolist()
+    nr.policy_loss(ours(pack)[0], None, None, pack, cfg)[0].backward()
     naive.set_attn_implementation("eager")
     for r in rollouts:
         logp, _ = naive_logps(naive, r)  # (R,)

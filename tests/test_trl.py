@@ -10,7 +10,7 @@ import torch
 import nano_rlvr as nr
 import trl_runs
 from conftest import ROOT, close, exactly, make_config, within
-from runtime.batch import pack
+from runtime.batch import fill_packs
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
 MAX_TOKENS, STEPS = 40, 4  # optimizer steps of a run
@@ -82,7 +82,7 @@ def run_ours(steps, off_policy, cfg):
     falls with every optimizer step; train() changes it once per rollout batch."""
     engine, reference, metrics = nr.make_policy(cfg), nr.make_reference(cfg), []
     for i, rollouts in enumerate(steps):
-        packs = pack(nr.assign_token_weights(rollouts, cfg), cfg.pack_tokens)
+        packs = fill_packs(nr.assign_token_weights(rollouts, cfg), cfg.pack_tokens)
         batches = list(map(nr.collate, packs))
         nr.store_fixed_logps(engine, reference, batches, cfg)
         for batch in batches:

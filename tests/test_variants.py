@@ -164,12 +164,12 @@ def loop(tmp_path, verify=by_index, **changes):
 
 @pytest.fixture
 def updates(monkeypatch):
-    """(batches, metrics, learning rate) of each call of update()."""
+    """(packs, metrics, learning rate) of each call of update()."""
     calls, update = [], nr.update
 
-    def recorded(engine, batches, *args):
+    def recorded(engine, packs, *args):
         lr = engine.optimizer.param_groups[0]["lr"]
-        calls.append((batches, update(engine, batches, *args), lr))
+        calls.append((packs, update(engine, packs, *args), lr))
         return calls[-1][1]
 
     monkeypatch.setattr(nr, "update", recorded)
@@ -185,7 +185,7 @@ def test_three_skipped_steps_in_a_row_end_the_run_and_their_batches_are_kept(
     assert capsys.readouterr().out.count("has a gradient that is not finite") == 5
     for step in (0, 1, 3, 4, 5):
         rows = read_rows(tmp_path / f"quarantine/step-{step}-rank-0.jsonl")
-        trained = torch.cat([batch.targets for batch in updates[step][0]])
+        trained = torch.cat([pack.targets for pack in updates[step][0]])
         assert sorted(sum((row["completion"] for row in rows), [])) == sorted(trained.tolist())
 
 
@@ -201,13 +201,13 @@ def test_a_run_has_the_steps_learning_rates_evaluations_and_checkpoints_of_its_f
     The learning rate falls to --lr_end of --lr after the last step."""
     rows, saved = loop(tmp_path, steps=5, epochs=2, minibatches=2, pack_tokens=40, warmup=2,
                        lr_end=0.5, eval_every=2, save_every=3, kl_coef=0.1)
-    batches, metrics, rates = zip(*updates)
-    tokens = [[batch.input_ids.tolist() for batch in packs] for packs in batches[:4]]
+    steps, metrics, rates = zip(*updates)
+    tokens = [[pack.input_ids.tolist() for pack in packs] for packs in steps[:4]]
     assert tokens[:2] == tokens[2:] and tokens[0] != tokens[1]
-    for packs in batches:
-        assert sum(len(batch.lengths) for batch in packs) == 8
-        assert max(len(batch.kv_index) for batch in packs) <= 40  # tokens
-        close(sum(batch.weight.sum() for batch in packs), 1.0)
+    for packs in steps:
+        assert sum(len(pack.lengths) for pack in packs) == 8
+        assert max(len(pack.kv_index) for pack in packs) <= 40  # tokens
+        close(sum(pack.weight.sum() for pack in packs), 1.0)
     close(metrics[0]["ratio"], 1)
     assert all(abs(m["ratio"] - 1) > 1e-3 for m in metrics[1:4])
     wanted = [5e-4, 9e-4, 8e-4, 7e-4, 6e-4]
@@ -218,5 +218,5 @@ def test_a_run_has_the_steps_learning_rates_evaluations_and_checkpoints_of_its_f
     assert saved == [(0, False), (3, False), (5, True)]
     assert all(row["kl"] for row in rows[:5])
     # the KL is in the loss alone: the advantages are those of the rewards 0, 1, 2 and 3
-    found = {a for packs in batches for batch in packs for a in batch.advantage.tolist()}
+    found = {a for packs in steps for pack in packs for a in pack.advantage.tolist()}
     close(sorted(found), [(i - 1.5) / (1.25**0.5 + 1e-4) for i in range(4)])

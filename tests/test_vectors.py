@@ -14,7 +14,7 @@ import torch
 import nano_rlvr as nr
 from conftest import EXACT, ROOT, make_config, within
 from examples import kl, process_rewards
-from runtime.batch import pack
+from runtime.batch import fill_packs
 from vectors import adapters, check, make
 
 pytestmark = [pytest.mark.numeric, pytest.mark.usefixtures("in_float64")]
@@ -61,8 +61,8 @@ def test_every_preset_and_every_value_of_every_option_has_cases():
 class Table(torch.nn.Module):
     """Stands in for TokenLogps: the log-prob of a token is looked up by its id."""
 
-    def forward(self, batch):
-        return self.logps[batch.targets], None
+    def forward(self, pack):
+        return self.logps[pack.targets], None
 
 
 def rollouts_of(case):
@@ -101,12 +101,12 @@ def solve(case, budget, policy_loss=nr.policy_loss):
     else:
         running_mean = nr.assign_advantages(groups, cfg, before)
     loss = torch.zeros(())
-    for members in pack(nr.assign_token_weights(rollouts, cfg), budget):
-        batch = nr.collate(members)
-        old = tables["old"][batch.targets] if case["groups"][0][0]["old"] else None  # (R,)
+    for members in fill_packs(nr.assign_token_weights(rollouts, cfg), budget):
+        pack = nr.collate(members)
+        old = tables["old"][pack.targets] if case["groups"][0][0]["old"] else None  # (R,)
         has_kl = cfg.kl_coef and not in_reward
-        ref = tables["ref"][batch.targets] if has_kl else None  # (R,)
-        loss = loss + policy_loss(logp[batch.targets], old, ref, batch, cfg)[0]
+        ref = tables["ref"][pack.targets] if has_kl else None  # (R,)
+        loss = loss + policy_loss(logp[pack.targets], old, ref, pack, cfg)[0]
     (loss + 0 * logp.sum()).backward()
 
     def per_token(values):  # 0 where the policy did not sample
