@@ -12,11 +12,11 @@ One step of the loop, in the order of this file; `train`, near the end, has it i
     1. rollout     vLLM samples G completions for each of P prompts, with log-probs (log pi_vllm)
     2. reward      verifiers (rewards.py) turn texts into numbers; None is "no reward", not 0
     3. advantage   A = (r - mean of its group) / (std of its group + 1e-4): no critic is needed
-    4. pack        a weight per token; a pack stores a prompt once for its completions
+    4. pack        a loss weight per token; a pack stores a prompt once for its completions
     5. log-probs   log pi of each token, by the trainer; pi_old is pi before the first update
-    6. loss        clipped policy gradient * min(pi_old / pi_vllm, 2) + kl_coef * KL to first model
-                   Default: one update per step. Then pi_old = pi, and the ratio is 1: its gradient
-                   is that of log pi, and no clip acts
+    6. loss        -surrogate(pi / pi_old, A) * min(pi_old / pi_vllm, 2) + kl_coef * KL to the
+                   starting model. By default a step has one update. Then pi_old is pi: the ratio
+                   is 1, no clip acts, and the surrogate has the gradient of A * log pi
     7. update      DeepSpeed ZeRO: one backward pass per pack, then one AdamW step
     8. sync        the new weights go into vLLM in place; checksums of all weights that can be
                    read there must agree
@@ -28,10 +28,11 @@ packing and any number of processes, up to rounding. A rank is one of these proc
 them make a "collective" call together. With one process, skip what is said of ranks.
 
 Shapes: P prompts, G completions of each (a group); all P * G completions of a step are a batch. A
-minibatch: the groups of one optimizer step, from stage 4 on as packs. A pack: a row of T tokens
-with B completions and R sampled tokens, or, for models that cannot take packs, B rows padded to L
-tokens: --layout. In a pack, attention is computed for each sequence by itself. H hidden size, V
-vocabulary.
+minibatch: the groups of one optimizer step, from stage 4 on as packs. A pack: the tensors of one
+forward pass, with B completions and R sampled tokens. In the layout "packed" they are one row of T
+tokens; in "rows", for models that cannot take it, B rows padded to L tokens. The sequences of a
+pack do not attend to each other. H hidden size, V vocabulary. mismatch: log pi_old - log pi_vllm of
+a token. A completion that is rewarded, scored or judged has gone through stage 2.
 Papers: GRPO arXiv:2402.03300, R1 2501.12948, Dr. GRPO 2503.20783, DAPO 2503.14476.
 """
 import functools
@@ -64,8 +65,7 @@ from runtime.verify.verifier import columns_of
 class Config(flags.RunFlags):
     """The flags that a student turns; runtime/flags.py has those of model, data, memory and files.
     Defaults are for 1.5B parameters on one GPU; nano_rlvr.json of models/tiny has other ones.
-    On a first reading, look at the values only, and go on to stage 1. A branch whose flag is off
-    here (False, 0, none) can be skipped."""
+    On a first reading, a branch whose flag is off here (False, 0, none) can be skipped."""
 
     # rollout
     rollout: str = ""  # my_file.py:my_rollout, used instead of this script's rollout()
@@ -84,23 +84,23 @@ class Config(flags.RunFlags):
     surrogate: Literal["ppo", "cispo", "sapo", "kimi"] = "ppo"  # how pi/pi_old is bounded
     aggregate: Literal["sequence", "token", "constant"] = "sequence"  # how tokens are averaged
     clip_low: float = 0.2  # pi/pi_old is clipped to 1 - clip_low at least (1: no lower bound) ...
-    clip_high: float = 0.2  # ... and to 1 + clip_high at most; acts from the second update on
-    delta: float = 0.0  # largest ratio for negative advantages (two-sided clip); 0 = off
+    clip_high: float = 0.2  # ... and to 1 + clip_high at most
+    delta: float = 0.0  # if the advantage is negative, the ratio is at most delta; 0 = off
     tau: float = 1.0  # sapo: temperature for positive advantages; kimi: weight of the penalty
     tau_neg: float = 1.05  # sapo: temperature for negative advantages
     kl_coef: float = 0.001  # weight of the KL to the starting model (R1: 0.001); 0 = no reference
-    # a weight per token, because vLLM's log-probs differ from the trainer's
+    # multiplies a token's surrogate by pi_old / pi_vllm, because vLLM and the trainer differ a bit
     correction: Literal["none", "token_truncate", "token_mask", "sequence_mask"] = "token_truncate"
     correction_cap: float = 2.0  # largest importance weight pi_old / pi_vllm
     filter_groups: bool = False  # no update from groups in which all rewards are the same
     resample: int = 0  # draw further prompts, up to this many times, until P groups are left
     mask_truncated: bool = False  # truncated completions count in the group but get no gradient
     overlong_buffer: float = 0.0  # penalty 0 to -1 over this last share of max_tokens; 0 = none
-    epochs: int = 1  # passes over the rollouts; 1 epoch of 1 minibatch: the ratio is 1, no clip
+    epochs: int = 1  # passes over the rollouts
     minibatches: int = 1  # optimizer steps per pass
     # optimizer
     lr: float = 1e-6  # AdamW's learning rate
-    lr_end: float = 1.0  # linear decay to this share of lr, reached after the last step
+    lr_end: float = 1.0  # linear decay to this share of lr after the last step; 1 = constant
     warmup: int = 0  # steps of linear warm-up
     beta2: float = 0.999  # AdamW's second beta (the first is 0.9)
     weight_decay: float = 0.0  # AdamW's weight decay
@@ -189,8 +189,9 @@ def score(rollouts, examples, verifier, step=0):
 def sample_groups(run, step, draw=0):
     """Stages 1 and 2: samples and scores this process's part of P prompts -> its groups.
 
-    The data are numbered batches of P prompts. A step owns 1 + resample numbers, used or not. So
-    the data of a step depend on its number only, also after --resume.
+    The data are divided into numbered draws of P prompts. A step owns the draws from
+    step * (1 + resample) on, 1 + resample of them, used or not. So the data of a step depend on its
+    number only, also after --resume.
     """
     cfg = run.cfg
     number = step * (1 + cfg.resample) + draw
@@ -219,7 +220,7 @@ def collect_rollouts(run, step):
         placed, sampled = sample_until_enough(run, step)
     else:
         sampled = sample_groups(run, step)
-        placed = dict(enumerate(sampled))  # {position: group}; gaps with filter_groups and ranks
+        placed = dict(enumerate(sampled))  # {position: group}
     rewards_of_all = [r.reward for r in flatten(sampled)]
     stop.check_scored("reward", rewards_of_all, run.metrics, run.verifier)
     return deal(placed, cfg.minibatches), sampled
@@ -229,7 +230,7 @@ def sample_until_enough(run, step):
     """DAPO's dynamic sampling: leaves out groups whose rewards are all the same.
 
     Draws new prompts, up to `resample` times, until P groups are left. Keeps the first P in data
-    order. -> ({position among the kept groups: group}, all groups that were sampled)
+    order. -> ({position among the kept groups of all ranks: group}, all groups that were sampled)
     """
     cfg = run.cfg
     sampled = []
@@ -272,8 +273,8 @@ def group_advantages(group_rewards, baseline="group", scale="group", eps=1e-4, r
     group, of all rewards (batch), of all advantages before the division (centred), or the group's
     mean (MaxRL; where it is <= 0, the advantage is 0), each plus eps; or 1.
 
-    The deviation is the population's, sqrt(1/G sum (r - mean)^2); the paper does not say which. TRL
-    and verl divide by G - 1: their advantages are ours times sqrt((G-1)/G), 6.5 % less at G = 8.
+    The deviation is the population's, sqrt(1/G sum (r - mean)^2). TRL and verl divide by G - 1:
+    their advantages are ours times sqrt((G-1)/G), 6.5 % less at G = 8.
 
     >>> group_advantages(torch.tensor([[1., 0., 0., 1.]]))
     tensor([[ 0.9998, -0.9998, -0.9998,  0.9998]])
@@ -304,7 +305,6 @@ def assign_advantages(groups, cfg, running_mean):
     running uses: a moving average of the reward, NaN before the first step."""
     reward, own_rows = reward_table(groups, cfg.samples)  # (P, G) of all ranks; a slice of it
     batch_mean = reward.nanmean().item()  # NaN if no group is left
-    # in the first step running_mean is NaN
     before = batch_mean if math.isnan(running_mean) else running_mean
     advantages = group_advantages(reward, cfg.baseline, cfg.scale, running=before)  # (P, G)
     for group, row in zip(groups, advantages[own_rows].tolist()):
@@ -321,7 +321,7 @@ def token_weights(lengths, aggregate, max_tokens, sequences=None, tokens=None):
     `sequences` and `tokens` are counts over all ranks (default: of `lengths`). A sequence left
     out by --mask_truncated has length 0: it counts as a sequence, but its tokens get weight 0.
         sequence  mean over sequences of the mean over tokens: 1 / (sequences * length)    GRPO
-        token     mean over all tokens: 1 / tokens                    DAPO, eq. 12: per question
+        token     mean over all tokens: 1 / tokens                                         DAPO
         constant  sum over tokens, divided by a constant: 1 / (sequences * max_tokens)  Dr. GRPO
     With `sequence`, a token of a short completion weighs more: short right answers are pushed up
     more, long wrong ones are pushed down less. With the others all tokens weigh the same.
@@ -357,11 +357,11 @@ def assign_token_weights(rollouts, cfg):
 
 
 def drop_without_gradient(rollouts, cfg):
-    """The rollouts that need a pass: without a KL term, not those whose advantages are all 0.
+    """If the loss has no KL term, leaves out rollouts whose advantages are all 0. Returns the rest.
 
-    Sets the weight of those left out to 0. The weights of the others stay, because they come from
-    the counts of all sequences. If none is left, the shortest stays, because AdamW must step: its
-    momentum moves weights at gradient 0 too.
+    The weight of a rollout that is left out becomes 0. The other weights stay as they are, because
+    they come from the counts of all sequences. If no rollout is left, the shortest stays, because
+    AdamW must step: its momentum moves weights at gradient 0 too.
     """
     if cfg.kl_coef or cfg.surrogate == "kimi":  # its penalty has a gradient without an advantage
         return rollouts
@@ -379,7 +379,7 @@ def make_packs(groups, cfg, skip_zero_advantages=True):
     train."""
     kept = assign_token_weights(flatten(groups), cfg)
     if skip_zero_advantages:
-        kept = drop_without_gradient(kept, cfg)  # with a KL term it keeps all
+        kept = drop_without_gradient(kept, cfg)
     lists = pack_evenly(kept, cfg.pack_tokens, cfg.layout)
     # input_ids (1, T); predictors, targets, vllm_logps, advantage, weight, sequence_ids (R,);
     # lengths (B,); old and ref are None until stage 5
@@ -470,10 +470,11 @@ def importance_weight(mismatch, pack, cfg):
 def surrogate_objective(ratio, log_ratio, logp, advantage, cfg):
     """(R,) objective per token: four ways to limit what a ratio far from 1 does."""
     if cfg.surrogate == "ppo":  # arXiv:1707.06347
-        clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,) same in is_clipped
+        # is_clipped repeats this rule: change both
+        clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)  # (R,)
         # flags.check wants delta > 1 + clip_high, so it acts on negative advantages only
         bounded = ratio.clamp(max=cfg.delta) if cfg.delta else ratio  # (R,)
-        # the minimum: a token that has moved far enough in the right direction gets no gradient
+        # a token that has moved far enough in the right direction gets no gradient
         return torch.minimum(bounded * advantage, clipped * advantage)  # (R,)
     if cfg.surrogate == "cispo":  # every token keeps its gradient; its weight is bounded
         weight = ratio.clamp(max=1 + cfg.clip_high).detach()  # (R,)
@@ -489,11 +490,11 @@ def is_clipped(ratio, advantage, cfg):
     """(R,) whether PPO's clip made a token's gradient 0. The other surrogates have no clip."""
     if cfg.surrogate != "ppo":
         return torch.zeros_like(ratio, dtype=torch.bool)  # (R,)
-    stops_rise = ratio > 1 + cfg.clip_high  # (R,) of tokens with a positive advantage
-    stops_fall = ratio < 1 - cfg.clip_low  # (R,) of tokens with a negative advantage
-    if cfg.delta:
-        stops_fall |= ratio > cfg.delta  # (R,)
-    return (advantage > 0) & stops_rise | (advantage < 0) & stops_fall  # (R,)
+    too_high = ratio > 1 + cfg.clip_high  # (R,)
+    too_low = ratio < 1 - cfg.clip_low  # (R,)
+    clips_positive = too_high  # (R,)
+    clips_negative = too_low | (ratio > cfg.delta) if cfg.delta else too_low  # (R,)
+    return (advantage > 0) & clips_positive | (advantage < 0) & clips_negative  # (R,)
 
 
 def policy_loss(logp, old, ref, pack, cfg):
@@ -545,7 +546,7 @@ def start_deepspeed(module, cfg):
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = adamw(trained, lr=cfg.lr, betas=(0.9, cfg.beta2), weight_decay=cfg.weight_decay)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config={
-        "train_micro_batch_size_per_gpu": 1,  # this and the next: required, but update() counts
+        "train_micro_batch_size_per_gpu": 1,  # required; it has no effect here, nor has the next
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # backward() may be called any number of times
         "gradient_clipping": cfg.max_grad_norm,
@@ -613,15 +614,15 @@ def load_weights(llm, named_weights):
     """Wakes vLLM with new weights, (name, tensor) pairs. Raises RunError if vLLM refuses a tensor,
     or if a tensor that can be read there differs from the one that was sent."""
     llm.wake_for_weights()
-    weights = SentWeights(named_weights)  # keeps the checksum of each tensor that vLLM takes
+    weights = SentWeights(named_weights)
     llm.reload_weights(weights)  # an iterator: vLLM takes one tensor after the other
     if llm.is_checked:
-        weights.check(llm)  # compares the checksums with those of vLLM's own tensors
+        weights.check(llm)  # checksums of what was sent, and of what vLLM has
     llm.wake_kv_cache()  # empty, because the old entries belong to old weights
 
 
 def sync_weights(policy, llm):
-    """Copies the policy's weights into vLLM and wakes it. RunError if the checksums of both differ.
+    """Copies the policy's weights into vLLM and wakes it.
 
     Every step needs it: on a GPU llm.sleep() drops vLLM's weights. On a CPU vLLM would sample from
     older weights, and update() stops the run once the mismatch is above its bound. A loop that
@@ -687,7 +688,7 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
             llm.sleep()  # frees GPU memory for the trainer; sync_weights wakes vLLM
             trainer.load_frozen(policy)  # only LoRA with offload: the frozen weights come back
         with timed(metrics, "update"):
-            # 3. fills r.advantages; only --baseline running uses the mean that it returns
+            # 3. fills r.advantages
             progress.running_mean = assign_advantages(groups, cfg, progress.running_mean)
             # 4. per minibatch a list of packs; each epoch takes them in this order
             packed = [make_packs(part, cfg, skip_zero_advantages) for part in minibatches]
@@ -697,10 +698,8 @@ def train(run, collect_rollouts=collect_rollouts, assign_advantages=assign_advan
             history = []
             for _ in range(cfg.epochs):
                 for packs in packed:
-                    # forward, loss, backward of each pack, then AdamW. The list is empty if no
-                    # completion of the minibatch has a weight
-                    if packs:
-                        history.append(update(policy, packs, cfg, policy_loss))  # 5. 6. 7.
+                    if packs:  # none if no completion of the minibatch has a weight
+                        history.append(update(policy, packs, cfg, policy_loss))  # 6. 7.
             metrics |= stats.step_means(history)
             progress.skipped = stop.count_skipped(
                 progress.skipped, step, history, groups, log.folder)  # 3 in a row: error
@@ -719,8 +718,8 @@ def main(argv=None, train=train, sampler=Sampler):
     """Runs the command line. train: your loop, which gets a Run. sampler: your Sampler class."""
     with stop.on_signals():
         # these errors and RunError end in one line, without a traceback
-        with stop.with_one_line(ValueError, OSError, RuntimeError), memory.collection_put_off():
-            # put off: Python's garbage collection, until all is loaded
+        one_line = stop.with_one_line(ValueError, OSError, RuntimeError)
+        with one_line, memory.without_garbage_collection():
             cfg = parse_config(argv)
             rollout_function = guard.load_rollout(cfg.rollout) if cfg.rollout else rollout
             ranks.init_process_group(cfg.timeout)
@@ -738,14 +737,14 @@ def main(argv=None, train=train, sampler=Sampler):
 
         with stop.with_one_line(OSError, cfg=cfg, folder=log.folder):
             log.say("loading the model into vLLM, then into the trainer ...")
-            with memory.collection_put_off():
+            with memory.without_garbage_collection():
                 llm = sampler(cfg)  # before the trainer: vLLM measures the free memory of a GPU
                 llm.sleep()
                 policy = make_policy(cfg)
                 ref = make_reference(cfg, policy, plan["reference_stays"])
-            if cfg.steps:  # --steps 0 only evaluates; the rehearsal leaves no trace in AdamW
+            if cfg.steps:  # --steps 0 only evaluates
                 log.say("rehearsal: an update on the largest pack, at learning rate 0 ...")
-                guard.rehearse(policy, ref, cfg)
+                guard.rehearse(policy, ref, cfg)  # finds out now whether memory suffices
             checkpoints.restore(policy)
             run = Run(cfg, train_set, eval_set, verifier,
                       log, checkpoints, llm, policy, ref, rollout_function)

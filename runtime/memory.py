@@ -103,7 +103,7 @@ class ModelShape:
 # ---- the plan
 
 @contextlib.contextmanager
-def collection_put_off():
+def without_garbage_collection():
     """Python looks for unreachable objects after this block, not in it. While libraries are
     imported it would look through all their objects a dozen times: 3 s of a start."""
     gc.disable()

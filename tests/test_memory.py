@@ -212,7 +212,7 @@ def test_a_start_on_a_cpu_writes_zeros_into_no_more_than_a_run_can_fill(monkeypa
 
 
 def test_garbage_is_collected_again_after_a_start_also_after_a_failed_one():
-    with pytest.raises(ValueError, match="in the block"), memory.collection_put_off():
+    with pytest.raises(ValueError, match="in the block"), memory.without_garbage_collection():
         assert not gc.isenabled()
         raise ValueError("in the block")
     assert gc.isenabled()

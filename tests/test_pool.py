@@ -230,6 +230,21 @@ def test_the_rows_of_mixed_tasks_are_each_judged_by_their_own_reward():
     assert parts["mixed"] == [1.0, 1.0, None] and values == [1.0, 1.0, 0.0]
 
 
+def test_each_domain_is_judged_by_its_own_verifier():
+    file = f"{ROOT}/examples/domains.py"
+    rows = data.load(f"{file}:mixed", size=60, answer_key="none")
+    [story] = [row for row in rows if "kind" in row][:1]
+    [ask] = [row for row in rows if "topic" in row][:1]
+    assert 10 < sum("topic" in row for row in rows) < 30
+    columns = dict(answer=[story["answer"], None, None],
+                   instruction_id_list=[None, *[["punctuation:no_comma"]] * 2],
+                   kwargs=[None, [{}], [{}]])
+    with rewards.Verifier(f"{file}:judge", workers=1) as verify:
+        verify.check_columns([story, ask], file)
+        values, _, _ = verify([f"So {story['answer']}", "Owls, at night.", "Owls."], **columns)
+    assert values == [1.0, 0.0, 1.0]
+
+
 # ---- a trainer that ends
 
 
