@@ -40,11 +40,14 @@ def new_kinds(split, size, seed):
 
 
 def mixed(split, size, seed):
-    """Rows of the three domains in random order, a third of each."""
+    """Rows of the three domains in random order: of each as many as there are products."""
+    parts = [make(split, size // 3, seed) for make in (multiply, solve, follow)]
+    least = min(map(len, parts))
     rows = []
-    for make in (multiply, solve, follow):
-        rows += make(split, size // 3 + 1, seed)
-    return random.Random(seed).sample(rows, size)
+    for part in parts:
+        rows += part[:least]
+    random.Random(seed).shuffle(rows)
+    return rows
 
 
 @each
