@@ -8,9 +8,10 @@
 
 The planted faults are in faults.txt: kinds of mistakes that were made or are easily made. A mutant
 changes an operator, a number, a comparison or a condition. A copy of the repository with the change
-is tested in a forked child (torch, TRL and vLLM are imported once, here). It runs the tests that
-reach the changed lines, the quickest files first, up to --seconds of them: see .pytest_cache. If
-none of them fails, a second child runs the others.
+is tested in a forked child (torch, TRL and vLLM are imported once, here). It runs the test that
+noticed this change the last time, then those that reach the changed lines, the quickest files
+first, up to --seconds of them: see .pytest_cache. If none of them fails, a second child runs the
+others. At the end all tests that noticed a change run without one.
 Prints a line per change and the diff of those that no test noticed: a gap, or the same program (say
 why). Exits with 1 if a planted fault is not noticed, or if a test fails without a change."""
 import argparse
@@ -19,6 +20,7 @@ import contextlib
 import difflib
 import importlib
 import itertools
+import json
 import os
 import random
 import re
@@ -36,6 +38,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
+NOTICED = ROOT / ".pytest_cache/noticed.json"  # {description of a change: the test that failed}
 PRODUCT = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/*.py", "runtime/report/*",
            "runtime/verify/*.py",
            "examples/*.py")  # where faults are planted
@@ -216,26 +219,33 @@ def main():
         free.append(core)
         return name
 
+    last_time = json.loads(NOTICED.read_text()) if NOTICED.exists() else {}
+
     def noticed(change, tests):
+        what, *change = change
+        known = [test for test in tests if test == last_time.get(what)]
         first, others = coverage.split(tests, args.seconds)
-        return run(*change[1:], first) or run(*change[1:], others)
+        return run(*change, known) or run(*change, first) or run(*change, others)
 
     chosen = [coverage.tests(file, difference(file, changed)[1]) for _, file, changed in changes]
-    firsts = {test for tests in chosen for test in coverage.split(tests, args.seconds)[0]}
-    every = [test for test in coverage.seconds if test in firsts]
     missed = []
+    failed = set()  # tests that noticed a change
     with ThreadPoolExecutor(len(free)) as threads:
-        same = threads.submit(run, "data.py", (ROOT / "data.py").read_text(), every)
         names = threads.map(noticed, changes, chosen)
         print("| change | caught by |\n|---|---|")
         for (what, *change), tests, name in zip(changes, chosen, names):
             by = f"`{name}`" if name else f"**nothing** of {len(tests)}"
             print(f"| {what} | {by} |", flush=True)
+            if name in tests:
+                failed.add(name)
+                last_time[what] = name
+                NOTICED.write_text(json.dumps(last_time))
             if not name:
                 missed.append("\n".join([what, *difference(*change)[0]]))
     print("", *missed, sep="\n\n")
-    if same.result():
-        sys.exit(f"without any change: {same.result()}")
+    without_change = [test for test in coverage.seconds if test in failed]
+    if name := run("data.py", (ROOT / "data.py").read_text(), without_change):
+        sys.exit(f"without any change: {name}")
     print(f"\n{len(changes) - len(missed)} of {len(changes)} caught, {time.time() - begin:.0f} s")
     sys.exit(bool(missed) and not args.random)
 
