@@ -15,6 +15,7 @@ others. At the end all tests that noticed a change run without one.
 Prints a line per change and the diff of those that no test noticed: a gap, or the same program (say
 why). Exits with 1 if a planted fault is not noticed, or if a test fails without a change."""
 import argparse
+import ast
 import bisect
 import contextlib
 import difflib
@@ -100,6 +101,17 @@ def difference(file, changed):
     return diff, numbers
 
 
+def uses(file, line):
+    """The lines of a file that use a name which the module defines in this line."""
+    tree = ast.parse((ROOT / file).read_text())
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and node.lineno <= line <= node.end_lineno:
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    loaded = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
+    return {node.lineno for node in loaded if node.id in names}
+
+
 class Coverage:
     """Which tests reach a line, and how long they take: of the last run of the suite."""
 
@@ -121,11 +133,17 @@ class Coverage:
         by_line = {line: {context.split("|")[0] for context in found} & self.seconds.keys()
                    for line, found in self.data.contexts_by_lineno(str(ROOT / file)).items()}
         found = set().union(*(by_line.get(line, ()) for line in lines))
-        if not found:  # it runs at import: the next line of a test
+        if not found:  # it runs at import: the lines that use the name that it defines
+            using = uses(file, min(lines))
+            found = set().union(*(by_line.get(line, ()) for line in using))
+        if not found:  # the next line of a test
             later = (by_line[line] for line in sorted(by_line) if line > min(lines))
             found = next(filter(None, later), found)
-        judge = any(fnmatch(file, pattern) for pattern in JUDGES)
-        own = f"tests/test_{'rewards' if judge else Path(file).stem}.py"  # for shared fixtures
+        own = f"tests/test_{Path(file).stem}.py"  # for shared fixtures
+        if file == "runtime/engine.py":
+            own = "tests/test_sampler.py"
+        if any(fnmatch(file, pattern) for pattern in JUDGES):
+            own = "tests/test_rewards.py"
         found = found | {test for test in self.seconds if own in test}
         of_files = Counter()  # file -> seconds of its tests
         for test in found:

@@ -9,6 +9,7 @@ import torch
 import nano_rlvr as nr
 import runtime.model
 from conftest import close, fixed_rollouts, float64, make_config
+from runtime import ranks
 from runtime.batch import fill_rows
 
 LENGTHS = {  # of completions, a draw from a random generator
@@ -72,3 +73,16 @@ def test_rows_have_the_loss_and_the_gradient_of_packs(group, tokenizer, algo):
         assert gradients[0].any()
         close(losses[0], losses[1])
         close(*gradients)
+
+
+@pytest.mark.parametrize("layout", ["packed", "rows"])
+def test_a_rank_with_fewer_packs_adds_one_that_has_the_columns_of_all_ranks(layout, monkeypatch):
+    """As if another rank had two packs and a column of its own."""
+    answers = iter([[1, 2], ["mine", "theirs"]])
+    monkeypatch.setattr(ranks, "all_gather", lambda values: next(answers))
+    r = nr.Rollout([5], [6, 7, 8], "", False, [0.0] * 3, extra={"mine": [1.0] * 3}, weight=1.0)
+    lists = nr.pack_evenly([r], 100, layout)
+    assert lists[0] == [r] and len(lists) == 2
+    pack = nr.collate(lists[1], layout=layout)
+    assert pack.extra.keys() == {"mine", "theirs"}
+    assert pack.weight.tolist() == [0.0, 0.0] == pack.extra["mine"].tolist()
