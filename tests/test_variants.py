@@ -196,9 +196,12 @@ def test_a_run_in_which_all_groups_are_dropped_takes_no_step_and_goes_on(tmp_pat
 
 
 def test_a_run_has_the_steps_learning_rates_evaluations_and_checkpoints_of_its_flags(
-        tmp_path, updates):
+        tmp_path, updates, monkeypatch):
     """Each optimizer step has the complete mean over its minibatch, against log-probs taken once.
     The learning rate falls to --lr_end of --lr after the last step."""
+    looks = []
+    monkeypatch.setattr(evaluation, "first_look",
+                        lambda run, answers: looks.append(run.checkpoints.progress.step))
     rows, saved = loop(tmp_path, steps=5, epochs=2, minibatches=2, pack_tokens=40, warmup=2,
                        lr_end=0.5, eval_every=2, save_every=3, kl_coef=0.1)
     steps, metrics, rates = zip(*updates)
@@ -215,6 +218,7 @@ def test_a_run_has_the_steps_learning_rates_evaluations_and_checkpoints_of_its_f
     close([row["lr"] for row in rows[:5]], wanted)
     evaluated = ["eval/accuracy" in row for row in rows]
     assert evaluated == [True, False, True, False, True, True]  # the last weights, too
+    assert looks == [0]
     assert saved == [(0, False), (3, False), (5, True)]
     assert all(row["kl"] for row in rows[:5])
     # the KL is in the loss alone: the advantages are those of the rewards 0, 1, 2 and 3
