@@ -67,7 +67,8 @@ def simulated_peak(size, checkpointing):
         return peak["Total"] - sum(p.numel() for p in model.parameters()) * 2
 
 
-@pytest.mark.parametrize("name, checkpointing", [("1.5B", "off"), ("1.5B", "on"), ("Qwen3", "on")])
+@pytest.mark.parametrize("name, checkpointing", [
+    ("1.5B", "off"), ("1.5B", "on"), ("Qwen3", "off"), ("Qwen3", "on")])
 def test_planned_activations_are_at_least_those_of_the_code_and_at_most_three_tenths_more(
         name, checkpointing):
     """Simulated with 2 and with 4 layers: each further one adds as much. A tied head's gradient,
