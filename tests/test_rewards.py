@@ -523,8 +523,10 @@ def test_trls_reward_functions_run_unchanged_in_our_verifier():
     solution = ["$0.5$", "$0.5$", "no gold"]
     messages = [[{"role": "assistant", "content": t}] for t in texts]
     spec = "trl.rewards:accuracy_reward,trl.rewards:think_format_reward:0.5"
-    with rewards.Verifier(spec, messages=True, timeout=30) as verify:
-        values, parts, _ = verify(texts, solution=solution)
+    with rewards.Verifier(spec, messages=True, timeout=60, workers=1) as verify:
+        for _ in range(2):  # the first loads a grammar, and math-verify gives up after 5 seconds
+            values, parts, _ = verify(texts, solution=solution)
+            accuracy_reward(messages, solution)
     assert parts == {"accuracy_reward": accuracy_reward(messages, solution),
                      "think_format_reward": think_format_reward(messages)}
     assert values == [1.5, 0.0, 0.0] and parts["accuracy_reward"] == [1.0, 0.0, None]
