@@ -48,6 +48,7 @@ DRAWN = ("nano_rlvr.py", "rewards.py", "data.py", "runtime/batch.py", "runtime/e
          "runtime/stats.py", "runtime/stop.py")
 JUDGES = ("rewards.py", "examples/code_reward.py",
           "runtime/verify/*.py")  # they also run in processes that coverage does not see
+OWN = {"runtime/engine.py": "sampler", "runtime/vllm_patches.py": "families"}
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "wandb", "exercises",
                                   "smollm2")  # a model of 269 MB
 
@@ -139,9 +140,8 @@ class Coverage:
         if not found:  # the next line of a test
             later = (by_line[line] for line in sorted(by_line) if line > min(lines))
             found = next(filter(None, later), found)
-        own = f"tests/test_{Path(file).stem}.py"  # for shared fixtures
-        if file == "runtime/engine.py":
-            own = "tests/test_sampler.py"
+        # for shared fixtures and processes of their own, which coverage does not see
+        own = f"tests/test_{OWN.get(file, Path(file).stem)}.py"
         if any(fnmatch(file, pattern) for pattern in JUDGES):
             own = "tests/test_rewards.py"
         found = found | {test for test in self.seconds if own in test}

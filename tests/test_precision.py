@@ -5,7 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import EPS, close, float64, within
+import nano_rlvr as nr
+from conftest import EPS, close, fixed_rollouts, float64, make_config, within
 from runtime import ranks, stats
 from runtime.head import HeadLogps
 
@@ -120,3 +121,16 @@ def test_numbers_of_tokens_above_2_to_the_24_are_exact():
              "mismatch/max": torch.tensor(0.0), "loss": torch.tensor(0.5)} for _ in range(3)]
     close(stats.token_means(sums)["ratio"], 2**24 / (2**24 + 1), 1e-9)
     assert ranks.all_sum(2**24 + 1, 0.5) == [2**24 + 1, 0.5]
+
+
+def test_hidden_states_in_float32_meet_a_head_in_bfloat16(tokenizer):
+    """Mamba-2's last norm returns float32."""
+    def widen(module, inputs, output):
+        output.last_hidden_state = output.last_hidden_state.float()
+
+    policy = nr.TokenLogps(nr.load_model(make_config(dtype="bfloat16")))
+    pack = nr.collate(fixed_rollouts(tokenizer))
+    wanted, _ = policy(pack)
+    policy.model.get_decoder().register_forward_hook(widen)
+    found, _ = policy(pack)
+    assert found.equal(wanted)
