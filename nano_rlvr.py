@@ -490,10 +490,10 @@ def is_clipped(ratio, advantage, cfg):
     """(R,) whether PPO's clip made a token's gradient 0. The other surrogates have no clip."""
     if cfg.surrogate != "ppo":
         return torch.zeros_like(ratio, dtype=torch.bool)  # (R,)
-    too_high = ratio > 1 + cfg.clip_high  # (R,)
-    too_low = ratio < 1 - cfg.clip_low  # (R,)
-    clips_positive = too_high  # (R,)
-    clips_negative = too_low | (ratio > cfg.delta) if cfg.delta else too_low  # (R,)
+    clips_positive = ratio > 1 + cfg.clip_high  # (R,)
+    clips_negative = ratio < 1 - cfg.clip_low  # (R,)
+    if cfg.delta:
+        clips_negative |= ratio > cfg.delta  # (R,)
     return (advantage > 0) & clips_positive | (advantage < 0) & clips_negative  # (R,)
 
 
